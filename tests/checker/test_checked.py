@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -37,6 +37,16 @@ from tests.support import KEEP, bytecodes, names, read
 FLAGS = 2  # CU_EVENT_DISABLE_TIMING
 
 
+@pytest.fixture
+def bench(machine: Any) -> Iterator[Bench]:
+    """Its end adds no hazard."""
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        yield bench
+        found = len(driver.hazards)
+    assert len(driver.hazards) == found
+
+
 def race(bench: Bench) -> None:
     """Two streams that write the same memory."""
     memory = bench.new(bench.a)
@@ -49,11 +59,9 @@ def race(bench: Bench) -> None:
 
 
 class TestModes:
-    def test_report_collects(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            race(bench)
-        (found,) = driver.hazards
+    def test_report_collects(self, bench: Bench) -> None:
+        race(bench)
+        (found,) = bench.driver.hazards
         assert found.kind == "race" and found.nbytes == SIZE and found.portable
         assert f"must wait for an event recorded on stream {bench.a._raw!r}"[:40] in found.remedy
         assert {"this call", "used", "allocated"} == set(found.stacks)
@@ -61,18 +69,16 @@ class TestModes:
             assert any(code in line for line in found.stacks[name])
         assert not any("streamalloc/core" in line for lines in found.stacks.values() for line in lines)
 
-    def test_a_pair_of_places_is_reported_once_with_a_count(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            for again in range(2):
-                memories = [bench.new(bench.a) for _ in range(20)]
-                for memory in memories:
-                    memory.used(bench.b)
-                (found,) = driver.hazards
-                assert found.count == 20 and "found: 20 times" in str(found)
-                assert found.address == memories[0].address
-                if not again:
-                    driver.hazards.clear()  # begins anew
+    def test_a_pair_of_places_is_reported_once_with_a_count(self, bench: Bench) -> None:
+        for again in range(2):
+            memories = [bench.new(bench.a) for _ in range(20)]
+            for memory in memories:
+                memory.used(bench.b)
+            (found,) = bench.driver.hazards
+            assert found.count == 20 and "found: 20 times" in str(found)
+            assert found.address == memories[0].address
+            if not again:
+                bench.driver.hazards.clear()  # begins anew
 
     def test_raises_for_each_address(self, machine: Any) -> None:
         driver = sd.checked(machine, on="raise")
@@ -95,16 +101,6 @@ class TestModes:
         with Bench(driver) as bench, pytest.warns(RuntimeWarning, match="race: "):
             race(bench)
         assert len(driver.hazards) == 1
-
-    def test_raise_stops_a_wrong_free(self, machine: Any) -> None:
-        traced = sd.traced(machine)
-        with Bench(sd.checked(traced, on="raise")) as bench:
-            memory = bench.new(bench.a)
-            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
-                memory.free(bench.b)
-            assert names(traced, "cuMemFreeAsync") == []
-            memory.free()
-            assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
 
     def test_no_other_thread_takes_the_hazard_of_a_free(self, machine: Any) -> None:
         traced = sd.traced(machine)
@@ -159,103 +155,89 @@ class TestModes:
         assert driver.hazards == []
 
     @pytest.mark.parametrize("captured", [False, True])
-    def test_a_refused_second_free_changes_nothing(self, machine: Any, captured: bool) -> None:
+    def test_a_refused_second_free_changes_nothing(self, bench: Bench, captured: bool) -> None:
         """The memory stays freed: a later use is reported, and no leak."""
-        driver: Any = sd.checked(machine)
-        with Bench(driver) as bench:
-            with bench.a.capture() as graph:
-                memory = bench.pool.allocate(SIZE, bench.a)
-                address = memory.address
-                memory.free()
-                if captured:
-                    assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
-                    driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
-            if not captured:
-                bench.keep(graph).launch(bench.a)
-                bench.a.synchronize()
-                assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
-                driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
-            assert driver.leaks() == []
-        assert [one.kind for one in driver.hazards] == ["double free", "use after free"]
-
-    def test_what_raises_has_not_happened(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            with pytest.raises(TypeError):
-                bench.driver.cuMemFreeAsync(memory.address, cuda.CUstream(bench.a.handle), "too much")
-            bench.write(memory, bench.a)
-            memory.free()
-        assert driver.hazards == []
-
-    def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, machine: Any) -> None:
-        """Frees of other threads in the middle of a call do not wait for it, and are not lost."""
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            cycles: list[Any] = []
-            for _ in range(50):
-                cycle: list[Any] = [bench.pool.allocate(SIZE, bench.a)]
-                cycle.append(cycle)
-                cycles.append(cycle)
-            del cycle
-            cycles = [cycles]
-            other = threading.Thread(target=gc.collect)
-            cycles.clear()
-            other.start()
-            while other.is_alive():
-                bench.device.default_stream.synchronize()
-                bench.done(bench.new(bench.device.default_stream))
-            other.join()
-            gc.collect()
-        assert driver.hazards == [] and "pool allocation" not in driver.outstanding()
-
-    def test_a_finaliser_at_the_end_of_a_record(self, machine: Any) -> None:
-        """Its free comes before the next call, which may get the address that it has freed."""
-        driver: Any = sd.checked(machine)
-        with Bench(driver) as bench:
+        with bench.a.capture() as graph:
             memory = bench.pool.allocate(SIZE, bench.a)
             address = memory.address
-            driver._turn.thread = threading.get_ident()  # the record has just ended
-            del memory
-            driver._turn.thread = 0
-            again = bench.new(bench.a)
-            assert again.address == address
-            again.free()
-        assert driver.hazards == []
+            memory.free()
+            if captured:
+                assert bench.driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+                bench.driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+        if not captured:
+            bench.keep(graph).launch(bench.a)
+            bench.a.synchronize()
+            assert bench.driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+            bench.driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+        assert bench.driver.leaks() == []
+        assert [one.kind for one in bench.driver.hazards] == ["double free", "use after free"]
 
-    def test_a_finaliser_notifies_in_the_middle_of_a_record(self, machine: Any) -> None:
-        driver: Any = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            driver._turn.thread = threading.get_ident()
-            driver.deferred(memory.address)
-            driver._turn.thread = 0
-            assert driver.leaks() == []
+    def test_what_raises_has_not_happened(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        with pytest.raises(TypeError):
+            bench.driver.cuMemFreeAsync(memory.address, cuda.CUstream(bench.a.handle), "too much")
+        bench.write(memory, bench.a)
+        memory.free()
+        assert bench.driver.hazards == []
 
-    def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
+    def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, bench: Bench) -> None:
+        """Frees of other threads in the middle of a call do not wait for it, and are not lost."""
+        cycles: list[Any] = []
+        for _ in range(50):
+            cycle: list[Any] = [bench.pool.allocate(SIZE, bench.a)]
+            cycle.append(cycle)
+            cycles.append(cycle)
+        del cycle
+        cycles = [cycles]
+        other = threading.Thread(target=gc.collect)
+        cycles.clear()
+        other.start()
+        while other.is_alive():
+            bench.device.default_stream.synchronize()
+            bench.done(bench.new(bench.device.default_stream))
+        other.join()
+        gc.collect()
+        assert bench.driver.hazards == [] and "pool allocation" not in bench.driver.outstanding()
+
+    def test_a_finaliser_at_the_end_of_a_record(self, bench: Bench) -> None:
+        """Its free comes before the next call, which may get the address that it has freed."""
+        memory = bench.pool.allocate(SIZE, bench.a)
+        address = memory.address
+        bench.driver._turn.thread = threading.get_ident()  # the record has just ended
+        del memory
+        bench.driver._turn.thread = 0
+        again = bench.new(bench.a)
+        assert again.address == address
+        again.free()
+        assert bench.driver.hazards == []
+
+    def test_a_finaliser_notifies_in_the_middle_of_a_record(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        bench.driver._turn.thread = threading.get_ident()
+        bench.driver.deferred(memory.address)
+        bench.driver._turn.thread = 0
+        assert bench.driver.leaks() == []
+
+    def test_a_host_function_that_the_bindings_refuse(self, bench: Bench) -> None:
         """Its stream does not wait for it."""
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.b)
-            for function, data in ((cuda.CUhostFn(1), "no pointer"), (object(), 0)):
-                with pytest.raises(TypeError):
-                    bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
-            bench.write(memory, bench.a)
-            assert [one.kind for one in driver.hazards] == ["use before allocation"]
+        memory = bench.new(bench.b)
+        for function, data in ((cuda.CUhostFn(1), "no pointer"), (object(), 0)):
+            with pytest.raises(TypeError):
+                bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
+        bench.write(memory, bench.a)
+        assert [one.kind for one in bench.driver.hazards] == ["use before allocation"]
 
-    def test_ended_streams_threads_and_events_are_forgotten(self, machine: Any) -> None:
-        driver: Any = sd.checked(machine)
-        state = driver._state
-        with Bench(driver) as bench:
-            for _ in range(80):
-                with bench.device.create_stream():
-                    event = bench.raw("cuEventCreate", 6)
-                    bench.raw("cuIpcGetEventHandle", event)
-                    bench.raw("cuEventDestroy", event)
-                    other = threading.Thread(target=bench.device.synchronize)
-                    other.start()
-                    other.join()
-                bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
+    def test_ended_streams_threads_and_events_are_forgotten(self, bench: Bench) -> None:
+        state = bench.driver._state
+        for _ in range(80):
+            with bench.device.create_stream():
+                event = bench.raw("cuEventCreate", 6)
+                bench.raw("cuIpcGetEventHandle", event)
+                bench.raw("cuEventDestroy", event)
+                other = threading.Thread(target=bench.device.synchronize)
+                other.start()
+                other.join()
+            bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
         assert len(state.timeline.host.known) < 60
         assert len(state.streams._over) == len(state.interprocess.events) == 0
 
@@ -327,23 +309,19 @@ class TestWords:
             ),
         ],
     )
-    def test_a_wait_that_has_no_effect(self, machine: Any, steps: str, words: str) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            Steps(bench, True).run(f"x = ready; e = event; {steps}")
-        assert re.search(words, self._only(driver).remedy), self._only(driver).remedy
+    def test_a_wait_that_has_no_effect(self, bench: Bench, steps: str, words: str) -> None:
+        Steps(bench, True).run(f"x = ready; e = event; {steps}")
+        assert re.search(words, self._only(bench.driver).remedy), self._only(bench.driver).remedy
 
     @pytest.mark.simulated_only("a call with a destroyed handle may end the process")
     @pytest.mark.parametrize("name", ["cuMemFreeAsync", "cuMemsetD8Async", "cuEventRecord", "cuStreamDestroy"])
-    def test_a_destroyed_stream(self, machine: Any, name: str) -> None:
-        driver: Any = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory, stream = bench.new(bench.a), bench.raw("cuStreamCreate", 1)
-            bench.raw("cuStreamDestroy", stream)
-            first = {"cuEventRecord": (0,), "cuStreamDestroy": ()}.get(name, (memory.address,))
-            rest = (0, SIZE) if name == "cuMemsetD8Async" else ()
-            assert isinstance(bench.raw(name, *first, *rest, stream), cuda.CUresult)
-        found = self._only(driver)
+    def test_a_destroyed_stream(self, bench: Bench, name: str) -> None:
+        memory, stream = bench.new(bench.a), bench.raw("cuStreamCreate", 1)
+        bench.raw("cuStreamDestroy", stream)
+        first = {"cuEventRecord": (0,), "cuStreamDestroy": ()}.get(name, (memory.address,))
+        rest = (0, SIZE) if name == "cuMemsetD8Async" else ()
+        assert isinstance(bench.raw(name, *first, *rest, stream), cuda.CUresult)
+        found = self._only(bench.driver)
         kind, place = ("double free", "freed") if name == "cuStreamDestroy" else ("use after destroy", "destroyed")
         assert found.kind == kind and f"{int(stream):#x}" in found.what
         assert any('bench.raw("cuStreamDestroy", stream)' in line for line in found.stacks[place])
@@ -369,11 +347,9 @@ class TestWords:
         (found,) = driver.hazards
         return found  # type: ignore[no-any-return]
 
-    def test_where_the_streams_were_created(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            race(bench)
-        found = self._only(driver)
+    def test_where_the_streams_were_created(self, bench: Bench) -> None:
+        race(bench)
+        found = self._only(bench.driver)
         assert found.what.count("created at bench.py:") == 2
         assert "after its kernel" in found.remedy
 
@@ -384,41 +360,35 @@ class TestWords:
             memory.used(loader)
         assert "stream 'loader' (created at test_checked.py:" in self._only(driver).what
 
-    def test_where_a_graph_was_launched(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            bench.a.synchronize()
-            with bench.a.capture() as graph:
-                memory.fill(1)  # captured
-            bench.keep(graph).launch(bench.a)  # launched
-            bench.write(memory, bench.b)
-        stacks = self._only(driver).stacks
+    def test_where_a_graph_was_launched(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        bench.a.synchronize()
+        with bench.a.capture() as graph:
+            memory.fill(1)  # captured
+        bench.keep(graph).launch(bench.a)  # launched
+        bench.write(memory, bench.b)
+        stacks = self._only(bench.driver).stacks
         assert any("# captured" in line for line in stacks["used"])
         assert any("# launched" in line for line in stacks["used, launched"])
 
-    def test_whose_the_memory_was_before(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            address = memory.address
-            memory.free()  # freed
-            again = bench.new(bench.a)
-            assert again.address == address
-            bench.at(address, bench.b)
-        found = self._only(driver)
+    def test_whose_the_memory_was_before(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        address = memory.address
+        memory.free()  # freed
+        again = bench.new(bench.a)
+        assert again.address == address
+        bench.at(address, bench.b)
+        found = self._only(bench.driver)
         assert "before that allocation of 4 KiB" in found.what
         assert any("# freed" in line for line in found.stacks["freed before"])
 
     @pytest.mark.simulated_only("it is looked at while a function of the host runs")
-    def test_no_synchronising_in_a_function_of_the_host(self, machine: Any) -> None:
-        driver: Any = sd.checked(machine)
-        with Bench(driver) as bench:
-            address = bench.word()
-            bench.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(bench.b.handle))
-            bench.a.launch_host_func(lambda: driver.used(address, 64, None, False))
-            bench.device.synchronize()
-        found = self._only(driver)
+    def test_no_synchronising_in_a_function_of_the_host(self, bench: Bench) -> None:
+        address = bench.word()
+        bench.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(bench.b.handle))
+        bench.a.launch_host_func(lambda: bench.driver.used(address, 64, None, False))
+        bench.device.synchronize()
+        found = self._only(bench.driver)
         assert "synchronise" not in found.remedy and "the host function of stream" in found.what
         assert "before the host function is queued" in found.remedy
 
@@ -457,38 +427,34 @@ def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.Mon
     buffer.clear()
 
 
-def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
+def test_a_node_that_nobody_knows_hides_no_others(bench: Bench) -> None:
     """The nodes of a graph within the graph have handles of their own there."""
-    driver = sd.checked(machine)
-    with Bench(driver) as bench:
-        x, y, z = (bench.new(bench.a) for _ in range(3))
-        bench.a.synchronize()
-        inner, outer = Graph(bench), Graph(bench)
-        inner.fill(x.address)
-        child = outer.add("ChildGraph", [], inner.handle)
-        outer.fill(y.address)
-        (node,) = bench.raw("cuGraphGetNodes", bench.raw("cuGraphChildGraphNodeGetGraph", child), 1)
-        bench.raw("cuGraphMemsetNodeSetParams", node, fill_params(z.address))
-        outer.launch(bench.a)
-        x.fill(1, bench.b)
-        assert driver.hazards == [] and sum("nodes of a graph" in one for one in driver.notes) == 1
-        y.fill(1, bench.b)
-        assert [one.kind for one in driver.hazards] == ["race"]
+    x, y, z = (bench.new(bench.a) for _ in range(3))
+    bench.a.synchronize()
+    inner, outer = Graph(bench), Graph(bench)
+    inner.fill(x.address)
+    child = outer.add("ChildGraph", [], inner.handle)
+    outer.fill(y.address)
+    (node,) = bench.raw("cuGraphGetNodes", bench.raw("cuGraphChildGraphNodeGetGraph", child), 1)
+    bench.raw("cuGraphMemsetNodeSetParams", node, fill_params(z.address))
+    outer.launch(bench.a)
+    x.fill(1, bench.b)
+    assert bench.driver.hazards == [] and sum("nodes of a graph" in one for one in bench.driver.notes) == 1
+    y.fill(1, bench.b)
+    assert [one.kind for one in bench.driver.hazards] == ["race"]
 
 
 @pytest.mark.simulated_only("nobody has read what hardware does next")
-def test_a_capture_goes_on_after_another_thread_ends_it(machine: Any) -> None:
-    driver = sd.checked(machine)
-    with Bench(driver) as bench:
-        memory, stream = bench.new(bench.a), cuda.CUstream(bench.a._raw)
-        bench.a.synchronize()
-        bench.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        with ThreadPoolExecutor(1) as other:
-            assert "WRONG_THREAD" in other.submit(bench.raw, "cuStreamEndCapture", stream).result().name
-        memory.fill(1, bench.a)
-        bench.raw("cuGraphDestroy", bench.raw("cuStreamEndCapture", stream))
-        bench.write(memory, bench.c)  # nothing has run
-    assert driver.hazards == []
+def test_a_capture_goes_on_after_another_thread_ends_it(bench: Bench) -> None:
+    memory, stream = bench.new(bench.a), cuda.CUstream(bench.a._raw)
+    bench.a.synchronize()
+    bench.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    with ThreadPoolExecutor(1) as other:
+        assert "WRONG_THREAD" in other.submit(bench.raw, "cuStreamEndCapture", stream).result().name
+    memory.fill(1, bench.a)
+    bench.raw("cuGraphDestroy", bench.raw("cuStreamEndCapture", stream))
+    bench.write(memory, bench.c)  # nothing has run
+    assert bench.driver.hazards == []
 
 
 def test_each_reason_to_leave_something_out_is_used_and_explained() -> None:
@@ -513,14 +479,12 @@ class TestUsed:
             with pytest.raises(sa.ClosedError):
                 memory.used()
 
-    def test_of_no_bytes_is_none(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            memory[8:8].used(bench.b)
-            memory[8:8].view_as("f4", (0, 5)).__dlpack__()
-            bench.raw("cuMemcpyAsync", memory.address + 8, memory.address + 16, 0, bench.b.handle)
-        assert driver.hazards == []
+    def test_of_no_bytes_is_none(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        memory[8:8].used(bench.b)
+        memory[8:8].view_as("f4", (0, 5)).__dlpack__()
+        bench.raw("cuMemcpyAsync", memory.address + 8, memory.address + 16, 0, bench.b.handle)
+        assert bench.driver.hazards == []
 
 
 def test_poison(machine: Any) -> None:

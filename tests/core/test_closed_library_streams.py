@@ -17,15 +17,12 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import vmm
 from streamalloc.core.fence import Fence
-from streamalloc.core.library_streams import closable
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, end_what_was_dropped, holds, in_threads
-from tests.vmm.support import HOST, READWRITE
 
 
 class Theirs:
@@ -253,21 +250,6 @@ def test_a_pool_that_runs_out_invalidates_no_capture_of_another_thread(scene: Sc
     other.close()
 
 
-def test_memory_that_sleeps(scene: Scene) -> None:
-    with sa.MemoryPool(HOST, driver=scene.driver) as host:
-        host.set_access(scene.device, READWRITE)
-        group = vmm.SleepGroup(scene.device, backup=host)
-        buffer = group.allocate(5000)
-        buffer.fill(3, scene.theirs)
-        group.sleep(stream=scene.theirs)
-        scene.close()
-        group.wake()
-        scene.device.synchronize()
-        assert holds(buffer, 3)
-        group.close()
-        buffer.close()
-
-
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_borrowed_array_is_released_after_our_work(scene: Scene, end: str) -> None:
     class Array: ...
@@ -380,15 +362,3 @@ def test_the_protocol_as_an_attribute(scene: Scene) -> None:
     with pytest.raises(sa.ClosedError):
         buffer.fill(2)
     buffer.free(scene.own)
-
-
-def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
-    class CuPy:
-        ptr = scene.own.handle
-
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, self.ptr
-
-    theirs: Any = CuPy()
-    asked: Any = scene.theirs
-    assert closable(theirs, theirs.ptr) is None and closable(asked, asked.was) is not None

@@ -18,7 +18,6 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.internal import this_thread
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.exporter.exports import exports_of
@@ -442,23 +441,3 @@ def test_gates_close_with_their_device(machine: Any) -> None:
             assert driver.outstanding()["pinned memory"]
         assert "pinned memory" not in driver.outstanding() and executed(stream)
         gate.close()
-
-
-def test_a_thread_with_the_identifier_of_one_that_has_ended(device: sa.Device, gate: Gate) -> None:
-    """It has another number, and another per-thread default stream."""
-    seen: list[tuple[int, int, bool]] = []
-    held = 8
-
-    def use() -> None:
-        with device.current():
-            idle = device.per_thread_stream.query()
-            if len(seen) < held:
-                gate.hold(device.per_thread_stream)
-            seen.append((threading.get_ident(), this_thread.number, idle))
-
-    for _ in range(50):
-        in_threads(use)
-    idents, numbers, idle = zip(*seen, strict=True)
-    if not set(idents[:held]).intersection(idents[held:]):
-        pytest.skip("the system has not used one of the identifiers again")
-    assert len(set(numbers)) == len(seen) and all(idle)

@@ -115,29 +115,6 @@ def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingA
         assert again.address == address
 
 
-@pytest.mark.parametrize("begin", ["before the allocation", "before the free"])
-def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device: sa.Device, begin: str) -> None:
-    """An allocation in the capture is the graph's. Memory from outside may be freed: nobody gets it in the capture."""
-    stream, driver = Theirs(device), device.driver
-    raw, relaxed = cuda.CUstream(stream.handle), cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    buffer = cache.allocate(SIZE, stream)
-    address = buffer.address
-    if begin == "before the allocation":
-        buffer.free()
-    assert not driver.cuStreamBeginCapture(raw, relaxed)[0]
-    if begin == "before the free":
-        buffer.free()
-    inside = cache.allocate(SIZE, stream)
-    assert type(inside) is sa.GraphBuffer and inside.address != address
-    inside.free()
-    result, graph = driver.cuStreamEndCapture(raw)
-    assert not result
-    driver.cuGraphDestroy(graph)
-    with cache.allocate(SIZE, stream) as again:
-        assert again.address == address
-    assert cache.statistics().misses == 1
-
-
 def test_memory_on_a_stream_that_no_object_owns_is_not_cached(
     cache: sa.CachingAllocator, device: sa.Device, stream: sa.Stream
 ) -> None:

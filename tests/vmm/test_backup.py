@@ -149,24 +149,6 @@ class TestOrder:
         SECOND[second](world)
         world.check(second=second not in ("close", "drop"))
 
-    @pytest.mark.parametrize("second", SECOND)
-    @pytest.mark.parametrize("first", FIRST)
-    def test_the_copy_is_the_last(
-        self, device: sa.Device, host: sa.MemoryPool, gate: Gate, kind: str, first: str, second: str
-    ) -> None:
-        if second in ("close the group", "drop the group") and first == "wake":
-            pytest.skip("a group that is gone wakes nothing")
-        world = World(device, host, kind, gate)
-        if second == "wake":
-            world.group.add(world.first, "last")
-            world.group.wake("first", stream=world.other)
-            world.group.wake("last", stream=world.held)
-        else:
-            SECOND[second](world)
-            FIRST[first](world)
-        world.leave()
-        world.check(second=second not in ("close", "drop"))
-
     @pytest.mark.parametrize("faults", [0, 1, 2])
     def test_one_buffer_alone(self, machine: Any, kind: str, faults: int) -> None:
         """Its backup is freed after the copy. The driver may refuse to record where that ends."""
