@@ -26,7 +26,6 @@ from tests.support import Account, collect_and_freeze, open_descriptors
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
 SIZE = 4
-FEW = 3
 ENDS_AND_MIDDLE = (0, 1, SIZE - 1)
 """The first rank makes the multicast object; of those between it and the last one stands for all."""
 NEVER = 1 << 40

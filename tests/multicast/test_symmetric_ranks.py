@@ -19,7 +19,7 @@ from streamalloc.testing import multimem_st
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
 from tests.processes import eventually
-from tests.support import MiB, executed, read
+from tests.support import executed, read
 
 pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
 
@@ -421,11 +421,3 @@ class TestTheEnd:
                     *["cuMemAddressFree"] * 2,
                 ]
             assert crew.left == [{}] * 3
-
-
-def test_a_mistake_in_the_size_of_memory_shows_the_size() -> None:
-    with Crew(2) as crew:
-        for result in crew.outcomes(lambda rank: rank.memory(200 << 30, multicast=False)):
-            assert isinstance(result, SymmetricMemoryError)
-            assert (result.rank, result.step) == (0, "create") and "OutOfMemoryError" in result.reason
-        assert crew.run(lambda rank: _closed(rank.memory(3 * MiB, multicast=False)).physical_bytes) == [4 * MiB] * 2

@@ -518,42 +518,7 @@ class TestArguments:
         assert repr(observer) == "<Observer, stopped: 0 bytes in 0 allocations>"
 
 
-def churn(pool: sa.MemoryPool, device: sa.Device, count: int) -> None:
-    """Allocate and free, by hand and by finalisers, some of which a collection runs."""
-    with device.create_stream() as stream:
-        for number in range(count):
-            buffer = pool.allocate(512 * (1 + number % 7), stream)
-            if number % 3 == 0:
-                buffer.free()
-            elif number % 3 == 1:
-                circle: list[Any] = [buffer]
-                circle.append(circle)
-            del buffer
-        stream.synchronize()
-
-
 class TestTogether:
-    def test_threads_and_collections(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        thresholds = gc.get_threshold()
-        gc.set_threshold(20)
-        try:
-            with sa.observe(pool) as observer, sa.CachingAllocator(pool) as cache, sa.observe(cache) as other:
-                source: list[Any] = [pool, cache, pool]
-                threads = [threading.Thread(target=churn, args=(one, device, 150)) for one in source]
-                for thread in threads:
-                    thread.start()
-                while any(thread.is_alive() for thread in threads):
-                    assert observer.nbytes >= 0 and other.peak >= 0
-                for thread in threads:
-                    thread.join()
-                gc.collect()
-                assert other.live == () and other.nbytes == 0
-                cache.trim()
-                assert observer.live == () and observer.nbytes == 0
-        finally:
-            gc.set_threshold(*thresholds)
-        assert pool.statistics().used == 0
-
     @pytest.mark.parametrize("read", [lambda observer: observer.nbytes, sa.Observer.stop], ids=["read", "stop"])
     def test_notes_that_come_as_fast_as_they_are_entered(
         self, pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch, read: Any

@@ -16,9 +16,9 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc.importer.imports import ImportUse
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
-from tests.ipc.support import POSIX, at_once, shared_pool, uses
+from tests.ipc.support import POSIX, shared_pool, uses
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
-from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
+from tests.support import KEEP, MiB, executed, filled, holds, names, pending
 
 SIZE = 1 << 16
 
@@ -375,37 +375,6 @@ class Between:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("left_open", [True, False])
-    def test_eight_open_and_close_one_descriptor(self, machine: Any, partner: Partner, left_open: bool) -> None:
-        """One import at a time, freed as often as it was made, however the last free and the next import meet."""
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        partner.run(steps.make_pool)
-        partner.run(steps.make_buffer, "buffer", 3, 1 << 16)
-        data, fds = partner.shared("buffer")
-        with device.create_stream() as stream:
-            first = ipc.open(data, fds, stream=stream, driver=driver)
-            assert shows(first, 3)
-            if not left_open:
-                first.close()
-
-            def work(number: int) -> None:
-                with device.create_stream() as own:
-                    for _ in range(50 if left_open else 25):
-                        with ipc.open(data, stream=own, driver=driver) as opened:
-                            assert opened.address == first.address if left_open else shows(opened, 3)
-                    with ipc.open(data, stream=own, driver=driver) as opened:
-                        assert shows(opened, 3)
-
-            assert at_once(8, work) == []
-            if left_open:
-                assert names(driver, "cuMemPoolImportPointer", "cuMemFreeAsync") == ["cuMemPoolImportPointer"]
-                first.close()
-            imports, frees = names(driver, "cuMemPoolImportPointer"), names(driver, "cuMemFreeAsync")
-            assert len(imports) == len(frees)
-        partner.run(_free, "buffer")
-        assert eventually(lambda: partner.run(steps.used) == 0)
-
     def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
         """Its lease is its own."""
         driver = Between(machine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.ipc.ring.support import add_there, all_of, join, make_ring, send_there, settled, take
+from tests.ipc.ring.support import add_there, all_of, join, make_ring, send_there, take
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import executed
 
@@ -31,40 +30,6 @@ def _sizes(there: There, name: str = "ring") -> list[int]:
 
 
 class TestThreads:
-    def test_producers_and_a_close(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """Several threads fill one ring, with collections all the time, until another one closes it."""
-        ring = Ring.producer(pool, 4096, 4, stream=stream)
-        join(partner, ring)
-        partner.begin(_sizes)
-        counts = [0] * 4
-        interval, threshold = sys.getswitchinterval(), gc.get_threshold()
-
-        def fill(place: int) -> None:
-            try:
-                while True:
-                    ring.put(bytes(1 + place), SECONDS)
-                    counts[place] += 1
-            except sa.ClosedError:
-                pass
-
-        threads = [threading.Thread(target=fill, args=(place,)) for place in range(4)]
-        sys.setswitchinterval(1e-5)
-        gc.set_threshold(5)
-        try:
-            for thread in threads:
-                thread.start()
-            assert eventually(lambda: min(counts) > 10)
-            ring.close()
-            for thread in threads:
-                thread.join(SECONDS)
-        finally:
-            sys.setswitchinterval(interval)
-            gc.set_threshold(*threshold)
-        got = partner.result()
-        for place, count in enumerate(counts):
-            assert got.count(1 + place) == count
-        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
-
     def test_a_consumer_that_is_closed_meanwhile(self, ring: RingProducer, partner: Partner) -> None:
         """All slots come back, whichever step its other thread is at."""
         for _ in range(10):
