@@ -807,3 +807,25 @@ def test_memory_of_a_simulated_driver_is_refused(
             with pytest.raises(ValueError, match=f"^{NAMES[name]} uses the CUDA driver"):
                 interop.borrow(foreign, stream)
     assert used(pool) == 0
+
+
+def test_all_of_them_at_once_under_a_checked_driver(get: Get, device: sa.Device) -> None:
+    """Each allocates from one pool while the others do; nothing is left, and nothing is freed twice."""
+    libraries = [get(name) for name in ("cupy", "torch", "numba")]
+    checked = sd.checked(device.driver)
+    ours = sa.Device(0, driver=checked)
+    with sa.MemoryPool(ours, release_threshold=1 << 40) as pool:
+        bridges = [library.use(pool, callbacks=True) for library in libraries]
+        streams = [library.stream() for library in libraries]
+        for value in range(3):
+            arrays = [library.make(MiB, stream) for library, stream in zip(libraries, streams, strict=True)]
+            for library, stream, array in zip(libraries, streams, arrays, strict=True):
+                library.fill(array, value, stream)
+            for library, stream, array in zip(libraries, streams, arrays, strict=True):
+                assert library.holds(array, value, stream)
+            del array, arrays
+        gc.collect()
+        for library, bridge in zip(libraries, reversed(bridges), strict=True):
+            library.finish(bridge)
+        ours.synchronize()
+        assert pool.statistics().used == 0

@@ -335,14 +335,6 @@ def open_pickled(there: There, name: str, data: bytes) -> str:
 class TestLease:
     """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended."""
 
-    def test_the_importer_dies(self, library: Library, another: Callable[[], Partner], kind: str) -> None:
-        importer = another()
-        importer.open(ipc.share(library(kind), hold=True))
-        settle()
-        assert library.alive
-        importer.kill()
-        assert all_freed(library)
-
     def test_arrays_of_one_allocation(self, library: Library, partner: Partner, kind: str) -> None:
         """They have one lease, and the importer one import."""
         whole: Any = library(kind, 1)

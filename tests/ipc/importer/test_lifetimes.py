@@ -15,9 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.core.session import session_of
-from streamalloc.ipc.importer.imports import imports_of
-from streamalloc.testing import Gate, settle
+from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, uses
 from tests.processes import Partner, There, eventually, fork
@@ -152,30 +150,6 @@ class TestExporterIsGone:
         assert opened.lost and not opened.owner_alive
         opened.close()
         stream.synchronize()
-
-    def test_its_control_block_while_a_stream_waits(
-        self, machine: Any, owner: Partner, another: Another, device: sa.Device, gate: Gate
-    ) -> None:
-        """Letting go of what an owner left waits for the devices, and others wait for that: not while they work."""
-        streams = [device.create_stream() for _ in range(2)]
-        owner.take("buffer", streams[0]).close()
-        device.synchronize()
-        owner.kill()
-        importer = imports_of(session_of(device))
-        (block,) = [block for block in importer.blocks.values() if not block.exporter_alive()]
-        gate.hold(streams[1])
-        then = another()
-        then.run(steps.make_pool)
-        then.run(steps.make_buffer, "buffer", 5)
-        for _ in range(3):
-            then.take("buffer", streams[0]).close()
-            time.sleep(0.03)
-        assert block not in importer.blocks.values() and block._raw is not None
-        gate.open()
-        device.synchronize()
-        assert eventually(lambda: (settle(), block._raw is None)[1])
-        for stream in streams:
-            stream.close()
 
     def test_before_it_was_opened(self, owner: Partner, stream: sa.Stream) -> None:
         """Handles outlive their process: what came before it died opens after. Nothing hangs."""

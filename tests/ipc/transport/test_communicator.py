@@ -1,4 +1,4 @@
-"""Groups: all ranks get what all ranks give, and nobody waits in vain for one that failed."""
+"""Groups, also from other objects that gather: all get what all give, and nobody waits in vain for one that failed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamalloc import ClosedError, Fd
+from streamalloc import ClosedError, Fd, ipc
+from streamalloc.ipc import GroupError
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
     _HEAD,
     Collective,
     Communicator,
+    GroupGoneError,
+    GroupProtocolError,
+    GroupTimeoutError,
     ProcessCommunicator,
     SelfCommunicator,
     TimeLimit,
@@ -389,3 +394,78 @@ distributed.barrier()
 distributed.destroy_process_group()
 """
     run(*([sys.executable, "-c", code, str(rank)] for rank in range(3)))
+
+
+class Board:
+    """State that the ranks of a group in one process share."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Any] = [None] * size
+        self.turn = threading.Barrier(size, timeout=10)
+
+    def gather(self, rank: int, data: Any) -> list[Any]:
+        self.parts[rank] = data
+        self.turn.wait()
+        found = list(self.parts)
+        self.turn.wait()
+        return found
+
+
+class Plain:
+    def __init__(self, rank: int, size: int, board: Board) -> None:
+        self.rank, self.size, self._board = rank, size, board
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return self._board.gather(self.rank, data)
+
+
+class LikeMPI:
+    def __init__(self, rank: int, size: int, board: Board) -> None:
+        self._rank, self._size, self._board = rank, size, board
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return self._size
+
+    def allgather(self, thing: Any) -> list[Any]:
+        return [pickle.loads(one) for one in self._board.gather(self._rank, pickle.dumps(thing))]
+
+
+def in_one_process(kind: Callable[..., Any], do: Callable[[Any], Any], size: int = 3) -> list[Any]:
+    board = Board(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: do(as_communicator(kind(rank, size, board))), range(size)))
+
+
+@pytest.mark.parametrize("kind", [Plain, LikeMPI])
+def test_all_calls(kind: Callable[..., Any]) -> None:
+    def do(group: ipc.Communicator) -> list[bytes]:
+        with open("/dev/null", "rb") as file:
+            assert isinstance(group, ipc.Communicator)
+            group.barrier()
+            for handles in group.exchange([file.fileno()], timeout=10):
+                assert os.path.samestat(os.fstat(handles[0].fileno()), os.fstat(file.fileno()))
+            found = group.allgather(bytes([group.rank] * group.rank))
+        group.barrier()
+        group.close()
+        return found
+
+    assert in_one_process(kind, do) == [[b"", b"\1", b"\2\2"]] * 3
+
+
+def test_ranks_of_any_group_that_do_different_things() -> None:
+    def do(group: ipc.Communicator) -> Any:
+        with pytest.raises(GroupError) as raised:
+            group.barrier() if group.rank == 1 else group.allgather(b"x")
+        return raised.value.calls
+
+    assert in_one_process(Plain, do) == [{1: "barrier"}, {0: "allgather"}, {1: "barrier"}]
+
+
+@pytest.mark.parametrize("kind", [GroupTimeoutError, GroupGoneError, GroupProtocolError])
+def test_errors_travel(kind: type[GroupError]) -> None:
+    again = pickle.loads(pickle.dumps(kind("ranks 2, 5 are late", {2: "", 5: "barrier"})))
+    assert type(again) is kind and str(again) == "ranks 2, 5 are late"
+    assert again.ranks == (2, 5) and again.calls == {2: "", 5: "barrier"}
