@@ -12,7 +12,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.support import MiB, filled, pattern, shows
+from tests.support import MiB, filled, holds, pattern, shows
 
 
 @pytest.fixture
@@ -112,6 +112,18 @@ class TestSleepAndWake:
         group.sleep()
         group.wake()
         assert empty.nbytes == 0
+
+    def test_graphs_stay_valid(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
+        (buffer,) = buffers(group, "a")
+        device.synchronize()
+        with stream.capture() as graph:
+            buffer[0:4096].fill(7, stream)
+            buffer[4096:8192].copy_from(buffer[0:4096], stream)
+        group.sleep()
+        group.wake(stream=stream)
+        graph.launch(stream)
+        stream.synchronize()
+        assert holds(buffer[:8192], 7)
 
 
 class TestMembers:
