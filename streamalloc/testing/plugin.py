@@ -96,8 +96,6 @@ _FLAGS = {
 """Help and header of each option without a value."""
 _NOTES = "streamalloc not checked"
 """Name of the reports' property with the notes of checks, which pytest-xdist sends to its main process."""
-_check_all = pytest.StashKey[contextlib.ExitStack]()
-"""Ends the check of all driver calls."""
 _notes: list[str] = []
 """Notes of checks since the last report of a teardown."""
 
@@ -149,13 +147,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     _choice(config)
     if config.getoption("streamalloc_check_all"):
-        config.stash[_check_all] = undo = contextlib.ExitStack()
-        _follow_all(config, undo)
+        _follow_all(config)
 
 
-def _follow_all(config: pytest.Config, undo: contextlib.ExitStack) -> None:
+def _follow_all(config: pytest.Config) -> None:
     from streamalloc import cupti
 
+    undo = contextlib.ExitStack()
+    config.add_cleanup(undo.close)
     try:
         check = undo.enter_context(cupti.check())
     except cupti.CuptiError as error:
@@ -178,12 +177,6 @@ class _CheckAll:
         if found:
             pytest.fail("\n".join(found), pytrace=False)
         return result
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the check of all driver calls."""
-    with contextlib.suppress(KeyError):
-        config.stash[_check_all].close()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

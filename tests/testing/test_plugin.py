@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import streamalloc.driver as sd
+from streamalloc import cupti
 from streamalloc.testing import machines
 from tests.processes import finished
 from tests.testing.conftest import Run
@@ -276,6 +280,29 @@ class TestRealDriver:
         result.stdout.fnmatch_lines([f"streamalloc: {header}"])
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         assert f"--streamalloc-driver=cuda: {words}" in result.stderr.str() + result.stdout.str()
+
+
+def test_a_check_of_all_work_ends_with_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    found = SimpleNamespace(hazards=[], merge=lambda: seen.append("test"))
+
+    @contextlib.contextmanager
+    def check() -> Iterator[Any]:
+        seen.append("begin")
+        yield found
+        seen.append("end")
+
+    monkeypatch.setattr(cupti, "check", check)
+    found.hazards.append("something wrong")
+    source = """
+        @pytest.mark.parametrize("number", range(2))
+        def test_it(number):
+            pass
+    """
+    result = run(source, "--streamalloc-check-all")
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*something wrong*"])
+    assert seen == ["begin", "test", "test", "end"]
 
 
 LEAKY = """
