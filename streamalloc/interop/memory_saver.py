@@ -26,7 +26,7 @@ from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
-from streamalloc.interop.torch import TorchBridge, collect, expandable, plain, refuse_capture, unrouted
+from streamalloc.interop.torch import TorchBridge, asleep, expandable, plain, prepare, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
 from streamalloc.vmm.internal import HostMemory, Tagged, host_segments
 
@@ -118,7 +118,7 @@ class TorchMemorySaver:
         """
         kind = self._kind(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         bridge = self._bridge(kind)
-        if self._asleep(kind):
+        if asleep(kind, self._groups.values()):
             bridge.renew()
         self._regions += 1
         try:
@@ -158,7 +158,7 @@ class TorchMemorySaver:
             As for :meth:`region`.
         """
         kind = self._kind(tag, enable_cpu_backup, False, cpu_backup_backend)
-        if self._asleep(kind):
+        if asleep(kind, self._groups.values()):
             raise EvictedError(f"graphs of tag={tag!r} are paused: resume() them before another is captured")
         graphs = {key: bridge for key, bridge in self._bridges.items() if key[2] is not None}
         for key, bridge in graphs.items():
@@ -364,20 +364,12 @@ class TorchMemorySaver:
             self._bridges[key] = TorchBridge(Sources([_Source(self, group, tag)]))
         return self._bridges[key]
 
-    def _asleep(self, tag: str) -> bool:
-        """Whether a part of the memory of a tag is paused: PyTorch may place no tensors there."""
-        return any(
-            one == tag and buffer.evicted for group in self._groups.values() for buffer, one in group.buffers.items()
-        )
-
     def _chosen(self, tag: str | None) -> dict[SleepGroup, dict[VirtualBuffer, str]]:
         """Return the buffers of a tag, with their tags in the groups, by group. Empty groups are left out."""
         if tag is not None:
             checked_type("tag", tag, str)
         self._ensure_initialized()
-        for group in self._groups.values():
-            refuse_capture(session_of(group))
-        collect()
+        prepare(self._groups.values())
         found = {}
         for group in self._groups.values():
             buffers = {buffer: one for buffer, one in group.buffers.items() if not tag or one.rpartition(":")[0] == tag}

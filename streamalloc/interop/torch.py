@@ -35,12 +35,13 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.internal import BufferView, Memory, StreamLike, deferred_queue
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
 from streamalloc.ipc import Tensor, Weights, WeightsWriter
+from streamalloc.vmm import SleepGroup
 
 __all__ = ["TorchBridge", "memory", "state_dict", "tensor", "use", "write_state_dict"]
 
@@ -206,14 +207,27 @@ class TorchBridge(Bridge):
         self.stop()
 
 
-def refuse_capture(session: Session) -> None:
-    """Raise :class:`CaptureError` while PyTorch captures its current stream, or this thread a stream of ours: a call
-    that waits would end the capture.
+def asleep(tag: str, groups: Iterable[SleepGroup]) -> bool:
+    """Whether a part of the memory of a tag is asleep: PyTorch may place no tensors there."""
+    return any(one == tag and buffer.evicted for group in groups for buffer, one in group.buffers.items())
+
+
+def prepare(groups: Iterable[SleepGroup]) -> None:
+    """Release what PyTorch has freed, before the buffers of these groups sleep or wake.
+
+    Raises
+    ------
+    CaptureError
+        PyTorch captures its current stream, or this thread a stream of ours: a call that waits would end the capture.
     """
-    if library("torch").cuda.is_current_stream_capturing():
-        raise refused(CaptureError, "cuStreamSynchronize", "PyTorch captures its current stream, which must not wait")
-    if threading.get_ident() in deferred_queue(session).captures.values():
-        raise refused(CaptureError, "cuStreamSynchronize", "this thread captures a stream, and must not wait")
+    for group in groups:
+        if library("torch").cuda.is_current_stream_capturing():
+            raise refused(
+                CaptureError, "cuStreamSynchronize", "PyTorch captures its current stream, which must not wait"
+            )
+        if threading.get_ident() in deferred_queue(session_of(group)).captures.values():
+            raise refused(CaptureError, "cuStreamSynchronize", "this thread captures a stream, and must not wait")
+    collect()
 
 
 class _Route:

@@ -16,9 +16,8 @@ from typing import Any
 from streamalloc.core.errors import EvictedError, InUseError
 from streamalloc.core.internal import Device
 from streamalloc.core.properties import checked_type
-from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import Sources, library
-from streamalloc.interop.torch import TorchBridge, collect, refuse_capture, unrouted, without_expandable
+from streamalloc.interop.torch import TorchBridge, asleep, collect, prepare, unrouted, without_expandable
 from streamalloc.vmm import SleepGroup, VirtualBuffer
 
 __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
@@ -163,7 +162,7 @@ class CuMemAllocator:
             The memory of earlier graphs is asleep.
         """
         tag = self.cudagraph_tag
-        if any(one == tag and buffer.evicted for buffer, one in self.group.buffers.items()):
+        if asleep(tag, [self.group]):
             raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
         # PyTorch allocates from the first of several active pools, which would be that of a block around this one.
         with self._tagged(tag), unrouted():
@@ -205,7 +204,7 @@ class CuMemAllocator:
             kept[buffer] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return kept[buffer].numpy()
 
-        self._ready()
+        prepare([self.group])
         self.group.sleep(backup=place)
         self._kept.update(kept)
         gc.collect()
@@ -215,7 +214,7 @@ class CuMemAllocator:
         """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored. Errors as for
         :meth:`sleep`.
         """
-        self._ready()
+        prepare([self.group])
         found = set(_tags("tags", tags)).intersection(self.group.buffers.values())
         if found:
             self.group.sleep(*found, keep=False)
@@ -239,16 +238,16 @@ class CuMemAllocator:
             A tag is no text.
         """
         named = _DEFERRABLE if tags is None else _tags("tags", tags)
-        self._ready()
-        asleep = {
+        prepare([self.group])
+        sleeping = {
             buffer: tag
             for buffer, tag in self.group.buffers.items()
             if buffer.evicted and (tags is None or tag in named or tag not in _DEFERRABLE)
         }
-        if asleep:
-            self.group.wake(*set(asleep.values()))
+        if sleeping:
+            self.group.wake(*set(sleeping.values()))
             self.group.device.synchronize()
-        for buffer in asleep:
+        for buffer in sleeping:
             self._kept.pop(buffer, None)
 
     def release_pools(self) -> None:
@@ -272,10 +271,6 @@ class CuMemAllocator:
             yield
         finally:
             self.current_tag = before
-
-    def _ready(self) -> None:
-        refuse_capture(session_of(self.group))
-        collect()
 
     @staticmethod
     def _trim(bridge: TorchBridge) -> None:
