@@ -72,7 +72,6 @@ from streamalloc.core.stream import (
     raw_handle,
     refuse_capture,
     sees_all_work,
-    spare_events,
     stream_call,
     this_thread,
 )

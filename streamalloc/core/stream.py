@@ -994,11 +994,10 @@ def captures_changed(session: Session) -> None:
 
 
 def _destroy_spare_events() -> None:
-    """Destroy the spare events of streams that are not ours to close, before a leak report."""
+    """Destroy the spare events of all streams, before a leak report."""
     for session in sessions():
-        for stream in members(known_streams(session)):
-            if session.usable and not isinstance(stream, OwnStream):
-                stream._spare.destroy_all(session)
+        for stream in members(known_streams(session)) if session.usable else ():
+            stream._spare.destroy_all(session)
 
 
 SETTLERS.append(_destroy_spare_events)
@@ -1063,8 +1062,3 @@ def name_of_stream(session: Session, handle: int) -> str:
     """The name of the open stream with this handle; empty if it has none."""
     stream = _named(session).get(handle)
     return "" if stream is None or stream.closed else stream.name
-
-
-def spare_events(stream: Stream) -> set[int]:
-    """Handles of a stream's spare events."""
-    return {int(raw) for raw in tuple(getattr(stream, "_spare", ()))}

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from streamalloc import Graph
-from streamalloc.core.internal import Event, Fd, Stream, spare_events
+from streamalloc.core.internal import Event, Fd, Stream
 from streamalloc.core.resource import Closes, Leaves
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import COUNTED, HandleCounts, Lock, RLock, Stack, Wrapper, here, lines
 from streamalloc.ipc import RingConsumer, RingProducer, Shared
@@ -253,16 +253,11 @@ class Watch(Leaves):
         driver
             The driver under test, which may hold descriptors of its own.
         leaks
-            Driver resources that were not released. Resources of an open object count as the object. A stream's spare
-            events count as the stream.
+            Driver resources that were not released. Resources of an open object count as the object.
         exported
             Stacks of the calls in which the driver returned a descriptor.
         """
         live = sorted(_live(), key=_places.order)
-        session = Session.of(driver)
-        streams = [one for one in live if isinstance(one, Stream) and spare_events(one) and session_of(one) is session]
-        spare = set[int]().union(*map(spare_events, streams))
-        leaks = [leak for leak in leaks if leak.kind != "event" or leak.handle not in spare]
         inside = _inside(driver)
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip

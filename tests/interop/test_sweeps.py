@@ -13,8 +13,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop
-from streamalloc.core.session import sessions
-from streamalloc.core.stream import known_streams, spare_events
+from streamalloc.driver.internal import SETTLERS
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
@@ -57,12 +56,10 @@ class Lending(Faults):
             # The library frees on its own streams, with which nobody has synchronised.
             end_what_was_dropped()
             sa.Device(0).synchronize()
-        # RMM's resources are kept for ever, and their sources with them: streams and their spare events.
-        left = {kind: handles for kind, handles in Faults.left(checked).items() if kind != "stream"}
-        lasting = [one for each in sessions() for one in tuple(known_streams(each))]
-        kept = {raw for stream in lasting for raw in spare_events(stream)}
-        left["event"] = [raw for raw in left.get("event", ()) if raw not in kept]
-        return {kind: handles for kind, handles in left.items() if handles}
+        # RMM's resources are kept for ever, and their sources with them: streams, which keep events to record again.
+        for settle in SETTLERS:
+            settle()
+        return {kind: handles for kind, handles in Faults.left(checked).items() if handles and kind != "stream"}
 
     def use(self) -> None:
         """Uses of our memory by a library."""
