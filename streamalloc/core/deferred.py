@@ -60,7 +60,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.core.errors import CaptureError, CudaError, error_from, is_gone, refused
-from streamalloc.core.session import PerDriver, Session, members
+from streamalloc.core.session import PerDriver, Session, sessions
 from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
 T = TypeVar("T")
@@ -119,7 +119,6 @@ class DeferredQueue:
         """
         self.beginning: RLock = RLock()
         """Held to enter a capture, and for calls that would invalidate one."""
-        _queues.add(self)
         self._guard = guard
         self._lock = Lock()
         """Held to move items. Only :meth:`work` takes it, which does nothing on a thread that is in it already, so a
@@ -353,7 +352,6 @@ def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more
 
 # Queues with items, which must stay alive.
 _unfinished: set[DeferredQueue] = set()
-_queues: weakref.WeakSet[DeferredQueue] = weakref.WeakSet()
 
 
 def _make(session: Session) -> DeferredQueue:
@@ -390,11 +388,6 @@ def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
         deferred_queue(session).submit(HandleEnd(session, call, raw))
 
 
-def queues() -> list[DeferredQueue]:
-    """The queues of all drivers."""
-    return members(_queues)
-
-
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     queue = deferred_queue(session)
@@ -404,12 +397,14 @@ def work(session: Session, most: int | None = None) -> int:
     return queue.work(most)
 
 
-def _work_everywhere() -> int:
-    for queue in queues():
+def work_all() -> int:
+    """Attempt the items of all drivers' queues. Returns the number of items that are left."""
+    queues = [deferred_queue(session) for session in sessions()]
+    for queue in queues:
         # A failing item stays, and is reported as a leak.
         with contextlib.suppress(Exception):
             queue.work()
-    return sum(map(len, queues()))
+    return sum(map(len, queues))
 
 
-SETTLERS.append(_work_everywhere)
+SETTLERS.append(work_all)

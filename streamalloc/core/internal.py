@@ -26,7 +26,7 @@ from streamalloc.core.buffer import (
     take_pointer,
 )
 from streamalloc.core.copies import CopySide, copy_bytes, kernels_may_use, queue_batch
-from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
+from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, unless_busy, work, work_all
 from streamalloc.core.device import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from streamalloc import driver
-from streamalloc.core.errors import ClosedError, CudaError, undoing
-from streamalloc.core.internal import Device, StreamLike, as_stream, queues, stream_call
+from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.internal import Device, StreamLike, as_stream, stream_call, work_all
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
@@ -114,10 +114,7 @@ def settle() -> int:
     0
     """
     gc.collect()
-    for queue in queues():
-        with contextlib.suppress(CudaError):  # of a driver whose calls fail: its items remain
-            queue.work()
-    return sum(len(queue) for queue in queues())
+    return work_all()
 
 
 def notebook(devices: int = 1) -> Checked:
