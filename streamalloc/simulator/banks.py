@@ -192,13 +192,13 @@ class Space:
             self.line.backed.difference_update(range(first, first + count))
             self.bank.used -= size
 
-    def release(self, keep: int, highest: bool = False) -> None:
+    def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
         """Release memory that is free for all streams until at most ``keep`` bytes are left: first what has been free
-        longest, or with ``highest`` the highest addresses.
+        longest, or with ``highest`` the highest addresses. ``among``: only these chunks.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
-            spare = self.line.spare()
+            spare = [at for at in self.line.spare() if among is None or at in among]
             self.unback(sorted(spare)[-excess:] if highest else sorted(spare[:excess]))
 
     def trim(self, keep: int) -> None:

@@ -89,10 +89,12 @@ class DeviceGraphMemory:
     def used(self) -> int:
         return sum(chunk.used for chunk in self.chunks) * CHUNK
 
-    def take(self, reserved: int, mapped: int, clock: Clock, before: Container[GraphChunk]) -> list[GraphChunk]:
+    def take(
+        self, reserved: int, mapped: int, clock: Clock, before: Container[GraphChunk], moved: bool
+    ) -> list[GraphChunk]:
         """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first those
-        that the graph had ``before``, then the oldest, or if new ones are needed the newest (observed on H200:
-        test_graph_memory).
+        that the graph had ``before``, then the oldest, or if new ones are needed the newest. With ``moved``, the chosen
+        ones become the newest (observed on H200: test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -101,11 +103,14 @@ class DeviceGraphMemory:
         self.chunks += new
         self.bank.used += missing * CHUNK
         ordered = sorted([*new, *reversed(free)] if new else free, key=lambda chunk: chunk not in before)
-        for chunk in ordered[:mapped]:
+        chosen = ordered[:mapped]
+        for chunk in chosen:
             chunk.used = True
+        if moved:
+            self.chunks = [*(chunk for chunk in self.chunks if chunk not in chosen), *chosen]
         self.used_high = max(self.used_high, self.used)
         self.reserved_high = max(self.reserved_high, self.size)
-        return ordered[:mapped]
+        return chosen
 
     def collect(self) -> None:
         """Release the addresses of graphs that were destroyed while a launch was queued."""
@@ -202,8 +207,8 @@ class GraphHeap:
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
         """Free the range of a node. It is merged with adjacent holes that ``earlier`` nodes left, and only later nodes
-        can reuse the merged hole. Of two adjacent holes whose nodes have no order it is merged with the following one
-        (observed on H200: test_graph_nodes).
+        can reuse the merged hole. Of two adjacent holes whose nodes have no order it is merged with one, here with the
+        following one (an H200 chooses either: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         earlier_holes = [hole for hole in self.holes if hole.freed_by in earlier]
@@ -219,13 +224,13 @@ class GraphHeap:
 
     # -- launches --------------------------------------------------------------------------------------------
 
-    def prepare(self, clock: Clock, outlives: bool) -> dict[GraphChunk, int]:
+    def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
         """Choose the chunks of a launch that is ordered after ``clock``, with their places. ``outlives``: its
-        allocations outlive it.
+        allocations outlive it. ``moved``: the latest launch was in another stream.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)
-        chunks = self._shared.take(self._reserved // CHUNK, size // CHUNK, clock, self._places)
+        chunks = self._shared.take(self._reserved // CHUNK, size // CHUNK, clock, self._places, moved)
         for chunk in chunks:
             chunk.owner = self if outlives else None
         self._places = {chunk: place for place, chunk in enumerate(chunks)}

@@ -225,6 +225,9 @@ class GraphExec:
 
     def upload(self, stream: Queue) -> None:
         """Map memory for the allocations after all earlier launches, since launches of a graph do not overlap."""
+        moved = self.last is not None and self.last[0] is not stream
+        if self.graph.memories:
+            stream.scheduler.rank(stream)
         earlier = [use for memory in self.graph.memories.values() for use in memory.uses.unfinished()]
         if self.last is not None:
             earlier.append(self.last)
@@ -234,7 +237,8 @@ class GraphExec:
         for other, seq in earlier:
             merge(clock, {other.id: seq})
         outlives = {node.device for node in self.unfreed}
-        chosen = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
+        memories = self.graph.memories.items()
+        chosen = [(memory, memory.prepare(clock, device in outlives, moved)) for device, memory in memories]
 
         def map_memory() -> None:
             for memory, places in chosen:

@@ -130,20 +130,19 @@ class Pool(Accessible):
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
         """Free in stream order."""
-        if stream.id not in self._scheduler.ranks:
-            self._scheduler.rank(stream)
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 
     def free_now(self, block: Block) -> None:
-        """Free as cuMemFree does: at once for all streams, even with queued work.
+        """Free as cuMemFree does: at once for all streams, even with queued work. Releases only chunks under the block.
 
         The statistics do not change (observed on H200: test_pool_sizes; USED_MEM_CURRENT still counts it).
         """
+        under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
-        self.release()
+        self.space.release(self.threshold, among=under)
         self.returned()
 
     def _back(self, block: Block, size: int) -> bool:

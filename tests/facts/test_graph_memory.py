@@ -231,14 +231,16 @@ NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
         "0 1 ? 2 ? 0 ?",
         [(2, 2, 3, 3), (4, 4, 4, 4), (4, 4, 4, 4)],
     ),
+    ("newest once its graph moves", ["a=1 b=33 -a -b", "a=1"], "0 0@1 ? 1@1 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
+    ("as old as before where it stays", ["a=1 b=33 -a -b", "a=1"], "0 0 ? 1@1 ?", [(2, 2, 3, 3), (2, 2, 3, 3)]),
 ]
 
 
 def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int, ...]]:
-    """Capture each graph: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by number, destroy their
-    instances (``-0``), trim, and read the graph memory (``?``).
+    """Capture each graph: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by number, also in another
+    stream (``0@1``), destroy their instances (``-0``), trim, and read the graph memory (``?``).
     """
-    stream, instances, found = rig.stream(), [], []
+    stream, other, instances, found = rig.stream(), rig.stream(), [], []
     for words in graphs:
         made: dict[str, Any] = {}
         rig.begin_capture(stream)
@@ -257,8 +259,10 @@ def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int,
         elif step.startswith("-"):
             value(rig.raw.cuGraphExecDestroy(rig.disown(instances[int(step[1:])])))
         else:
-            value(rig.raw.cuGraphLaunch(instances[int(step)], stream))
-            value(rig.raw.cuStreamSynchronize(stream))
+            number, _, at = step.partition("@")
+            launched_in = other if at else stream
+            value(rig.raw.cuGraphLaunch(instances[int(number)], launched_in))
+            value(rig.raw.cuStreamSynchronize(launched_in))
     return found
 
 

@@ -106,6 +106,9 @@ AMOUNTS: dict[str, str] = {
         "111: keep 64, a=s0:24, b=s1:48, c=s0:48 =128, a>s0, c>s0, b>s1, d=s0:64, sync s1 =128, keep 32, sync s1 =64"
     ),
     "cuMemFree releases": "111: keep 0, a=s0:65, free a =0",
+    "cuMemFree releases only what lies under the memory that it frees": (
+        "111: keep 0, a=s0:64, b=s1:64, c=s1:40 =192, a>s0, b>s1, d=s2:66 @0 =192, free c =128, trim 0 =96"
+    ),
     "so many bytes to keep that they overflow are none": "111: a=s0:20, a>s0, sync s0, trim all =0",
     "an allocation is no work where it takes what is at hand": (
         "000: keep 0, a=b:20, b=L:20, a>b, b>L, c=b:1, sync b =64"
@@ -277,6 +280,22 @@ class TestStreamsInOrder:
         rig.free(value(rig.raw.cuMemAlloc(512)), freeing)
         assert rig.executed(freeing)
         assert self.order(rig, pool, one, freeing) == [1, 0]
+
+    @pytest.mark.parametrize("frees", [False, True], ids=["and a free of it elsewhere", "and frees"])
+    def test_a_launch_that_allocates(self, rig: Rig, frees: bool) -> None:
+        captured, launching, freeing, one = (rig.stream() for _ in range(4))
+        rig.begin_capture(captured)
+        memory = value(rig.raw.cuMemAllocAsync(512, captured))
+        if frees:
+            rig.free(memory, captured)
+        value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(captured))), launching))
+        assert rig.executed(launching)
+        ranked = launching
+        if not frees:
+            rig.free(memory, freeing)
+            assert rig.executed(freeing)
+            ranked = freeing
+        assert self.order(rig, rig.pool(UINT64_MAX, "010"), one, ranked) == [1, 0]
 
     def test_a_captured_allocation(self, rig: Rig) -> None:
         captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")

@@ -11,7 +11,7 @@ from streamalloc.simulator.allocations import DeviceMemory, GraphAllocation, Poo
 from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Queue, Size
 from streamalloc.simulator.calls.base import Calls
 from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, HandleType, Location, Place
-from streamalloc.simulator.errors import Fault, Result, check, not_modelled
+from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
 
@@ -259,15 +259,14 @@ class PoolCalls(Calls):
             self._unsafe_during_capture()
         if not dptr:
             return
-        allocation = machine.allocations.at.get(dptr)
+        allocation = need(machine.allocations.at.get(dptr))
+        check(isinstance(allocation, (PoolMemory, GraphAllocation, DeviceMemory)))
+        machine.scheduler.rank(stream)
         if isinstance(allocation, PoolMemory):
             machine.allocations.remove(allocation)
             allocation.pool.free(allocation.block, allocation.size, stream)
         elif isinstance(allocation, GraphAllocation):
             machine.allocations.remove(allocation)
             allocation.memory.freed(dptr, stream)
-        elif isinstance(allocation, DeviceMemory):
-            machine.scheduler.rank(stream)
-            machine.freed.append((allocation, stream, stream.submit(Operation())))
         else:
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
+            machine.freed.append((allocation, stream, stream.submit(Operation())))
