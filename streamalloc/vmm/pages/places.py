@@ -195,7 +195,8 @@ class Places(MappedBytes):
         zeros = [place for place, page in pages.items() if page is zero]
         others = [place for place in pages if pages[place] is not zero] if zeros else pages
         for places, rights in ((zeros, self.physical.readable), (others, self.physical.writable)):
-            self._put(places, pages, rights)
+            if places:
+                self._put(places, pages, rights)
 
     def _put(self, places: Iterable[int], pages: Mapping[int, Page], rights: list[Any]) -> None:
         size, start, session = self.physical.size, int(self.reservation.raw), self.physical.session
@@ -594,14 +595,12 @@ class PhysicalPages(PageStock, Claimable):
         """
         self._check_open()
         missing = count - len(self.spare)
-        victims: dict[Page, tuple[Places, int]] = {}
         if missing > 0:
             usable = len(self.kept) - sum(page in self.kept for page in besides)
             self._check_limit(missing - usable)
             if usable:
                 others = ((page, where) for page, where in self.kept.items() if page not in besides)
-                victims = dict(islice(others, missing))
-        self.vacate(victims)
+                self.vacate(dict(islice(others, missing)))
         with self.lock:
             first = max(len(self.spare) - count, 0)
             taken = self.spare[first:]
