@@ -129,7 +129,7 @@ class Shared(Unique, Shown):
         """
         if self._again is not None and not self.held:
             return self._again().carried(lost)
-        if self._exports is not None:
+        if self._exports is not None and self.descriptor.endpoint == NOWHERE:
             self.descriptor = self.descriptor._replace(endpoint=self._exports.serve())
         if self._lease is None or not (self.held or self.descriptor.flags & Flags.LEASED):
             return self.descriptor.to_bytes()
