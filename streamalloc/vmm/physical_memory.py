@@ -190,10 +190,10 @@ class MemorySpec:
         return OutOfMemoryError(error.name, error.code, error.call, hint, **figures)
 
 
-def spec_of(session: Session, prop: MemAllocationProp) -> MemorySpec:
+def spec_of(session: Session, prop: MemAllocationProp, *, exists: bool = False) -> MemorySpec:
     """Return the cached :class:`MemorySpec` of these properties."""
     known: dict[object, MemorySpec] = allocations_of(session).specs
-    return known.get(prop) or known.setdefault(prop, MemorySpec(session, prop))
+    return known.get((prop, exists)) or known.setdefault((prop, exists), MemorySpec(session, prop, exists=exists))
 
 
 def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:
@@ -492,7 +492,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
+        memory._set_spec(spec_of(session, memory.query(), exists=True))
     return memory
 
 

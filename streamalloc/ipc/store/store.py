@@ -17,8 +17,8 @@ import numpy as np
 from streamalloc.core.internal import Device, StreamLike
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.core.session import drained, session_of
-from streamalloc.driver import Driver
+from streamalloc.core.session import Session, drained, session_of
+from streamalloc.driver import Driver, default
 from streamalloc.ipc.store.manifest import Tensor, TensorLayout, read_file
 from streamalloc.ipc.store.protocol import Connection, checked_key
 from streamalloc.ipc.store.server import StoreServer
@@ -230,11 +230,11 @@ class Store(Closes):
         LayoutChangedError
             The layout differs from the expected one; the message lists the changes.
         """
-        home, key = self._device(device), checked_key(key)
+        home, key = None if device is None else self._device(device), checked_key(key)
         if not isinstance(layout, (TensorLayout, str, type(None))):
             raise TypeError(f"layout must be a TensorLayout or its hash, not {layout!r}")
-        opened = OpenEpoch.open(self._connect(), key, session_of(home), layout)
-        return Weights.open(opened, None if device is None else home, at, stream)
+        session = Session.of(default() if self._driver is None else self._driver) if home is None else session_of(home)
+        return Weights.open(OpenEpoch.open(self._connect(), key, session, layout), home, at, stream)
 
     def load(
         self,
