@@ -80,13 +80,14 @@ class TestReuse:
 
 
 class TestSizes:
-    def test_classes(self) -> None:
+    @pytest.mark.parametrize(("more", "share"), [((), 8), ((3,), 64)], ids=["a cache", "an expandable cache"])
+    def test_classes(self, more: tuple[int, ...], share: int) -> None:
         before = 0
-        for size in range(1, 70_000, 37):
-            block = class_size(size)
+        for size in range(1, 700_000, 371):
+            block = class_size(size, *more)
             assert block >= size and block % 512 == 0 and block >= before
-            assert block - size < max(512, size / 8)
-            assert class_size(block) == block
+            assert block - size < max(512, size / share)
+            assert class_size(block, *more) == block
             before = block
         assert [class_size(size) for size in (1, 512, 513, 8192, 8193, 1 << 20, (1 << 20) + 1)] == [
             512, 512, 1024, 8192, 9216, 1 << 20, (1 << 20) + (1 << 17)

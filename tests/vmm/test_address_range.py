@@ -33,25 +33,6 @@ class TestReserve:
         with vmm.AddressRange(PAGE, alignment=alignment) as addresses:
             assert addresses.address % max(alignment, PAGE) == 0
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "words"),
-        [
-            ({"nbytes": 0}, ValueError, "nbytes=0"),
-            ({"nbytes": PAGE + 4096}, ValueError, f"nbytes={PAGE + 4096}"),
-            ({"nbytes": -PAGE}, ValueError, "nbytes"),
-            ({"nbytes": 2e6}, TypeError, "nbytes"),
-            ({"nbytes": PAGE, "alignment": 3}, ValueError, "alignment=3"),
-            ({"nbytes": PAGE, "alignment": 3 * PAGE}, ValueError, "alignment"),
-            ({"nbytes": PAGE, "alignment": "2"}, TypeError, "alignment"),
-            ({"nbytes": PAGE, "address": 4096}, ValueError, "address"),
-            ({"nbytes": PAGE, "address": PAGE, "alignment": GiB}, ValueError, "address"),
-        ],
-    )
-    def test_bad_arguments(self, traced: Any, arguments: Any, error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words):
-            vmm.AddressRange(**arguments, driver=traced)
-        assert names(traced, "cuMemAddressReserve") == []
-
     @pytest.mark.simulated_only("no GPU at hand has another granularity")
     def test_granularity_is_the_drivers(self, tmp_path: Path) -> None:
         step = 1 << 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,26 +73,6 @@ class TestMake:
             assert "100 bytes" in repr(buffer) and "[0...]" in repr(buffer)
             (mapping,) = buffer.mappings
             assert mapping.address == buffer.address and mapping.access(device) == READWRITE
-
-    @pytest.mark.parametrize(
-        ("arguments", "error", "words"),
-        [
-            ({"capacity": 0}, ValueError, "capacity=0"),
-            ({"capacity": -1}, ValueError, "capacity"),
-            ({"capacity": 1.5}, TypeError, "capacity"),
-            ({"capacity": PAGE, "nbytes": PAGE + 1}, ValueError, f"nbytes={PAGE + 1}.*capacity"),
-            ({"capacity": PAGE, "chunk": -1}, ValueError, "chunk"),
-            ({"capacity": PAGE, "access": HOST}, ValueError, "access"),
-            ({"capacity": PAGE, "access": sa.MemLocation.device(99)}, ValueError, "id=99"),
-            ({"capacity": PAGE, "handle_types": 1}, TypeError, "handle_types"),
-            ({"capacity": PAGE, "handle_types": sa.MemHandleType.WIN32}, ValueError, "WIN32"),
-        ],
-    )
-    def test_bad_arguments(self, account: Account, arguments: Any, error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words):
-            vmm.GrowableBuffer(account.device, **arguments)
-        gc.collect()
-        assert account.left == {} and account.calls("cuMemAddressReserve", "cuMemCreate") == []
 
     @pytest.mark.parametrize("capacity", [1 << 47, (1 << 64) - PAGE])
     def test_no_addresses(self, account: Account, capacity: int) -> None:

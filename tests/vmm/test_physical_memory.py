@@ -22,12 +22,6 @@ def free(device: sa.Device) -> int:
 
 
 class TestSize:
-    @pytest.mark.parametrize("nbytes", [1, 4096, PAGE - 1, PAGE + 1, PAGE + 4096, 3 * MiB])
-    def test_that_is_not_aligned(self, traced: Any, nbytes: int) -> None:
-        with pytest.raises(ValueError, match=rf"nbytes={nbytes}.*2 MiB"):
-            vmm.PhysicalMemory(sa.Device(0, driver=traced), nbytes)
-        assert names(traced, "cuMemCreate") == []
-
     @pytest.mark.parametrize(("asked", "given"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MiB, 3 * PAGE)])
     def test_rounded_when_asked(self, device: sa.Device, asked: int, given: int) -> None:
         with vmm.PhysicalMemory(device, asked, round_up=True) as memory:
@@ -40,11 +34,6 @@ class TestSize:
         assert warned[0].filename == __file__
         with vmm.PhysicalMemory(nbytes=PAGE, where=device) as memory:
             assert memory.nbytes == PAGE
-
-    @pytest.mark.parametrize("round_up", [False, True])
-    def test_nothing(self, device: sa.Device, round_up: bool) -> None:
-        with pytest.raises(ValueError, match="nbytes=0"):
-            vmm.PhysicalMemory(device, 0, round_up=round_up)
 
     @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0), None])
     def test_granularity(self, device: sa.Device, where: sa.MemLocation | None) -> None:
@@ -78,19 +67,6 @@ class TestPlace:
     def test_of_another_driver(self, machine: Any, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="another driver"):
             vmm.PhysicalMemory(device, PAGE, driver=sd.traced(machine))
-
-    @pytest.mark.parametrize("where", [None, 0.5, "cuda:0"])
-    def test_that_is_none(self, machine: Any, where: Any) -> None:
-        with pytest.raises(TypeError, match="where"):
-            vmm.PhysicalMemory(where, PAGE)
-
-    @pytest.mark.parametrize(
-        ("where", "words"), [(sa.MemLocation.device(99), "id=99"), (sa.MemLocation.none(), "location")]
-    )
-    def test_that_is_not_there(self, traced: Any, where: sa.MemLocation, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            vmm.PhysicalMemory(where, PAGE, driver=traced)
-        assert names(traced, "cuMemCreate") == []
 
 
 class Without:
@@ -127,22 +103,6 @@ class TestOptions:
             assert memory.properties.alloc_flags.compression_type == 1
             assert not memory.compressible
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
-
-    @pytest.mark.parametrize(
-        ("where", "options", "words"),
-        [
-            (HOST, {"compressible": True}, "compressible"),
-            (NUMA, {"compressible": True}, "compressible"),
-            (HOST, {"gpu_direct_rdma": True}, "GPUDirect"),
-            (NUMA, {"gpu_direct_rdma": True}, "GPUDirect"),
-            (sa.MemLocation.device(0), {"tile_pool": True, "compressible": True}, "tile pool"),
-            (sa.MemLocation.device(0), {"tile_pool": True, "handle_types": FD}, "tile pool"),
-        ],
-    )
-    def test_that_do_not_go_together(self, traced: Any, where: Any, options: Any, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            vmm.PhysicalMemory(where, PAGE, driver=traced, **options)
-        assert names(traced, "cuMemCreate") == []
 
     @pytest.mark.parametrize(
         ("attribute", "options", "words"),

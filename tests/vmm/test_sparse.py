@@ -123,26 +123,6 @@ class TestShape:
         with vmm.SparseArray(device, (100, 100), np.float32) as array:
             assert array.tile == (128, 128) and array.mip_tail == MipTail(0, TILE, True)
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "words"),
-        [
-            ({"shape": (1024,)}, ValueError, "shape"),
-            ({"shape": (2, 2, 2, 2)}, ValueError, "shape"),
-            ({"shape": (0, 256)}, ValueError, "shape"),
-            ({"shape": (256.0, 256)}, TypeError, "shape"),
-            ({"shape": (256, 256), "dtype": np.float64}, ValueError, "dtype"),
-            ({"shape": (256, 256), "dtype": np.dtype(np.float32).newbyteorder()}, ValueError, "native byte order"),
-            ({"shape": (256, 256), "dtype": bool}, ValueError, "dtype"),
-            ({"shape": (256, 256), "channels": 3}, ValueError, "channels=3"),
-            ({"shape": (256, 256), "layered": True}, ValueError, "layered"),
-            ({"shape": (256, 256), "levels": -1}, ValueError, "levels"),
-        ],
-    )
-    def test_bad_arguments(self, traced: Any, arguments: Any, error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words):
-            vmm.SparseArray(sa.Device(0, driver=traced), **arguments)
-        assert names(traced, "cuArray3DCreate", "cuMipmappedArrayCreate") == []
-
     def test_too_large_for_the_driver(self, device: sa.Device) -> None:
         with pytest.raises(sa.InvalidValueError, match="more than the device can have"):
             vmm.SparseArray(device, (1 << 20, 1 << 20))

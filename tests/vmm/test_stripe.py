@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -33,22 +32,6 @@ class TestOneDevice:
             assert buffer.devices == (device,) and buffer.device == device
             data = write(buffer, pattern(nbytes))
             assert same(buffer, data)
-
-    @pytest.mark.parametrize(
-        ("arguments", "error", "words"),
-        [
-            ({"nbytes": 0}, ValueError, "nbytes=0"),
-            ({"nbytes": 1.0}, TypeError, "nbytes"),
-            ({"access": HOST}, ValueError, "access"),
-            ({"access": sa.MemLocation.device(99)}, ValueError, "id=99"),
-            ({"handle_types": 1}, TypeError, "handle_types"),
-        ],
-    )
-    def test_bad_arguments(self, account: Account, arguments: Any, error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words):
-            vmm.stripe([account.device], **{"nbytes": PAGE, **arguments})
-        gc.collect()
-        assert account.left == {} and account.calls("cuMemCreate") == []
 
     def test_bad_devices(self, machine: Any, device: sa.Device) -> None:
         for what, error in (([], TypeError), ([0], TypeError), ([device, None], TypeError), ([device] * 2, ValueError)):

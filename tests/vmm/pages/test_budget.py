@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from tests.processes import Partner, There, eventually
+from tests.support import in_threads
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import settled
 from tests.vmm.support import PAGE
@@ -147,29 +149,20 @@ class TestOne:
             assert budget.used == 0
 
     def test_threads(self, device: sa.Device, path: Path) -> None:
-        failures: list[BaseException] = []
-
         def work(budget: vmm.PageBudget) -> None:
-            try:
-                with vmm.PageArena(device, budget=budget) as arena, arena.space(PAGES * PAGE) as space:
-                    for turn in range(20):
-                        if budget.wait(4 * PAGE, 5):
-                            with contextlib.suppress(sa.OutOfMemoryError):  # another one was first
-                                space.commit(range(4))
-                        assert budget.used <= 8 * PAGE
-                        space.release(range(4), after=())
-                        if turn % 3 == 0:
-                            arena.trim()
-            except BaseException as error:
-                failures.append(error)
+            with vmm.PageArena(device, budget=budget) as arena, arena.space(PAGES * PAGE) as space:
+                for turn in range(20):
+                    if budget.wait(4 * PAGE, 5):
+                        with contextlib.suppress(sa.OutOfMemoryError):  # another one was first
+                            space.commit(range(4))
+                    assert budget.used <= 8 * PAGE
+                    space.release(range(4), after=())
+                    if turn % 3 == 0:
+                        arena.trim()
 
         with vmm.PageBudget(path, 8 * PAGE) as first, vmm.PageBudget(path) as second:
-            threads = [threading.Thread(target=work, args=(budget,)) for budget in (first, first, second, second)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert failures == [] and first.used == 0
+            in_threads(*[functools.partial(work, budget) for budget in (first, first, second, second)])
+            assert first.used == 0
 
 
 class TestProcesses:
