@@ -22,6 +22,7 @@ from streamalloc.core.graph import Capture
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.wrappers import Wrapper
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
 from streamalloc.pool.internal import OnceIdle, collect_dropped
@@ -32,23 +33,16 @@ PAGE = 2 << 20
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class BeforeCall:
+class BeforeCall(Wrapper):
     """A driver that tells the name of each call before it makes it."""
 
     def __init__(self, driver: Any) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self.tell: Callable[[str], object] = len
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._driver, name)
-        if not name.startswith("cu") or not callable(function):
-            return function
-
-        def call(*args: Any) -> Any:
-            self.tell(name)
-            return function(*args)
-
-        return call
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.tell(name)
+        return function(*args)  # type: ignore[no-any-return]
 
 
 class Other:
@@ -211,7 +205,8 @@ def test_of_another_library_at_each_call(machine: Any, name: str, blocking: bool
     with sa.Device(0, driver=machine).create_stream(blocking=blocking) as theirs:
         other = Other(machine, theirs)
         while reached:
-            driver, reached = BeforeCall(machine), False
+            driver: Any = BeforeCall(machine)
+            reached = False
             device = sa.Device(0, driver=driver)
             for step in SCENES[name](device):
                 made.clear()

@@ -18,7 +18,18 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import disk
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import KEEP, end_what_was_dropped, filled, holds, in_a_thread, pattern, read, sampled, shows
+from tests.support import (
+    KEEP,
+    end_what_was_dropped,
+    filled,
+    holds,
+    in_a_thread,
+    in_threads,
+    pattern,
+    read,
+    sampled,
+    shows,
+)
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000
@@ -275,24 +286,17 @@ class TestOwner:
 class TestThreads:
     def test_buffers_come_while_others_are_listed(self, device: sa.Device) -> None:
         group = vmm.SleepGroup(device)
-        errors: list[BaseException] = []
         made: list[vmm.VirtualBuffer] = []
-        end = threading.Event()
 
         def look() -> None:
-            try:
-                while not end.is_set():
-                    assert len(group.buffers) <= 64 and group.mapped_bytes >= 0
-            except BaseException as error:
-                errors.append(error)
+            while len(made) < 64:
+                assert len(group.buffers) <= 64 and group.mapped_bytes >= 0
 
-        thread = threading.Thread(target=look)
-        thread.start()
-        for _ in range(64):
-            made.append(group.allocate(0))
-        end.set()
-        thread.join(WAIT)
-        assert errors == []
+        def make() -> None:
+            for _ in range(64):
+                made.append(group.allocate(0))
+
+        in_threads(look, make)
         for buffer in made:
             buffer.close()
         group.close()

@@ -19,7 +19,7 @@ from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, mapping, unmapping
 from tests.interleaving import interleaved
 from tests.processes import fork
-from tests.support import KEEP, end_what_was_dropped, filled, shows
+from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000
@@ -197,7 +197,7 @@ class TestHooks:
         world = World(machine, asleep=False)
         both = threading.Barrier(2)
 
-        def sleep(mine: vmm.SleepGroup, other: vmm.SleepGroup, ended: list[BaseException]) -> None:
+        def sleep(mine: vmm.SleepGroup, other: vmm.SleepGroup) -> None:
             def hook(_: object) -> None:
                 both.wait(WAIT)
                 try:
@@ -207,21 +207,10 @@ class TestHooks:
                     both.wait(WAIT)
 
             mine.before_sleep(hook)
-            try:
-                mine.sleep()
-            except BaseException as error:
-                ended.append(error)
+            mine.sleep()
 
-        errors: list[BaseException] = []
-        threads = [
-            threading.Thread(target=sleep, args=(*groups, errors), daemon=True)
-            for groups in (world.groups, world.groups[::-1])
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-        assert errors == [] and not any(thread.is_alive() for thread in threads)
+        one, two = world.groups
+        in_threads(lambda: sleep(one, two), lambda: sleep(two, one))
         assert all(buffer.evicted for buffer in world.buffers)
         for group in world.groups:
             group.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.testing import Faults
-from tests.support import Account, every, filled, in_a_thread, shows
+from tests.support import Account, every, filled, in_a_thread, in_threads, shows
 
 WAIT = 20.0
 """Seconds after which a thread counts as stuck."""
@@ -159,14 +159,7 @@ class Rank:
 
 def together(ranks: Sequence[Rank], *names: str) -> list[str]:
     """Have each rank make its call: the names of the errors."""
-    threads = [
-        threading.Thread(target=rank.act, args=(name,)) for rank, name in zip(ranks, names * len(ranks), strict=False)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-        assert not thread.is_alive()
+    in_threads(*[partial(rank.act, name) for rank, name in zip(ranks, names * len(ranks), strict=False)])
     return [type(rank.error).__name__ for rank in ranks]
 
 
