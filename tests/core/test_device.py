@@ -108,16 +108,6 @@ class TestCapabilities:
                 assert int(found) == answer[1], field
                 assert field in COUNTS or isinstance(found, (bool, sa.MemHandleType))
 
-    def test_of_an_h200(self) -> None:
-        """The readings of tests/facts/test_device.py, on the profile that is held to them."""
-        found = sa.Device(0, driver=sd.simulated(profile="h200")).supports
-        handles = sa.MemHandleType.POSIX_FILE_DESCRIPTOR | sa.MemHandleType.FABRIC
-        assert (found.memory_pools, found.pool_handle_types, found.multicast) == (True, handles, False)
-        assert (found.host_numa_memory_pools, found.compression, found.sparse_arrays) == (True, True, True)
-        assert (found.pageable_memory_access, found.hardware_decompression) == (False, False)
-        assert (found.memory_sync_domains, found.host_numa_id) == (4, 0)
-        assert sa.Device(1, driver=sd.simulated(devices=2)).supports.multicast is True
-
     @pytest.mark.bindings("13.0")
     def test_managed_pools_need_concurrent_access_everywhere(self, device: sa.Device) -> None:
         every = all(one.attribute("CONCURRENT_MANAGED_ACCESS") for one in sa.Device.all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver import selection
+from tests.support import in_threads
 
 pytestmark = pytest.mark.simulated_only("chooses simulated drivers")
 
@@ -38,19 +38,8 @@ def eager_switches() -> Iterator[None]:
 def test_threads_share_one_default_machine(environment: Callable[[str], None], text: str) -> None:
     for number in range(5):
         environment(f"{text},seed={number}" if ":" in text else f"{text}:seed={number}")
-        start = threading.Barrier(8)
-        devices: list[sa.Device] = []
-
-        def work(start: threading.Barrier = start, devices: list[sa.Device] = devices) -> None:
-            start.wait()
-            devices.append(sa.Device(0))
-
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(devices) == 8 and len({id(device.driver) for device in devices}) == 1
+        devices = in_threads(*[lambda: sa.Device(0)] * 8)
+        assert len({id(device.driver) for device in devices}) == 1
         stream = devices[0].create_stream()
         for device in devices[1:]:
             sa.MemoryPool(device).allocate(4096, stream).free()
