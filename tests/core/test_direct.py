@@ -106,6 +106,17 @@ class TestNotPlain:
             with pytest.raises(sa.ClosedError, match=r"this buffer of 4 KiB was freed"):
                 ON_MEMORY[name][0](scene, memory)
 
+    def test_freed_memory_beside_other(self, scene: Scene) -> None:
+        buffer = scene.pool.allocate(4096, scene.stream)
+        view = buffer[8:]
+        buffer.free()
+        uses: list[Callable[[], object]] = [lambda: view.address]
+        uses += [functools.partial(copy, buffer) for copy in (scene.other.copy_to, scene.other.copy_from)]
+        for use in uses:
+            with pytest.raises(sa.ClosedError):
+                use()
+        assert buffer.nbytes == 4096 and buffer.stream is scene.stream  # what needs no memory is still told
+
     @pytest.mark.parametrize("name", IN_CALLS)
     def test_of_what_is_closed(self, scene: Scene, name: str) -> None:
         pool = sa.MemoryPool(scene.stream.device)
