@@ -349,23 +349,6 @@ class TestMemory:
             tensor = torch.make(N)
         assert mapped(saver) == tensor.numel()
 
-    def test_two_savers(self, torch: Library, make: Make) -> None:
-        one, other = make(), make()
-        with one.region(tag="tag", enable_cpu_backup=True), other.region(tag="tag"):
-            inner = torch.make(N)
-        with one.region(tag="tag", enable_cpu_backup=True):
-            outer = torch.make(N)
-        torch.fill(inner, 1)
-        torch.fill(outer, 2)
-        other.pause("tag")
-        assert (mapped(one), mapped(other)) == (N, 0) and torch.holds(outer, 2)
-        with pytest.raises(ValueError, match="not made in a region"):
-            other.get_cpu_backup(outer)
-        one.pause()
-        one.resume()
-        assert torch.holds(outer, 2)
-        other.resume()
-
     def test_memory_that_pytorch_keeps_is_released_before_it_runs_out(
         self, torch: Library, saver: TorchMemorySaver, device: sa.Device
     ) -> None:

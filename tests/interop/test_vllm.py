@@ -318,21 +318,6 @@ class TestMore:
         allocator.release_pools()
         assert allocator.pointer_to_data == {} and data.cpu_backup_tensor is None
 
-    def test_a_sleep_that_fails(self, torch: Library, clean: None, machine: Any) -> None:
-        faults = Faults(machine)
-        with sd.use(faults):
-            allocator = CuMemAllocator.get_instance()
-            with allocator.use_memory_pool():
-                one, other = torch.make(N), torch.make(N)
-            torch.fill(one, 1)
-            torch.fill(other, 2)
-            faults.fail("cuMemUnmap", nth=2, result="CUDA_ERROR_UNKNOWN")
-            with pytest.raises(sa.CudaError):
-                allocator.sleep()
-            faults.stop()
-            assert mapped(allocator) == 2 * N and not allocator._kept
-            assert torch.holds(one, 1) and torch.holds(other, 2)
-
     def test_expandable_segments(self, torch: Library, allocator: CuMemAllocator, monkeypatch: Any) -> None:
         text = ["expandable_segments:True,max_split_size_mb:64"]
         monkeypatch.setattr(torch.module._C, "_accelerator_getAllocatorSettings", lambda: text[0], raising=False)

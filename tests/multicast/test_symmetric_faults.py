@@ -117,21 +117,6 @@ class TestSeveral:
             rank.fail("")
         crew.run(use)
 
-    @pytest.mark.parametrize(("call", "nth", "step"), [("cuMemCreate", 1, "create"), ("cuMemMap", SIZE + 1, "map")])
-    def test_undoing_fails_too(self, crew: Crew, call: str, nth: int, step: str) -> None:
-        """The first error is the one that is told; what could not be given back goes with the last reference."""
-        crew.ranks[1].fail(call, nth)
-        crew.ranks[3].fail("cuMemRelease")
-        outcomes = crew.outcomes(lambda rank: rank.memory(multicast=True))
-        assert {(error.rank, error.step) for error in outcomes} == {(1, step)}
-        assert any("cuMemRelease answered" in note for note in outcomes[3].__notes__)
-        del outcomes
-        open_descriptors()
-        assert crew.left == [{}] * SIZE
-        for rank in crew.ranks:
-            rank.fail("")
-        crew.run(use)
-
 
 def test_a_rank_that_fails_ends_the_step_of_its_process() -> None:
     tried = []

@@ -157,20 +157,6 @@ class TestBarrier:
         with Crew(2) as crew:
             assert crew.run(run) == [True] * 2
 
-    def test_that_failed_half_way_can_be_tried_again(self) -> None:
-        def run(rank: Rank) -> bool:
-            with rank.memory(100, multicast=False) as memory:
-                stream = rank.device.create_stream()
-                if rank.number == 1:
-                    rank.driver._target, rank.driver._first = "cuStreamWriteValue32", 2
-                    with pytest.raises(sa.CudaError):
-                        memory.barrier(stream)
-                memory.barrier(stream)
-                return executed(stream)
-
-        with Crew(3) as crew:
-            assert crew.run(run) == [True] * 3
-
 
 class TestAgreement:
     """Ranks that want different things all hear of it, and can try again."""
@@ -210,15 +196,6 @@ class TestAgreement:
                 assert (errors[rank].rank, errors[rank].step) == (1, "agree")
                 assert errors[rank].reason == f"{kind.__name__}: {errors[1]}"
             assert crew.run(lambda rank: rank.memory().close()) == [None] * 3
-
-    def test_a_rank_that_does_something_else(self) -> None:
-        with Crew(3) as crew:
-            errors = crew.each(
-                lambda rank: rank.memory(), lambda rank: rank.group.barrier(), lambda rank: rank.memory()
-            )
-            for rank in (0, 2):
-                assert isinstance(errors[rank], SymmetricMemoryError) and errors[rank].step == "agree"
-            assert isinstance(errors[1], (ipc.ProtocolError, ipc.PeerGoneError))
 
     def test_a_rank_that_does_not_come(self) -> None:
         with Crew(3) as crew:
@@ -355,29 +332,6 @@ class TestTheEnd:
                 assert isinstance(error, SymmetricMemoryError) and error.step == "close"
                 assert error.rank == rank and "was closed" in error.reason
             assert crew.left == [{}] * 2
-
-    def test_a_rank_that_drops_it(self) -> None:
-        """It tells nobody; the others find out when they close."""
-
-        def run(rank: Rank) -> None:
-            memory = rank.memory(100)
-            stream = rank.device.create_stream()
-            memory.barrier(stream)
-            assert executed(stream)
-            stream.close()
-            if rank.number == 1:
-                del memory
-                gc.collect()
-                return
-            memory.close(timeout=0.2)
-
-        with Crew(3) as crew:
-            with pytest.warns(ResourceWarning, match=r"rank 1 of 3, with multicast> was dropped without close\(\)$"):
-                outcomes = crew.outcomes(run)
-            assert outcomes[1] is None
-            assert all(isinstance(outcomes[rank], SymmetricMemoryError) for rank in (0, 2))
-            del outcomes
-            assert crew.left == [{}] * 3
 
     @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
     @pytest.mark.parametrize("how", ["close", "abandon", "drop", "cycle", "fail"])

@@ -335,19 +335,6 @@ def open_pickled(there: There, name: str, data: bytes) -> str:
 class TestLease:
     """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended."""
 
-    def test_arrays_of_one_allocation(self, library: Library, partner: Partner, kind: str) -> None:
-        """They have one lease, and the importer one import."""
-        whole: Any = library(kind, 1)
-        part: Any = Owned(whole._allocation, 512, 1000)
-        opened = [partner.open(ipc.share(array, hold=True)) for array in (whole, part, whole)]
-        del whole, part
-        assert [one.nbytes for one in opened] == [BLOCK, 1000, BLOCK]
-        for one in opened:
-            settle()
-            assert library.alive
-            one.close()
-        assert all_freed(library)
-
     def test_shared_again(self, library: Library, partner: Partner, kind: str) -> None:
         """Once nobody has it open, the next descriptor has a lease of its own."""
         array: Any = library(kind, 3)

@@ -17,7 +17,7 @@ from streamalloc.ipc.importer.imports import ImportUse
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, shared_pool, uses
-from tests.processes import SECONDS, Partner, There, eventually, holds_there
+from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import KEEP, MiB, executed, filled, holds, names, pending
 
 SIZE = 1 << 16
@@ -254,73 +254,9 @@ class TestWorkOfImporters:
         buffer.free()
         assert waits(pool, buffer.stream, partner, "copy")
 
-    def test_opened_again_while_the_last_close_is_pending(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
-    ) -> None:
-        partner.run(steps.make_stream, "second")
-        partner.give(buffer, "one")
-        assert partner.run(steps.idle)
-        partner.run(steps.hold)
-        partner.kept("one").close()
-        partner.give(buffer, "two", on="second")
-        assert partner.run(holds_there, "two", 7)
-        partner.kept("two").close()
-        buffer.free()
-        assert waits(pool, buffer.stream, partner)
-
 
 class TestSlotsAreUsedAgain:
     """A buffer takes the place on the control block of one that was freed, while streams are still busy with that."""
-
-    def test_while_the_importer_s_close_is_pending(
-        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
-    ) -> None:
-        first = pool.allocate(SIZE, stream)
-        partner.run(steps.make_stream, "second")
-        opened = partner.give(first)
-        assert partner.run(steps.idle)
-        partner.run(steps.hold)
-        opened.close()
-        first.free()
-        with device.create_stream() as other:
-            for seed in range(3):
-                buffer = pool.allocate(SIZE, other)
-                filled(buffer, seed)
-                opened = partner.give(buffer, on="second")
-                assert opened.shows(seed)
-                opened.close()
-                buffer.free()
-                assert executed(other)
-            partner.run(steps.release)
-            assert executed(stream)
-            for seed in range(3):
-                buffer = pool.allocate(SIZE, other)
-                filled(buffer, seed)
-                opened = partner.give(buffer)
-                assert opened.shows(seed)
-                opened.close()
-                buffer.free()
-                assert executed(other)
-
-    def test_while_the_owner_s_announcement_is_pending(
-        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Gate
-    ) -> None:
-        gate.hold(stream)
-        for _ in range(3):
-            first = pool.allocate(SIZE, stream)
-            ipc.share(first)
-            first.free()
-        with device.create_stream() as other:
-            buffers = [pool.allocate(512, other) for _ in range(4)]
-            late = [ipc.share(buffer) for buffer in buffers]
-            gate.open()
-            assert executed(stream)
-            for shared in late:
-                opened = partner.open(shared)
-                assert partner.run(steps.idle)
-                opened.close()
-            for buffer in buffers:
-                buffer.free()
 
     def test_early_readers_wait(
         self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Gate

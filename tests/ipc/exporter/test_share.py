@@ -222,17 +222,6 @@ class TestGrowableBuffer:
         assert eventually(lambda: device.memory_info().free - free == 26 * MiB)
         assert opened.shows(1)
 
-    def test_shrinks_and_grows_elsewhere(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
-        """The importer missed both: it has chunks that are not the owner's any more."""
-        buffer.resize(20 * MiB)
-        opened = partner.give(buffer, "it")
-        buffer.resize(2 * MiB)
-        buffer.resize(18 * MiB)
-        filled(buffer, 2)
-        partner.give(buffer, "it")
-        assert opened.ask("nbytes") == 18 * MiB
-        assert opened.shows(2)
-
     def test_an_older_descriptor(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
         """It names fewer chunks than are there: the object is as large as it says."""
         old = ipc.share(buffer)

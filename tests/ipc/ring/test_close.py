@@ -277,25 +277,6 @@ class TestKilledConsumer:
             slot.give_back()
         self.check_goes_on(ring, partner, 4, 0)
 
-    def test_others_go_on(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        steps.join(dies, ring)
-        steps.join(partner, ring)
-        for size in range(1, 5):
-            steps.send(ring, size, size)
-        dies.run(steps.take)
-        dies.kill()
-        partner.begin(steps.consume)
-        for size in range(5, 30):
-            steps.send(ring, size, size)
-        # The slot that the dead one has not opened comes back only once its death was noticed.
-        for slot in [ring.next(SECONDS) for _ in range(4)]:
-            slot.give_back()
-        assert ring.statistics().consumers == 1
-        ring.close()
-        taken = partner.result()
-        # The first was opened by the dead one, and the third was on its way to it.
-        assert sorted(taken) == list(range(2, 30))
-
     def test_after_the_producer_has_closed(
         self, ring: RingProducer, dies: Partner, pool: sa.MemoryPool, stream: sa.Stream
     ) -> None:

@@ -67,26 +67,6 @@ class TestCollected:
             gate.open()
             assert executed(stream)
 
-    def test_exporter_that_waits_for_an_importer(self, partner: Partner) -> None:
-        def come_and_go() -> weakref.ref[Any]:
-            machine = sd.simulated()
-            device = sa.Device(0, driver=machine)
-            with shared_pool(device) as pool, device.create_stream() as stream:
-                buffer = pool.allocate(MiB, stream)
-                buffer.fill(1)
-                opened = partner.give(buffer)
-                partner.run(hold)
-                opened.close()
-                buffer.free()
-                assert not executed(stream, 0.01)
-                partner.run(_let_go)
-                assert executed(stream)
-            return weakref.ref(machine)
-
-        gone = come_and_go()
-        gc.collect()
-        assert gone() is None
-
 
 class TestDeaths:
     def test_while_a_forked_child_lives(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
@@ -105,21 +85,6 @@ class TestDeaths:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         opened.close()
-
-    def test_all_importers_hear_of_what_was_lost(self, another: Callable[[], Partner]) -> None:
-        """Also where another one has released the streams that waited."""
-        owner = another()
-        owner.run(_make_held)
-        data, fds = owner.shared("buffer")
-        streams = [sa.Device(0, driver=sd.simulated()).create_stream() for _ in range(2)]
-        opened = [
-            ipc.open(data, again(fds), stream=one, driver=one.device.driver, kind=ipc.ImportedBuffer) for one in streams
-        ]
-        owner.kill()
-        assert all(executed(one) for one in streams)
-        assert all(one.lost for one in opened)
-        for one in opened:
-            one.close()
 
     def test_are_waited_for_once_there_can_be_a_thread(
         self, another: Callable[[], Partner], stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
@@ -259,11 +224,6 @@ def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: 
     opened.stream.synchronize()
     # A thread closes what was dropped.
     assert eventually(lambda: pool.statistics().used == 0)
-
-
-def _let_go(there: There) -> None:
-    there.kept["gate"].open()
-    there.device.synchronize()
 
 
 def _make_held(there: There) -> None:
