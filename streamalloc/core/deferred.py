@@ -382,10 +382,14 @@ class HandleEnd(Deferred):
         return True
 
 
-def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
-    """Submit a handle that the driver refused to end with ``result``, unless it is gone."""
-    if not is_gone(error_from(result, call)):
+def end_handle(session: Session, call: str, raw: Any) -> Any:
+    """End a handle by one driver call, or later if the driver refuses it now. For finalisers too. Returns the
+    ``CUresult``.
+    """
+    result = getattr(session.driver, call)(raw)[0]
+    if result and not is_gone(error_from(result, call)):
         deferred_queue(session).submit(HandleEnd(session, call, raw))
+    return result
 
 
 def work(session: Session, most: int | None = None) -> int:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, end_handle, work
 from streamalloc.core.errors import LOST, ClosedError, error_from
 from streamalloc.core.properties import IpcEventHandle, checked_type
 from streamalloc.core.resource import Closes, Shareable, made_for_sharing
@@ -59,14 +59,7 @@ class Spares(list[Any]):
     def destroy_all(self, session: Session) -> None:
         """Destroy the events that are kept now."""
         for raw in drained(self.pop):
-            destroy_event(session, raw)
-
-
-def destroy_event(session: Session, raw: Any) -> None:
-    """Destroy a ``CUevent`` (``cuEventDestroy``), later if the driver refuses now."""
-    result = session.driver.cuEventDestroy(raw)[0]
-    if result:
-        refused_to_end(session, "cuEventDestroy", raw, result)
+            end_handle(session, "cuEventDestroy", raw)
 
 
 class Event(Closes, Shareable, Shown):
@@ -238,7 +231,7 @@ class Event(Closes, Shareable, Shown):
             return
         # Other objects of this garbage cycle may still use the event.
         self._raw = None
-        destroy_event(self._session, raw)
+        end_handle(self._session, "cuEventDestroy", raw)
 
     def _about(self) -> Iterator[Row]:
         yield "handle", f"{self.handle:#x}"

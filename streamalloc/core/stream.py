@@ -41,7 +41,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
-from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, end_handle, work
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, InvalidContextError, error_from, refused
 from streamalloc.core.event import (
     Event,
@@ -450,8 +450,9 @@ class Stream(Closes, Shown):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         why = "the bindings let a Python function run once, and a graph may be launched more often"
         refuse_capture(self, "cuLaunchHostFunc", why)
+        launch = self._session._function("cuLaunchHostFunc")
         pointer = _host_function(function)
-        result = self._result(self._session.driver.cuLaunchHostFunc, cuda.CUhostFn(pointer), pointer)
+        result = self._result(launch, cuda.CUhostFn(pointer), pointer)
         if result:
             _host_functions.pop(pointer, None)
             raise error_from(result, "cuLaunchHostFunc")
@@ -587,10 +588,7 @@ class OwnStream(Stream):
         if later or self._dropping:
             deferred_queue(self._session).submit(_LateEnd(self._session, raw, self._dropping))
             return None
-        result = self._session.driver.cuStreamDestroy(raw)[0]
-        if result:
-            refused_to_end(self._session, "cuStreamDestroy", raw, result)
-        return result
+        return end_handle(self._session, "cuStreamDestroy", raw)
 
     def _record_end(self, raw: Any) -> None:
         """Record an event after all work of the stream, which is ending."""
