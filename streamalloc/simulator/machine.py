@@ -66,7 +66,9 @@ class Machine:
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
         shared = (self.labels, banks, self.allocations, self.scheduler)
-        self.virtual: VirtualMemory = VirtualMemory(*shared, self.profile.page)
+        self.virtual: VirtualMemory = VirtualMemory(
+            *shared, self.profile.page, max(self.profile.context_free, default=0)
+        )
         self.sharing: Sharing = Sharing(*shared, self.devices)
         of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(

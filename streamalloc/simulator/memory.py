@@ -326,9 +326,10 @@ class ReservedExtent(Extent):
         if hint:
             self.base: int = hint if _addresses.take_at(hint, size) else 0
         else:
-            self.base = _addresses.take(size, max(alignment, CHUNK)) if low else 0
-        self._noted = self.base != 0
-        if not self._noted:
+            self.base = _addresses.take(size, max(alignment, CHUNK) if size >= CHUNK else alignment) if low else 0
+        self.is_placed: bool = self.base != 0
+        """The system did not choose the address."""
+        if not self.is_placed:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # at the high end: the system places its next range right below
             self.base = (raw + alignment) // alignment * alignment
@@ -367,7 +368,7 @@ class ReservedExtent(Extent):
             keep_readable(self.base, self.base + readable)
             _kept.append((self.base, readable, self.size))
         _unmap(self.base + readable, self.size - readable)
-        if self._noted:
+        if self.is_placed:
             _addresses.leave(self.base, self.size)
         while len(_kept) > 1 and (
             len(_kept) > _FREED_RANGES

@@ -108,6 +108,24 @@ def test_what_is_large_or_aligned_lies_low(in_new_process: Callable[..., str], s
     assert in_new_process(_reserve_behind, size, alignment) == "SUCCESS"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((16,), "OUT_OF_MEMORY"), ((30,), "SUCCESS"), ((16, 16), "SUCCESS")],
+    ids=["one", "too large", "a second"],
+)
+def test_a_small_range_lies_high_while_it_fits_beside_the_memory_of_a_context(
+    in_new_process: Callable[..., str], sizes: tuple[int, ...], expected: str
+) -> None:
+    assert in_new_process(_reserve_behind_the_last, sizes) == expected
+
+
+def _reserve_behind_the_last(rig: Rig, sizes: tuple[int, ...]) -> str:
+    start = 0
+    for size in sizes:
+        start = rig.reserve(size * MiB)
+    return said(rig.try_reserve(1 << 40, hint=start))
+
+
 def _reserve_behind(rig: Rig, size: int, alignment: int) -> str:
     return said(rig.try_reserve(1 << 40, hint=rig.reserve(size, alignment)))
 
