@@ -173,7 +173,7 @@ class Profile:
     """Free bytes in each address region of the context's own memory."""
     host_memory: int = _read(_whole(_GiB, 16 * _TiB))
     host_pool_addresses: int = _read(_whole(CHUNK, 16 * _TiB))
-    """Bytes of addresses of a host pool without ``max_size``; really 9 to 60 GiB."""
+    """Bytes of addresses of a host pool without ``max_size``; beside an H200 twice the memory of the NUMA node."""
     numa_nodes: int = _read(_whole(1, 64))
     imex_channel: int = _read(_whole(0, 1))
     """Whether the user may open an IMEX channel, for fabric handles."""
