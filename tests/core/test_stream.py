@@ -17,7 +17,7 @@ import streamalloc as sa
 from streamalloc.core.stream import _host_functions
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import executed, names, pending
+from tests.support import executed, in_threads, names, pending
 
 
 class TestOrder:
@@ -235,3 +235,23 @@ def test_reprs(device: sa.Device, stream: sa.Stream) -> None:
     assert "legacy default" in repr(device.default_stream) and "per-thread" in repr(device.per_thread_stream)
     with device.create_event() as event:
         assert hex(event.handle) in repr(event)
+
+
+def test_what_ends_later_does_not_meet_a_stream_that_is_being_closed(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """Threads end each other's dropped buffers on streams that their owners close at that time."""
+
+    def run() -> None:
+        for number in range(60):
+            with device.create_stream(blocking=True) as stream:
+                default = pool.allocate(64, device.default_stream)
+                buffer = pool.allocate(64, stream)
+                cycle: list[object] = [buffer, default]
+                cycle.append(cycle)
+                del buffer, default, cycle
+                if number % 3 == 0:
+                    gc.collect()
+                device.synchronize()
+
+    in_threads(*[run] * 6)
+    gc.collect()
+    device.synchronize()
