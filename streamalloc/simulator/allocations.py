@@ -42,7 +42,9 @@ class Pages:
         self._end = end
 
     def _split(self, at: int) -> int:
-        """The number of the run that begins at an address. If there is none, a run is split."""
+        """Return the index of the run that begins at an address. If no run begins there, split the run that contains
+        it.
+        """
         if at >= self._end:
             return len(self._starts)
         number = bisect_left(self._starts, at)
@@ -74,9 +76,9 @@ class _Defaults(Extent):
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
     pages: Pages | None = None
-    """Advice for managed memory, once there is any."""
+    """Advice for managed memory; None until a call gives some."""
     waits: bool = False
-    """Whether ``SYNC_MEMOPS`` was set (``cuPointerSetAttribute``), which changes nothing here but the answer."""
+    """Value of ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). Only a query of the attribute reads it."""
 
 
 @dataclass(eq=False)
@@ -162,26 +164,26 @@ class OpenedBlock:
 
 @dataclass(eq=False)
 class OpenedMemory(LiveMemory):
-    """Another process's cuMemAlloc memory. ``device``: the device of the context that opened it and may use it. Opening
-    enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
+    """Memory of ``cuMemAlloc`` in another process. ``device``: the device of the context that opened the memory and may
+    use it. Opening enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
     block: OpenedBlock
     words: tuple[int, ...]
-    """The words of its handle."""
+    """Words of the IPC handle."""
     times: int = 1
-    """Opens without a close."""
+    """Number of calls that opened the memory and have not been undone by a close."""
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
-    """Whether the host has unmapped registered memory, or a part of it within a range."""
+    """Whether the host has unmapped a part of registered memory within a range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
 
 def is_reachable(allocation: LiveMemory, context: Context) -> bool:
-    """Whether work in ``context`` may use the memory directly: its own memory, host memory, or that of an enabled
-    peer.
+    """Whether work in ``context`` may use the memory without staging: memory of its device or the host, or of an
+    enabled peer.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
@@ -210,7 +212,7 @@ def pages_of(allocation: LiveMemory) -> Pages:
 
 
 def prefetch(place: Place) -> Callable[[Advice], Advice]:
-    """The effect of a prefetch on an advice. It is visible at once, even before the work runs, as documented."""
+    """Apply a prefetch to an advice. As documented, the change is visible before the work runs."""
     return lambda advice: replace(advice, prefetched=place)
 
 

@@ -57,7 +57,7 @@ class Block:
         self.owner: int = owner
         self.seq: int = seq
         self.since: int = 0  # when it was freed
-        self.stamp: int = 0  # when it was put on its shelf
+        self.stamp: int = 0  # Time at which the block was put on its shelf.
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -137,7 +137,7 @@ class PoolAddresses:
         return len(self.backed) * CHUNK
 
     def blocks(self) -> Iterator[Block]:
-        """Every block in address order."""
+        """Yield every block in address order."""
         block: Block | None = self._head
         while block is not None:
             yield block
@@ -153,7 +153,9 @@ class PoolAddresses:
         return self._left[stream].best(size) or self._heap.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Find a block by rules 3 to 5; None if none is large enough.
+        """Find a block by rules 3 to 5; None if none is large enough. ``ordered`` (rule 3): for each other stream, the
+        number of its operation that the allocating stream is ordered after; None skips the rule. ``done`` (rule 4): for
+        each stream, the number up to which its frees have run.
 
         ``ordered``, for rule 3: up to which operation of each other stream the allocating stream is ordered; None to
         skip the rule. ``done``, for rule 4: up to which operation the frees of each stream have run.
@@ -191,8 +193,8 @@ class PoolAddresses:
     # -- freeing ---------------------------------------------------------------------------------------------
 
     def free(self, block: Block, owner: int = HEAP, seq: int = 0) -> None:
-        """Free a block that is on no shelf: for all streams, or once operation ``seq`` of stream ``owner`` has run.
-        Merges it with neighbours of the same owner.
+        """Free a block that is on no shelf: for all streams, or, with ``seq``, once that operation of stream ``owner``
+        has run. Merge the block with neighbours of the same owner.
         """
         block.owner, block.seq, block.since = owner, seq, self._clock
         before, after = block.prev, block.next

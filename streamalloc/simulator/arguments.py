@@ -121,7 +121,7 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if different."""
+    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if another one."""
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
@@ -161,7 +161,7 @@ _no_mipmap = ("arrays.mipmapped", "using a mipmapped array that does not exist")
 _gone = Result.CUDA_ERROR_INVALID_HANDLE
 Array = Annotated[arrays.Array, _array, _found_in(*_no_array)]
 MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap)]
-# For calls that destroy the object (a null handle on H200: test_modules).
+# For calls that destroy the object (the driver refuses a null handle on H200: test_modules).
 EndedArray = Annotated[arrays.Array, _array, _found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap, _gone)]
 MulticastMemory = Annotated[
@@ -174,7 +174,7 @@ Module = Annotated[kernels.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[kernels.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# For calls that query its name, module or parameters (a null handle on H200: test_modules).
+# For calls that query its name, module or parameters (the driver refuses a null handle on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
@@ -193,7 +193,9 @@ BY_NAME = {
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """The conversion of a parameter with this annotation before the call, and its look-up or check within the call."""
+    """Return two functions for a parameter: its conversion before the call, and its look-up or check within
+    the call.
+    """
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
         check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
@@ -223,7 +225,8 @@ def number(name: str, value: Any, cls: Any) -> int:
 
 
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
-    """The number of an enum member in a struct's field.
+    """Return the number of an enum member in a struct's field. A number that is not in the enum gives ``otherwise``, or
+    :class:`NotImplementedError` if ``otherwise`` is None.
 
     If the field's number is not in its enum, return ``otherwise``; if that is None, raise ``NotImplementedError``.
     """
@@ -239,7 +242,7 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """Check a struct of the bindings. ``optional``: the bindings accept None, which the driver refuses."""
+    """Check a struct of the bindings. With ``optional`` the bindings accept None, and the driver refuses it."""
     if optional and value is None:
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
     if not isinstance(value, cls):

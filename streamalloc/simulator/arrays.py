@@ -29,13 +29,13 @@ Tile = tuple[int, int, int, int, int, int]
 """Device, level (or TAIL, or WHOLE), layer, then x, y and z in tiles."""
 TAIL = -1
 WHOLE = -2
-"""In place of a level, in the tiles of an array that is mapped as a whole."""
+"""Replaces the level in a ``Tile`` of an array that is mapped as a whole."""
 _MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Description of an array. ``layers``: 0 if not layered. ``extent``: that of one layer."""
+    """Description of an array. ``layers`` is 0 if the array is not layered; ``extent`` is the extent of one layer."""
 
     extent: Dim3
     layers: int
@@ -105,7 +105,9 @@ class ArrayLayout:
         return self.tail_first < self.levels
 
     def check_tail(self) -> None:
-        """Refuse mip tails that were not observed: larger than a tile, or without a level of whole tiles before."""
+        """Refuse mip tails that no reading shows: a tail larger than a tile, or an array without a level of whole
+        tiles.
+        """
         first = self.tail_first
         size = sum(self.bytes_of(level) for level in range(first, self.levels))
         if self.mipmapped and not 0 < first < self.levels:
@@ -116,7 +118,7 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Storage:
-    """The memory of an array, or of all levels of a mipmapped one: one block, or tiles."""
+    """The memory of an array or of all levels of a mipmapped array: one block, or tiles."""
 
     context: Context
     layout: ArrayLayout
@@ -124,7 +126,7 @@ class Storage:
     """Bytes of an ordinary array."""
     tiles: dict[Tile, tuple[CreatedMemory, int]] = field(default_factory=dict)
     queued: int = 0
-    """Operations on it that are not done yet."""
+    """Number of queued operations that use the memory."""
 
     def put(self, tile: Tile, backing: tuple[CreatedMemory, int] | None) -> None:
         """Set or remove the memory of a tile. The caller has already counted the tile in the new memory."""
@@ -202,7 +204,7 @@ class Storage:
 
 @dataclass(eq=False)
 class Array:
-    """A handle of an array, or of one level of a mipmapped one."""
+    """A handle of an array, or of one level of a mipmapped array."""
 
     storage: Storage
     level: int = 0
@@ -263,7 +265,7 @@ class Arrays:
         mipmap.storage.clear()
 
     def forget(self, context: Context) -> None:
-        """The arrays of a context end with it."""
+        """Remove the arrays of a context that ends."""
         for mipmap in [one for one in self.mipmapped.values() if one.storage.context is context]:
             self.destroy_mipmapped(mipmap)
         for array in [one for one in self.arrays.values() if one.storage.context is context]:
@@ -271,7 +273,7 @@ class Arrays:
 
 
 class Remap(Operation):
-    """The moment when tiles get memory or lose it."""
+    """The operation in a stream that gives memory to tiles or takes it away."""
 
     def __init__(self, changes: list[tuple[Storage, Tile, tuple[CreatedMemory, int] | None]]) -> None:
         self._changes = changes

@@ -1,4 +1,4 @@
-"""Memory of all devices and the host: sizes, reserved addresses, the memory of pools, and that of cuMemAlloc."""
+"""Memory of all devices and the host: sizes, reserved addresses, memory of pools, and memory of ``cuMemAlloc``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Count the memory that other processes use, and publish the memory used here."""
+        """Count the memory that other processes use, and publish the count of this process."""
         self._shared = (usage, number)
         self.used = self._used
 
@@ -52,7 +52,7 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close a file whose memory came from this bank. Its bytes count until no process has it."""
+        """Close a file whose memory came from this bank. The bank counts the bytes until no process has the file."""
         self._released.append(physical)
         self._collect()
 
@@ -94,7 +94,7 @@ class Banks:
     pools: dict[int, Space] = field(default_factory=dict)
     """Memory of each pool, by pool handle."""
     reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
-    """A bank, and a function that releases its unused graph memory."""
+    """Pairs of a bank and a function that releases its unused graph memory."""
 
     def bank(self, device: int | None) -> Bank:
         """The bank of a device; None: the host."""
@@ -112,8 +112,9 @@ class Banks:
         return bank.free >= needed
 
     def trim(self, asking: Space) -> None:
-        """Release unused memory of other pools and of graphs. Which: for a device's pool that device's; for a pool of a
-        NUMA node the host's; for another host pool that of all devices.
+        """Release unused memory of other pools and of graphs. The pool that needs memory decides where: a device's pool
+        releases memory of that device, a pool of a NUMA node memory of the host, another host pool memory of all
+        devices. Observed on H200 (test_placements); the last case on a machine of one device.
 
         Observed on H200 (test_placements); the last case on a machine of one device.
         """
@@ -127,13 +128,11 @@ class Banks:
                 release()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
-        """Whether a range is mapped and readable, or with ``write`` writable. It may be simulated or other memory of
-        the process.
-        """
+        """Whether a range of simulated or other memory is mapped and readable, or, with ``write``, writable."""
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """As :meth:`is_mapped`, if the caller has checked whether the memory is simulated."""
+        """Answer as :meth:`is_mapped` does for memory that the caller has already looked up."""
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:
@@ -149,7 +148,7 @@ class Banks:
 
 class Space:
     """Memory of a pool: an address line, the chunks under it in a file at equal offsets, and the bank that provides
-    them. ``on_host``: host arrays can refer to it, even after the free. See :data:`.memory.FREED`.
+    them. With ``on_host`` host arrays can refer to it, even after the free: see :data:`.memory.FREED`.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Space:
         self._name = name
         self._on_host = on_host
         self._used = 0
-        """All that was ever backed is below."""
+        """End of the part of the line that had memory at any time."""
         self._arenas = banks.arenas
         # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
         self._reservation = ReservedExtent(self.line.capacity, CHUNK, low=True)
@@ -193,8 +192,8 @@ class Space:
             self.bank.used -= size
 
     def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
-        """Release memory that is free for all streams until at most ``keep`` bytes are left: first what has been free
-        longest, or with ``highest`` the highest addresses. ``among``: only these chunks.
+        """Release memory that is free for all streams until at most ``keep`` bytes are left. The memory that has been
+        free longest goes first; with ``highest``, the highest addresses. ``among``: release only these chunks.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:

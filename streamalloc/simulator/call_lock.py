@@ -43,14 +43,14 @@ class Caller:
     ident: int = field(default_factory=threading.get_ident)
     is_main: bool = field(default_factory=is_main_thread)
     contexts: list[Any] = field(default_factory=list)
-    """The context stack, the current context last."""
+    """The context stack; the last entry is the current context."""
     capture_mode: int = 0
     in_kernel: bool = False
     in_host_function: bool = False
 
 
 class Threads(threading.local):
-    """The calling thread, to a machine: ``caller``."""
+    """Thread-local data of a machine; ``caller`` is the calling thread."""
 
     def __init__(self) -> None:
         self.caller = Caller()
@@ -64,12 +64,12 @@ class WaitEnded(BaseException):
         self.error = error
 
 
-_lock = threading.RLock()  # finalisers can make calls at each bytecode of enter and leave
+_lock = threading.RLock()  # Finalisers can make calls at each bytecode of enter and leave.
 _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
 _held = 0  # number of acquisitions by the holding thread
 _depth = 0  # nesting depth of that thread's calls
-_threshold = gc.get_threshold()[0]  # of automatic collections, before these calls
+_threshold = gc.get_threshold()[0]  # number of automatic collections before these calls
 
 
 def enter(is_main: bool = False) -> None:
@@ -92,7 +92,7 @@ def enter(is_main: bool = False) -> None:
 
 
 def leave(is_main: bool = False) -> None:
-    """End the call that :func:`enter` began. ``is_main`` must be the same."""
+    """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got."""
     global _depth, _held, _holding
     _depth -= 1
     if _held == 1 and not _get_thresholds()[0]:  # no other thread has set it meanwhile
@@ -116,7 +116,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
-        _holding = depth  # higher in a finaliser that runs where a call begins
+        _holding = depth  # a finaliser that runs where a call begins has a larger number
     try:
         for _ in range(depth):
             leave(is_main)
@@ -138,7 +138,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 
 # -- signals ---------------------------------------------------------------------------------------------------
 
-_holding = 0  # calls of the main thread, one in the other
+_holding = 0  # calls of the main thread that run inside each other
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _handlers: list[Any] = []  # of _SIGNALS, as the program installed them
 _replaced: dict[int, Any] = {}  # those that are functions, by signal
@@ -152,7 +152,7 @@ def _remember_handlers() -> None:
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]
     found = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
     _replaced = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
-    _handlers = found  # last: if a handler raises earlier, the next call begins anew
+    _handlers = found  # Last, because a handler that raises earlier makes the next call begin anew.
 
 
 def _record(number: int, _frame: object) -> None:
@@ -181,12 +181,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _keep_at_exit() -> None:
-    """Hold the lock from now on, except in :func:`sleep`, so that no daemon thread is stopped for good with it."""
+    """Hold the lock from now on, except in :func:`sleep`. A daemon thread that the interpreter stops must not
+    hold it.
+    """
     if _acquire(True, _PATIENCE):
         enter()
         _release()
 
 
 _PATIENCE = 1.0
-"""Seconds. A thread that keeps the lock for longer must not keep the interpreter from exiting."""
+"""Seconds. A thread that holds the lock for longer does not keep the interpreter from exiting."""
 atexit.register(_keep_at_exit)

@@ -61,7 +61,7 @@ class Place:
 
     @property
     def device(self) -> int | None:
-        """None where it is not a device's."""
+        """Ordinal of the device; None for a location that is not a device."""
         return self.id if self.type == Location.DEVICE else None
 
 

@@ -1,4 +1,4 @@
-"""Devices, and those that ``CUDA_VISIBLE_DEVICES`` selects; contexts; events, also those of several processes."""
+"""Devices, the choice that ``CUDA_VISIBLE_DEVICES`` makes among them, contexts, and events, shared ones included."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LARGEST = (1 << 63) - 1
 
 
 def inherited() -> str | None:
-    """Value with which this process began; None without one."""
+    """Value of the variable when this process began; None if it was not set."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
     return next((os.fsdecode(value) for name, _, value in pairs if name == VISIBLE.encode()), None)
 
 
 def chosen() -> str | None:
-    """The value that applies: see :func:`streamalloc.testing.install`."""
+    """Value that applies now: see :func:`streamalloc.testing.install`."""
     given, environ = os.environ.get(VISIBLE), os.environ
     if environ.get("STREAMALLOC_INSTALL"):
         return given
@@ -91,7 +91,7 @@ class SimulatedDevice:
     regions: Regions
     heap: Heap
     pinned: Heap
-    """Heap of pinned host memory of this device's contexts."""
+    """Heap of pinned host memory for contexts of this device."""
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
 
@@ -114,24 +114,24 @@ class Context:
     graph_block: Block | None = None
     """Device memory allocated at the first graph instantiation (H200: test_plain_memory)."""
     implied_flags: int = 0
-    """Flags that cuCtxGetFlags returns beside those that were set."""
+    """Flags that ``cuCtxGetFlags`` returns in addition to the flags that were set."""
     handle: int = field(default_factory=new_handle)
     retained: int = 0
     error: Any = None
     """The code with which each later call fails."""
     peers: set[int] = field(default_factory=set)
     limits: dict[str, int] = field(default_factory=dict)
-    """Limits that were set, by name."""
+    """Limits that the program has set, by name."""
     stacks: int = 0
     """Bytes of device memory for stacks beyond the initial ones."""
     awaited: list[tuple[Queue, int]] = field(default_factory=list)
-    """Operations that each later stream waits for."""
+    """Operations that each stream made later waits for."""
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
     """Last operations of destroyed streams."""
     _legacy: Queue | None = None
     _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
-    """By thread number, which a later thread may reuse."""
+    """Per-thread streams by thread number. A later thread may have the number of an ended one."""
     _marks: Queue | None = None
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class Context:
 
     @property
     def marks(self) -> Queue:
-        """Internal stream for events of the whole context. No work follows them."""
+        """Internal stream of the events of the whole context. No work is queued on it."""
         if self._marks is None:
             self._marks = Queue(self._scheduler, 0, self, False, 0)
         return self._marks
@@ -190,13 +190,13 @@ class Context:
         self._leave(stream)
 
     def _leave(self, stream: Queue) -> None:
-        """Keep the clock of a stream that ends."""
+        """Keep the clock of a stream that ends, for later work in the context."""
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
             if stream.operations:
-                # the legacy stream stays ordered after the queued work
+                # The legacy stream stays ordered after the queued work.
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
@@ -213,7 +213,7 @@ class Context:
         return clock
 
     def unfinished(self) -> Points:
-        """The streams with unfinished work, destroyed ones included, with their last operations."""
+        """The streams with unfinished work, including destroyed streams, each with its last operation."""
         live = self._scheduler.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
         streams = [(stream, stream.seq) for stream in self.all_streams()]
@@ -313,7 +313,7 @@ class SharedEvent:
         return number
 
     def finish(self, number: int) -> None:
-        """A recording has happened."""
+        """Mark a recording as done."""
         with self.table.locked():
             word, words = self._word(number), self.table.words
             words[word] = max(words[word], number)
@@ -334,21 +334,21 @@ class SharedEvent:
 
 
 class Record(Operation):
-    """One recording of an event: its stream, its position there, and its time; for a shared event visible to other
-    processes.
+    """One recording of an event: its stream, the number of its operation there, and its time. Other processes see the
+    recording of a shared event.
     """
 
     def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
-        """The clock of the record."""
+        """The clock at the recording."""
         self.ranked: bool = stream.id in stream.scheduler.ranks
         self.others: Points = ()
         """Operations of other streams to wait for, in a recording without work."""
         self.when: float = 0.0
         self.shared = shared
         self.number: int = shared.begin() if shared is not None else 0
-        """Among those of all processes."""
+        """Number of the recording among the recordings of all processes."""
 
     def step(self) -> bool:
         self.when = time.perf_counter()
@@ -371,7 +371,7 @@ class QueueEvent:
     capture: Any = None
     nodes: list[Any] = field(default_factory=list)  # captured nodes that precede it
     shared: SharedEvent | None = None
-    opened: bool = False  # by a handle: another process's
+    opened: bool = False  # latest recording by a handle of another process
     handle: int = field(default_factory=new_handle)
 
     @property
@@ -382,7 +382,7 @@ class QueueEvent:
 
     @property
     def elsewhere(self) -> SharedEvent | None:
-        """The shared event if another process or handle made its latest recording; otherwise None."""
+        """The shared event if another process or handle made its latest recording; else None."""
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
         return self.shared
@@ -419,7 +419,7 @@ class QueueEvent:
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
     def record_in(self, stream: Queue, after: Points = ()) -> None:
-        """Record after all present work of ``stream``, and after ``after``."""
+        """Record after all work queued on ``stream`` and after ``after``."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:

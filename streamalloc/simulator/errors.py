@@ -1,4 +1,4 @@
-"""Exceptions of simulated calls. A :class:`Fault` has the result code that the call returns."""
+"""Exceptions of simulated calls. A :class:`Fault` holds the result code that the call returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """A driver call ends with this result code."""
+    """Error of a driver call that returns this result code."""
 
     def __init__(self, code: Any) -> None:
         super().__init__(code)
@@ -49,20 +49,20 @@ def not_modelled(condition: object, what: str) -> None:
 
 
 def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """Return the value. None raises a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is text."""
+    """Return the value. For None, raise a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is text."""
     if value is None:
         raise NotModelled(code) if isinstance(code, str) else Fault(code)
     return value
 
 
 def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """Return the value if it has this class; otherwise as :func:`need` for None."""
+    """Return the value if it is of this class; else raise as :func:`need` does for None."""
     return need(value if isinstance(value, cls) else None, code)
 
 
 def code_of(error: Fault | OSError) -> Any:
-    """The result code of a call that failed, or got ``error`` from the operating system. Raises an error without a
-    number: a signal handler raised it.
+    """The result code of a call that failed or got ``error`` from the operating system. An error without a number came
+    from a signal handler and is raised again.
     """
     if isinstance(error, Fault):
         return error.code

@@ -38,7 +38,7 @@ class Label(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """The machine's name without the host: common to an IMEX domain."""
+        """The machine's name without the host; machines of one IMEX domain share it."""
         return self.machine[:16]
 
     def __str__(self) -> str:
@@ -72,7 +72,9 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """Open a file of another process by its descriptor; None if that is closed or now names another file."""
+    """Open a file of another process by its descriptor. Returns None if the descriptor is closed or now names another
+    file.
+    """
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
     if label is None or not fits(label):
@@ -173,14 +175,14 @@ class Usage:
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            if used and is_locked(self._fd, slot):  # a process's own lock does not count
+            if used and is_locked(self._fd, slot):  # A process does not see its own lock.
                 found += used
         return found
 
     def close(self) -> None:
         """Leave the slot."""
         self._name.close()
-        self._words.release()  # and the mapping with it
+        self._words.release()  # The mapping goes with it.
         os.close(self._fd)
 
 

@@ -21,7 +21,7 @@ from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
 class LastUses:
-    """The last use of memory, as an operation number per stream."""
+    """The last uses of memory: for each stream, the number of the last operation that uses it."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Queue, int]] = {}
@@ -43,7 +43,7 @@ class GraphChunk:
 
     def __init__(self, offset: int) -> None:
         self.offset: int = offset
-        """Its place in the file of the device."""
+        """Offset of the chunk in the file of the device."""
         self.used: bool = False
         """Whether it was ever mapped."""
         self.owner: GraphHeap | None = None
@@ -92,9 +92,9 @@ class DeviceGraphMemory:
     def take(
         self, reserved: int, mapped: int, clock: Clock, before: Container[GraphChunk], moved: bool
     ) -> list[GraphChunk]:
-        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first those
-        that the graph had ``before``, then the oldest, or if new ones are needed the newest. With ``moved``, the chosen
-        ones become the newest (observed on H200: test_graph_memory).
+        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first chunks
+        that the graph had ``before``, then the oldest chunks, or the newest if the graph needs new ones. With
+        ``moved``, the chosen chunks become the newest (observed on H200: test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -149,7 +149,7 @@ class Hole(NamedTuple):
     address: int
     freed_by: object
     earlier: Container[object]
-    """The nodes before that node."""
+    """The nodes that precede that node."""
 
     @property
     def end(self) -> int:
@@ -169,8 +169,8 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Holes in the order of their frees."""
-        self._places: dict[GraphChunk, int] = {}  # of the chunks of the latest launch, by number
-        self._mapped: dict[int, GraphChunk] = {}  # by place, in stream order, for launches that are queued
+        self._places: dict[GraphChunk, int] = {}  # chunks of the latest launch, by number
+        self._mapped: dict[int, GraphChunk] = {}  # chunks of queued launches, by offset, in stream order
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
         """Sizes of the allocations that outlived a launch, by address."""
@@ -183,8 +183,8 @@ class GraphHeap:
         return 0 <= address - self._reservation.base < self._size
 
     def place(self, size: int, earlier: Container[object]) -> int:
-        """Choose the address of an allocation node: the smallest sufficient hole left by ``earlier`` nodes, of equal
-        ones the oldest, else new addresses (observed on H200: test_graph_memory, test_graph_nodes).
+        """Choose the address of an allocation node: the smallest sufficient hole left by ``earlier`` nodes, and the
+        oldest of equal ones; without one, new addresses (observed on H200: test_graph_memory, test_graph_nodes).
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
@@ -201,14 +201,14 @@ class GraphHeap:
         address = self._reservation.base + self._size
         self._size += rounded
         if self._size > self._reserved:
-            # grows by the whole allocation, not only by its excess (observed on H200: test_graph_nodes)
+            # The heap grows by the whole allocation, not only by its excess (observed on H200: test_graph_nodes).
             self._reserved += round_up(rounded, CHUNK)
         return address
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
-        """Free the range of a node. It is merged with adjacent holes that ``earlier`` nodes left, and only later nodes
-        can reuse the merged hole. Of two adjacent holes whose nodes have no order it is merged with one, here with the
-        following one (an H200 chooses either: test_graph_nodes).
+        """Free the range of a node, and merge it with adjacent holes that ``earlier`` nodes left. Only later nodes can
+        reuse the merged hole. Of two adjacent holes whose nodes have no order, the following one is merged (an H200
+        chooses either: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         earlier_holes = [hole for hole in self.holes if hole.freed_by in earlier]
@@ -225,8 +225,8 @@ class GraphHeap:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
-        """Choose the chunks of a launch that is ordered after ``clock``, with their places. ``outlives``: its
-        allocations outlive it. ``moved``: the latest launch was in another stream.
+        """Choose the chunks of a launch that is ordered after ``clock``, with their offsets. ``outlives``: allocations
+        of the launch outlive it. ``moved``: the latest launch was in another stream.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)
@@ -271,7 +271,7 @@ class GraphHeap:
             del self._mapped[place]
 
     def disown(self) -> None:
-        """Drop a reference to the addresses, as its graph or executable graph was destroyed."""
+        """Drop a reference to the addresses when its graph or executable graph is destroyed."""
         self.owners -= 1
         self.close_unless_needed()
 

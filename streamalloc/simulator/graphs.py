@@ -23,7 +23,7 @@ AUTO_FREE_ON_LAUNCH = 1
 Values = dict[str, Any]
 """Parameters of a node: fields of its struct."""
 Work = dict[str, Any]
-"""Fields of a :class:`GraphNode`: ``operation`` or ``enter``, and ``values``."""
+"""Fields of a :class:`GraphNode` that hold its work: ``operation`` or ``enter``, and ``values``."""
 
 
 @dataclass(eq=False)
@@ -38,11 +38,11 @@ class GraphNode:
     operation: Operation | None = None
     enter: Callable[[Queue], object] | None = None
     values: Values | None = None
-    """The parameters it was made with."""
+    """Parameters of the node."""
     attributes: dict[int, bytes] = field(default_factory=dict)
     """Attributes set on a kernel node, by number."""
     enabled: bool = True
-    """A launch runs the node."""
+    """Whether a launch runs the node."""
     child: NodeGraph | None = None
     origin: GraphNode | None = None
     """In a cloned graph, the original node."""
@@ -51,7 +51,7 @@ class GraphNode:
     device: int = 0
     """Device of an allocation node."""
     is_other: bool = False
-    """A free node frees memory of another graph."""
+    """Whether a free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
 
 
@@ -153,7 +153,7 @@ class NodeGraph:
 
 
 class EmptyLaunch(Operation):
-    """A launch of a graph without work. It is no command, so it gives its stream no rank (H200: test_placements)."""
+    """A launch of a graph without work. It gives its stream no rank (H200: test_placements)."""
 
     is_command = False
 
@@ -165,7 +165,7 @@ class GraphExec:
     graph: NodeGraph
     flags: int
     handle: int = field(default_factory=new_handle)
-    last: tuple[Queue, int] | None = None  # the end of the latest launch
+    last: tuple[Queue, int] | None = None  # Operation that ends the latest launch.
     nodes: list[GraphNode] = field(init=False)
     """Copies of the nodes in launch order, unaffected by later graph changes."""
     unfreed: list[GraphNode] = field(init=False)
@@ -203,7 +203,7 @@ class GraphExec:
             allocations.remove(allocations.at[address])
             memory.freed(address)
         carried_out = [node for node in self.nodes if node.enabled and node.kind != "EMPTY"]
-        if not carried_out:  # then it does not wait for earlier launches (observed on H200: test_graph_nodes)
+        if not carried_out:  # Then the launch does not wait for earlier launches (observed on H200: test_graph_nodes).
             stream.submit(EmptyLaunch(), clock={})
             return
         self.upload(stream)
@@ -293,7 +293,7 @@ class GraphCapture:
         return self._frontier.get(stream, [])
 
     def put_behind(self, stream: Queue, nodes: list[GraphNode], instead: bool) -> None:
-        """Make the next node of ``stream`` depend on these nodes; ``instead``: only on these."""
+        """Make the next node of ``stream`` depend on these nodes; with ``instead``, only on these."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
@@ -315,7 +315,7 @@ class GraphCapture:
         return node.address
 
     def free(self, address: int, stream: Queue) -> None:
-        """A mistake here does not spoil the capture."""
+        """Free memory in the capture. A wrong address does not invalidate the capture."""
         self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class GraphCapture:
         self.put_behind(stream, event.nodes, False)
 
     def leave(self, stream: Queue) -> None:
-        """The stream is destroyed."""
+        """Remove a stream that is destroyed."""
         if stream is self.origin:
             self._finish()
             self._graphs.destroy(self.graph)

@@ -48,7 +48,7 @@ class RegisteredKernel:
         return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
-        """Address, size, write flag and atomic flag of each use; None if unknown."""
+        """Address, size, write flag and atomic flag of each use of memory; None if unknown."""
         if not self.declares:
             return None
         kinds = ((self.reads, False, False), (self.writes, True, False), (self.atomics, True, True))
@@ -228,7 +228,7 @@ def _type(found: re.Match[str]) -> Any:
 
 
 BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x466243B1)))
-"""First bytes of a cubin, a fat binary and its wrapper."""
+"""First bytes of a cubin, of a fat binary and of its wrapper."""
 
 
 @dataclass(eq=False)
@@ -239,7 +239,9 @@ class VariableMemory(LiveMemory):
 
 
 def load(given: Any) -> Contents | None:
-    """The contents of an image, bytes or an address of them; None if it is not PTX: then any name may exist."""
+    """The contents of an image, given as bytes or as an address. None if the image is not PTX: then any name
+    may exist.
+    """
     check(given is not None and not (isinstance(given, int) and not given))
     text = _text(given)
     return None if text is None else _read(text)
@@ -263,7 +265,7 @@ def _text(given: Any) -> str | None:
 
 @dataclass(eq=False)
 class Module:
-    """A module of a context; or a library, which has no context."""
+    """A module of a context, or a library, which has no context."""
 
     contents: Contents | None
     context: Context | None
@@ -333,7 +335,7 @@ class Modules:
     """The modules and libraries of a machine."""
 
     ignore: bool
-    """Kernels without a function do nothing."""
+    """Whether kernels without a registered function do nothing."""
     modules: Handles[Module] = field(default_factory=Handles)
     functions: Handles[Function] = field(default_factory=Handles)
     links: Handles[Linker] = field(default_factory=Handles)
@@ -349,7 +351,7 @@ class Modules:
         return found
 
     def variable(self, module: Module, name: str, context: Context, allocations: AllocationTable) -> VariableMemory:
-        """The memory of a variable, allocated at the first request."""
+        """The memory of a variable, allocated at the first call."""
         found = module.variables.get((name, context))
         if found is None:
             initial = module.initial(name)
@@ -377,6 +379,6 @@ class Modules:
         module.variables.clear()
 
     def forget(self, context: Context, allocations: AllocationTable) -> None:
-        """A context ends, and with it its modules."""
+        """Remove the modules of a context that ends."""
         for module in [one for one in self.modules.values() if one.context is context]:
             self.unload(module, allocations)

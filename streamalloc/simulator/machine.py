@@ -38,14 +38,16 @@ class Machine:
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
-        """Driver function that was interrupted midway; None: none was."""
+        """Driver function that a signal handler interrupted; None if there was none."""
         self.scheduler: Scheduler = Scheduler(spec.seed)
         self.scheduler.on_close = self._release
         self.contexts: Handles[Context] = Handles()
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
         self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
-        """cuMemAlloc memory freed in a stream, until the host synchronises with that (H200: test_plain_memory)."""
+        """``cuMemAlloc`` memory freed in a stream, kept until the host synchronises with the stream (H200:
+        test_plain_memory).
+        """
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
         self.labels: Labels = Labels(spec.identity, spec.host_name, spec.devices)
@@ -92,7 +94,7 @@ class Machine:
     def _device(self, ordinal: int, bank: Bank) -> SimulatedDevice:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
-        if wanted is None:  # it needs two devices; a profile of one device may hide others (H200: test_device)
+        if wanted is None:  # needs two devices; a profile of one device may hide others (H200: test_device)
             enough = self.spec.devices > 1 or len(self.profile.devices) == 1
             wanted = enough and bool(attributes.get("MULTICAST_SUPPORTED"))
         attributes["MULTICAST_SUPPORTED"] = int(wanted)
@@ -186,7 +188,7 @@ class Machine:
     # -- what the devices can do -----------------------------------------------------------------------------
 
     def link(self, source: int, target: int) -> Link:
-        """The link of a device to another one's memory."""
+        """The link from a device to the memory of another device."""
         found = self.profile.link(self.labels.of_machine(source), self.labels.of_machine(target))
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 

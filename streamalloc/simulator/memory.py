@@ -74,7 +74,7 @@ class Physical:
 
     @classmethod
     def adopt(cls, fd: int) -> Physical:
-        """Wrap an existing file. The object owns the descriptor."""
+        """Wrap an existing file. The new object owns the descriptor."""
         physical = cls.__new__(cls)
         physical.fd = fd
         physical.size = os.fstat(fd).st_size
@@ -191,7 +191,7 @@ class Addresses:
             taken, looked = _mapped_now(self._taken), True
 
     def take_at(self, base: int, size: int) -> bool:
-        """Reserve the range at ``base``; False if it is not free."""
+        """Reserve the range at ``base``. Returns False if a part of it is taken."""
         placed = _place(base, size)
         if placed:
             self._taken.add(base, base + size)
@@ -346,7 +346,7 @@ class ReservedExtent(Extent):
         self.mapped.add(start, start + size)
 
     def map_again(self, other: ReservedExtent) -> None:
-        """Map the start of this reservation to the file at the start of ``other``."""
+        """Map the start of this reservation to the part of the file at the start of ``other``."""
         # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
         with undo_by(self.close):
             if _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base) == _MAP_FAILED:
@@ -354,7 +354,7 @@ class ReservedExtent(Extent):
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        # If the process may have no more mappings, pages stay that no call uses any more.
+        # If the process may have no more mappings, these pages stay, and no call uses them.
         with contextlib.suppress(OSError):
             _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)
@@ -389,8 +389,8 @@ _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
-"""Limits on the kept freed ranges, the latest ones: bytes, number of ranges, bytes once reserved. The last limit exists
-because a kept start prevents the reservation of equally large ranges at high addresses.
+"""Limits of the kept freed ranges: bytes, number of ranges, bytes that the ranges reserved before. The last limit
+exists because a kept start prevents the reservation of equally large ranges at high addresses.
 """
 
 
@@ -403,8 +403,8 @@ def _freed_file() -> Physical:
 
 
 def keep_readable(start: int, end: int) -> None:
-    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process, if the operating
-    system has room for that.
+    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process. The operating system
+    may lack room for that.
     """
     with contextlib.suppress(OSError):
         for at in range(start, end, _FREED_BYTES):
@@ -441,7 +441,7 @@ class RangeMap(Generic[E]):
 
     def __init__(self) -> None:
         self.at: dict[int, E] = {}
-        """By first byte, with which most look-ups are made."""
+        """Extents by first byte; most look-ups use it."""
         self._sorted: list[int] = []
 
     def add(self, extent: E) -> None:
@@ -502,7 +502,7 @@ class Side(NamedTuple):
     fits: bool = True
     """Whether rows fit the pitch, and planes the height."""
     skipped: int = 0
-    """Bytes left out before ``address``."""
+    """Bytes of the first row before ``address`` that the copy leaves out."""
     data: bytes | None = None
     """The bytes at ``address``, if the call has read them."""
 

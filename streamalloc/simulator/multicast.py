@@ -56,7 +56,7 @@ class TeamBinding(NamedTuple):
     """Serial number of that file; 0 without a label."""
     device: int
     offset: int
-    """In the object."""
+    """Bytes from the start of the object."""
     start: int
     """In the file."""
     size: int
@@ -126,7 +126,7 @@ class MulticastTable:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another holder exists, or a descriptor that can make one."""
+        """Whether another holder exists, or a descriptor from which one can be made."""
         return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
@@ -185,7 +185,7 @@ class MulticastTable:
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
-            # also in the record of a process that has died
+            # The record of a dead process can also be reused.
             place = next((place for place in range(count) if self._read(place).number not in live), count)
             if place == _MAX_RECORDS:
                 return None
@@ -202,7 +202,7 @@ class MulticastTable:
     def leave(self) -> None:
         """Remove this holder with its bindings."""
         self._forget(lambda binding: binding.holder == self.holder)
-        self._words.release()  # and the mapping with it
+        self._words.release()  # The mapping goes with it.
         self.physical.close()
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
@@ -257,7 +257,7 @@ class MulticastMemory(Mappable):
         self.table = table
         self.imported = imported
         self._owner = owner
-        self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
+        self._bound: dict[int, Backing] = {}  # by binding number; only bindings of this holder
         self._windows: dict[int, ReservedExtent] = {}  # to all bindings
 
     @property
@@ -283,12 +283,14 @@ class MulticastMemory(Mappable):
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """A mapping can be smaller than the object, but must start at offset 0 (mscclpp does so)."""
+        """Check a part that is to be mapped. It can be smaller than the object, but must start at offset 0 (mscclpp
+        does so).
+        """
         check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
     def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """No effect: the host has no address for memory of several devices."""
+        """Do nothing: the host has no address for memory of several devices."""
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class MulticastMemory(Mappable):
             backing.memory.bindings += 1
 
     def unbind(self, device: int, offset: int, size: int) -> None:
-        """Remove the binding at an offset. The documentation leaves other sizes than that of the binding undefined; the
+        """Remove the binding at an offset. The documentation leaves sizes other than the binding's undefined, and the
         kernel module ignores the size.
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
@@ -411,7 +413,7 @@ class Multicast:
     # -- waiting for the team --------------------------------------------------------------------------------
 
     def formed(self, wanted: MulticastMemory, call: str) -> None:
-        """Block until all devices are added, as the real driver does; forever if nobody adds them."""
+        """Block until all devices are added, as the real driver does. If nobody adds them, block forever."""
         wanted.mappings += 1  # other threads may release its last handle during the wait
         try:
             if wanted.table.state == WAITING:
@@ -526,5 +528,5 @@ class Multicast:
 
 
 def _incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
-    """The devices that do not have all of a range."""
+    """The devices without memory under a part of the range."""
     return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

@@ -84,7 +84,7 @@ class CreatedMemory(Mappable):
         self.offset = offset
         self.bank = bank
         self.bindings = 0
-        """Number of bindings to multicast objects."""
+        """Number of bindings of the memory to multicast objects."""
         self.tiles = 0
         """Number of array tiles mapped now or by queued work."""
 
@@ -125,7 +125,7 @@ class MappedExtent(Extent):
     size: int
     memory: Mappable
     rights: dict[Place, int] = field(default_factory=dict)
-    """By location, in the order of setting; revoked rights are removed."""
+    """Access rights by location, in the order of setting. Revoked rights are removed."""
 
     @property
     def is_multicast(self) -> bool:
@@ -144,7 +144,8 @@ class MappedExtent(Extent):
             self.memory.lose_leader(self)
 
     def right_of_host(self) -> int:
-        """The access that a query of HOST returns: that of device 0 or of the host, whichever was set last.
+        """The access that a query of HOST returns: the right of device 0 or of the host, whichever was set last.
+        Observed on H200 (test_host_mappings), even for device memory, which the host can never use.
 
         Observed on H200 (test_host_mappings), even for device memory, which the host can never use.
         """

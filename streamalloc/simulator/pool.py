@@ -160,8 +160,8 @@ class Pool(Accessible):
         return grown
 
     def _grow(self, missing: list[int], had: int) -> bool:
-        """Put memory under these chunks; False if not under all. The pool already ``had`` memory for so many of
-        them.
+        """Put memory under these chunks; returns False if some of them get none. The pool already ``had`` memory for so
+        many chunks.
         """
         bank = self.space.bank
         needed = len(missing) * CHUNK
@@ -243,7 +243,7 @@ class Pool(Accessible):
 
     @property
     def granted(self) -> bool:
-        """Whether any device has access. Without, the driver treats host pool memory like any other host memory."""
+        """Whether any device has access. If none has, the driver treats host pool memory like any other host memory."""
         return self.managed or READ_WRITE in self.access.values()
 
 
@@ -263,9 +263,9 @@ class OpenedPool(Accessible):
         self.device: int = label.place.id
         self.access: dict[int, int] = {}
         self.imports: int = 0
-        """Allocations of it that are imported now."""
+        """Number of its allocations that are imported now."""
         self.freed: dict[int, tuple[Queue, int]] = {}
-        """By stream: the last free of an import."""
+        """The last free of an imported allocation, by stream."""
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
         # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
@@ -273,7 +273,7 @@ class OpenedPool(Accessible):
         self._arenas.add(self._views[0])
 
     def address(self, offset: int, size: int) -> int:
-        """Always the same address for the same memory."""
+        """Return the address of the imported memory; the same memory always has the same address."""
         check(offset + size <= self._whole)
         if offset + size > self._views[-1].size:
             view = ReservedExtent(self._whole, CHUNK)
@@ -315,8 +315,8 @@ class PoolTable:
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`. The result code of a refusal is that of devices without pools
-        (openvdb#2255, rapidsai/cuvs#2528).
+        """Create a pool with the fields of :class:`Pool`. A refusal has the result code that devices without pools
+        return (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -344,9 +344,9 @@ class PoolTable:
         return self.default(place, allocation_type) if pool is None else pool
 
     def host_has_seen(self, clock: Clock, told: bool) -> None:
-        """Record that the host has seen all operations in ``clock``. ``told``: it synchronised. If that is news to any
-        pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on H200:
-        test_placements).
+        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised. If the clock is
+        news to any pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on
+        H200: test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.free_left(clock) for pool in pools]

@@ -22,7 +22,7 @@ FORMAT, VERSION = "streamalloc profile", 1
 BASE = "h200"
 """Complete profile of the package, for values that a reading lacks."""
 HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
-"""CUmemAllocationHandleType: those of Linux."""
+"""Handle types that Linux supports (``CUmemAllocationHandleType``)."""
 _MOST_BYTES = 1 << 18
 """Most bytes of a file; eight devices need 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
@@ -50,7 +50,7 @@ class Link:
 
     access: bool
     attributes: Mapping[str, int | None]
-    """By enum name without CU_DEVICE_P2P_ATTRIBUTE_."""
+    """Attributes by enum name without ``CU_DEVICE_P2P_ATTRIBUTE_``."""
 
 
 # -- reading a file ------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ _LINK = {"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "at
 
 
 def _read(check: Check, repr: bool = True) -> Any:
-    """A field of a profile that a file has."""
+    """Declare a field of a profile that its file contains."""
     return field(repr=repr, metadata={"check": check})
 
 
@@ -182,7 +182,7 @@ class Profile:
     stream_priorities: tuple[int, int] = _read(_priorities)
     """Least and greatest."""
     pitch: int = _read(_whole(1, 1 << 20))
-    """Alignment of row pitches of cuMemAllocPitch, in bytes."""
+    """Alignment of row pitches of ``cuMemAllocPitch``, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
     """Growth step of pools in bytes. This and the next two are equal in all profiles."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
@@ -204,7 +204,7 @@ class Profile:
     """Built-in name, or digest of the file; equal for equal machines."""
 
     def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
-        """The granularity of memory that can be shared in all of these ways; None if the driver refuses."""
+        """The granularity of memory that can be shared in all of these ways. None if the driver refuses such memory."""
         table = self.granularities[place]
         kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
         found = [table.get(name) for name in kinds or ["NONE"]]
@@ -297,7 +297,7 @@ def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         there = base.get(name)
         if isinstance(one, dict) and isinstance(there, dict):
             found[name] = {**there, **one}
-        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # without a range: the base's
+        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # takes the range of the base
             found[name] = one
     return found
 
@@ -349,7 +349,7 @@ def load(name: str) -> Profile:
             raise ProfileError(f"profile={name!r}: there is no such file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero
+    except (OSError, ValueError) as error:  # a path with a null byte raises ValueError
         raise ProfileError(f"profile={name!r} cannot be read: {error}") from None
     if len(data) > _MOST_BYTES:
         raise ProfileError(f"profile={name!r} has more than {_MOST_BYTES} bytes")

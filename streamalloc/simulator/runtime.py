@@ -61,7 +61,7 @@ STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")
 
 
 def _members(enum: Any, prefix: str) -> dict[str, Any]:
-    """The members of an enum by name without prefix and underscores, as in fields of the runtime."""
+    """The members of an enum as runtime fields name them: without prefix and underscores."""
     return {name.removeprefix(prefix).replace("_", ""): member for name, member in enum.__members__.items()}
 
 
@@ -125,7 +125,7 @@ Convert = Callable[[Any], Any]
 
 
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
-    """Copy a struct's bytes into another class. ``source`` and ``target``: the modules of the two classes."""
+    """Copy a struct's bytes into another class. ``source`` and ``target`` are the modules of the two classes."""
     made = cls()
     ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
     return made
@@ -142,11 +142,11 @@ def address(value: Any) -> Any:
     try:
         return view_address(value)
     except TypeError:
-        return value  # the driver's call takes it, or refuses it
+        return value  # The call of the driver converts it or refuses it.
 
 
 class Argument:
-    """Converts one argument. ``back`` copies the driver's changes back into a struct."""
+    """Conversion of one argument. ``back`` copies the driver's changes back into a struct."""
 
     def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
         self._name, self._is_pointer, self._make = name, not theirs, make
@@ -186,7 +186,7 @@ class Argument:
     def back(self, given: Any, converted: Any) -> None:
         if converted is given or not _is_struct(type(converted)):
             return
-        if self._from.__name__ in STRUCTS_IN_LISTS:  # it has pointers of its own
+        if self._from.__name__ in STRUCTS_IN_LISTS:  # The struct has pointers of its own.
             given.dptr = int(converted.dptr)
         elif self._from.__name__ == "cudaGraphNodeParams":
             if given.type == runtime().cudaGraphNodeType.cudaGraphNodeTypeMemAlloc:
@@ -260,7 +260,7 @@ _PITCH_ELEMENT = 4
 
 
 class Failed(Exception):
-    """A driver call has returned an error."""
+    """Exception for a driver call that returned an error."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -268,7 +268,7 @@ class Failed(Exception):
 
 
 class Forgotten(Failed):
-    """An error that is not stored as the last one: that of a query, or the last one itself when it is read."""
+    """An error that is not stored as the last error: a query returned it, or the call read the last error itself."""
 
 
 def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
@@ -317,8 +317,8 @@ class Functions:
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """Make a function that is one driver call. After its arguments the call may need flags, which are 0, or a
-        context, which is the current one.
+        """Make a function that is one driver call. The call may need further arguments: flags, which are 0, or the
+        current context.
         """
         call, (taken, kinds) = driver_call(name), signature(runtime(), name)
         theirs = list(taken.parameters.values())
@@ -360,7 +360,7 @@ class Functions:
             self.call("cuInit", 0)
 
     def _primary(self, device: int) -> Any:
-        """The primary context of a device, kept by the runtime."""
+        """Return the primary context of a device, which the runtime keeps."""
         with self._lock:
             found = self._retained.get(device)
             if found is None:

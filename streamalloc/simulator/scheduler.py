@@ -28,10 +28,10 @@ from streamalloc.simulator.errors import DeadlockError, Result, check, code_of
 Clock = dict[int, int]
 """Stream id -> sequence number."""
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
-"""Operations, each by its stream and number."""
+"""Operations, each as a stream and a number."""
 
 ALL = 1 << 62
-"""More than the number of any operation."""
+"""A number larger than the number of any operation."""
 POLL_SECONDS = 0.0003
 """Seconds between reads of a value that a stream waits for."""
 _IDLE_SECONDS = 1.0
@@ -53,13 +53,13 @@ class Operation:
     heavy = False
     """Too long for the submitting thread: the worker runs it, alternating with other streams."""
     counts = True
-    """Whether the stream counts as busy while this is queued."""
+    """Whether the stream counts as busy while this operation is queued."""
     is_command = True
-    """Whether it goes to the device at once; others go with the next command."""
+    """Whether the operation is sent to the device at once. Others are sent with the next command."""
     polled = False
     """Whether its condition is polled, because no call announces it."""
     runs = False
-    """It uses memory now, on a thread of its own."""
+    """Whether it uses memory now, on a thread of its own."""
     seq = 0
     after: Points = ()
     """Operations of other streams that must finish first."""
@@ -89,7 +89,9 @@ class QueuedCall(Operation):
 
 
 class Mark(Operation):
-    """A place in a stream without work: of a wait for other streams, or from which on it can use an allocation."""
+    """A place in a stream without work: a wait for other streams, or the place from which on the stream can use an
+    allocation.
+    """
 
     counts = is_command = False
 
@@ -163,7 +165,7 @@ class Queue:
         self.done: int = 0
         self.last_free: int = 0
         self.marked: int = 0
-        """The last command that was reached."""
+        """The number of the last command that has run."""
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: Points = ()
@@ -182,9 +184,9 @@ class Queue:
 
     @property
     def known(self) -> int:
-        """The number up to which others see this stream's operations as done. A mark shows it, which is sent with the
-        next command, after the operations that the command waits for. An idle stream needs no mark (observed on H200:
-        test_reuse).
+        """The number up to which other streams see the operations of this stream as done. A mark shows it. The mark is
+        sent with the next command, after the operations that the command waits for. An idle stream needs no mark
+        (observed on H200: test_reuse).
         """
         queue = self.operations
         if not any(operation.counts for operation in queue):
@@ -194,8 +196,8 @@ class Queue:
         return self.done if reached else self.marked
 
     def done_with(self) -> Clock:
-        """The clock after all work of the stream. Other preceding work counts only from the next submission on, except
-        in the legacy stream (observed on H200: test_placements).
+        """The clock after all work of the stream. Work of other streams that precedes counts only from the next
+        submission on, except in the legacy stream (observed on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -204,8 +206,8 @@ class Queue:
         return clock
 
     def catch_up(self, clock: Clock | None = None) -> Points:
-        """Merge the order that the legacy stream implies into ``clock``, by default the own clock. Returns the
-        unfinished operations of the streams concerned.
+        """Merge the order that the legacy stream implies into ``clock``, by default into the clock of this stream.
+        Returns the unfinished operations of the streams concerned.
         """
         if clock is None:
             clock = self.clock
@@ -223,8 +225,8 @@ class Queue:
         return tuple(pending)
 
     def look(self) -> None:
-        """Merge the order that the legacy stream implies, without work. In the legacy stream this counts as an
-        operation.
+        """Merge the order that the legacy stream implies, without an operation. In the legacy stream this counts as
+        one.
         """
         self.catch_up()
         if self.peers is not None:
@@ -235,8 +237,8 @@ class Queue:
                 self.done = self.seq
 
     def submit(self, operation: Operation, after: Points = (), clock: Clock | None = None, joins: bool = True) -> int:
-        """Append an operation, which also waits for ``after``. It may run before this returns. ``clock``: gets the
-        order of the legacy stream instead of the own clock. ``joins``: whether that order applies.
+        """Submit an operation, which also waits for ``after``. It may run before this returns. ``clock`` gets the order
+        of the legacy stream in place of the stream's clock. ``joins``: whether that order applies.
         """
         if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
@@ -315,9 +317,7 @@ class Scheduler:
         return ALL if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """The maximum for a destroyed stream, 0 for a live one: frees of a destroyed stream have run (H200:
-        test_reuse).
-        """
+        """The maximum for a destroyed stream, whose frees count as run (H200: test_reuse); 0 for a live one."""
         return 0 if stream in self.streams else ALL
 
     def retire(self, stream: Queue) -> None:

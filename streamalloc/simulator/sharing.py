@@ -41,7 +41,7 @@ def pack(kind: str, *words: int) -> bytes:
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """Unpack such data; None if it is damaged or of another kind."""
+    """Unpack what :func:`pack` returned; None if it is damaged or of another kind."""
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
@@ -60,7 +60,7 @@ def pack_memory(serial: int, *words: int) -> bytes:
 
 @dataclass(eq=False)
 class Sharing:
-    """Objects shared with other processes, in both directions."""
+    """Objects that this process exports to other processes or imports from them."""
 
     labels: Labels
     banks: Banks
@@ -72,12 +72,12 @@ class Sharing:
     """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
     _opened: dict[tuple[int, ...], OpenedMemory] = field(default_factory=dict)
-    """By what the handle says."""
+    """Opened memory by the numbers in its handle."""
     _own_tables: list[EventTable] = field(default_factory=list)
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """The label of a descriptor of a pool or memory of this machine, or with ``fabric`` of its domain. Multicast
+        """The label of a descriptor of a pool or memory of this machine, or, with ``fabric``, of its domain. Multicast
         objects count as memory.
         """
         label = recognise(fd)
@@ -123,10 +123,10 @@ class Sharing:
         return pool
 
     def destroy_pool(self, pool: OpenedPool) -> None:
-        """Destroy an imported pool, after the work before the last frees of imported allocations."""
+        """Destroy an imported pool. Allocations that were freed stay until the work before the free has run."""
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
-        check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
+        check(not pool.imports and self.pools.pop(pool.handle, None))  # a thread may have done it meanwhile
         pool.close()
 
     def export_pointer(self, pool: Pool, offset: int, size: int) -> bytes:
@@ -163,7 +163,7 @@ class Sharing:
         return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
     def withdraw(self, allocation: LiveMemory) -> None:
-        """Record a free of plain memory. Its handle can no longer be opened, unless it is open already."""
+        """Record a free of plain memory. Nobody can open its handle any more, except while the memory is open."""
         fd = self._handed_out.pop(allocation.id, None)
         if fd is not None:
             lock(fd, allocation.id, fcntl.F_UNLCK)
@@ -205,7 +205,7 @@ class Sharing:
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # All memory in the file is freed.
         return own
 
     def _unmap_block(self, block: OpenedBlock) -> None:
@@ -244,7 +244,7 @@ class Sharing:
         check(not self.labels.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:
-            # A GPU opens it all the same (observed on H200: test_sharing).
+            # A GPU opens such memory (observed on H200: test_sharing).
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             table = self._tables[process, fd, owner] = EventTable(own)

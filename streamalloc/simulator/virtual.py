@@ -35,7 +35,7 @@ class VirtualMemory:
     allocations: AllocationTable
     scheduler: Scheduler
     page: int
-    """Bytes; addresses and sizes are multiples."""
+    """Page size in bytes; addresses and sizes are multiples of it."""
     room: int
     """Bytes that small ranges find in a context's region."""
     mappings: RangeMap[MappedExtent] = field(default_factory=RangeMap)
@@ -99,7 +99,9 @@ class VirtualMemory:
             found.leave()
 
     def retain(self, found: Mappable) -> int:
-        """Add a reference by the same handle, even if all earlier ones were released (H200: test_physical_memory)."""
+        """Add a reference by the same handle, even if all earlier references were released (H200:
+        test_physical_memory).
+        """
         found.handles += 1
         self._released.pop(found.handle, None)
         return self.handles.add(found).handle
@@ -182,7 +184,7 @@ class VirtualMemory:
         """
         end = address + size
         check(size)  # no alignment needed (observed on H200: test_mappings)
-        self.scheduler.run_down()  # first: other threads may map and unmap meanwhile
+        self.scheduler.run_down()  # First, because other threads may map and unmap meanwhile.
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
         mappings = self.mappings.overlapping(address, end)
@@ -202,14 +204,14 @@ class VirtualMemory:
         return need(self.mappings.find(address))
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings under a range without holes. The range may begin and end inside a mapping."""
+        """The mappings under a range without holes. Its start and end may lie inside a mapping."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings of a range that begins and ends with a mapping. Holes between are allowed."""
+        """The mappings of a range whose start and end are those of mappings. Holes between them are allowed."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings

@@ -38,7 +38,7 @@ def _field(copy: Any, name: str) -> Any:
 
 
 def _kinds(copy: Any) -> tuple[int, int]:
-    """Memory types of source and target."""
+    """Memory types of source and target of a box copy."""
     return arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType")
 
 
@@ -81,14 +81,14 @@ class ArrayCalls(CopyCalls):
         return self._machine.current()
 
     def _largest(self, kind: str, *parts: str) -> list[int]:
-        """The largest extents of a texture or surface kind; 0 for those that it lacks."""
+        """The largest extents of a texture or surface kind; 0 for an extent that the kind lacks."""
         attributes = self._array_context().device.attributes
         return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> ArrayLayout:
         """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
-        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # also where the format is none
+        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA refuses this even if the format is none
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
         flags = getattr(descriptor, "Flags", 0)
         layered, solid, sparse = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED, bool(flags & _SPARSE)
@@ -106,7 +106,7 @@ class ArrayCalls(CopyCalls):
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
-        check(height or depth)  # there are none of one dimension
+        check(height or depth)  # no sparse array has one dimension
         kind, third = ("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", "")
         largest = self._largest(f"TEXTURE{kind}", "WIDTH", "HEIGHT", third)
         if not (solid or layered):
@@ -225,11 +225,11 @@ class ArrayCalls(CopyCalls):
         not_modelled(not (storage.layout.sparse or whole), "cuMemMapArrayAsync with an array that has its memory")
         operation = arguments.number_in(info, "memOperationType", None)
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
-        if whole:  # what the entry says of a part is ignored, as documented
+        if whole:  # as documented, the driver ignores the part that the entry names
             tiles = [(device, WHOLE, 0, at, 0, 0) for at in range(storage.layout.required // TILE_SIZE)]
         else:
             tiles = self._tiles(info, storage.layout, device)
-        if operation == _UNMAP:  # before other checks (observed on H200: test_sparse_arrays)
+        if operation == _UNMAP:  # this check comes before the others (observed on H200: test_sparse_arrays)
             return [(storage, tile, None) for tile in tiles]
         handle, offset = int(info.memHandle.memHandle), int(info.offset)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
@@ -280,7 +280,7 @@ class ArrayCalls(CopyCalls):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy_box(self, copy: Any, hStream: int | None = None) -> None:
-        """``hStream`` None: a call that waits."""
+        """Submit a box copy. ``hStream`` None: a synchronous call."""
         kinds = _kinds(copy)
         if ARRAY not in kinds:
             self._copy_rows(copy, hStream, int(_field(copy, "Depth")))

@@ -22,7 +22,7 @@ Method = Callable[..., Any]
 
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
-"""Whether the bindings are for CUDA 13, with edge data in more results."""
+"""Whether the bindings are for CUDA 13, whose results include edge data."""
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
@@ -58,7 +58,7 @@ def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
 
 
 def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
-    """Make a driver call and its variant ``..._v2``. In the bindings for CUDA 12 only the latter has the parameter in
+    """Make a driver call and its variant ``..._v2``. In the bindings for CUDA 12 only ``..._v2`` has the parameter in
     brackets.
     """
     whole = call(parameters.replace("[", "").replace("]", ""), body)
@@ -66,7 +66,7 @@ def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
 
 
 def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
-    """The conversions of a call's arguments and the look-ups after them, each with the number of its argument.
+    """The conversions of a call's arguments and the look-ups that follow, each with the index of its argument.
 
     A conversion has the class of a handle's usual form, too, which needs no call of a function.
     """
@@ -93,9 +93,8 @@ def driver_call(name: str, method: Method) -> Method:
     @functools.wraps(method)
     def driver_function(self: Calls, *given: Any, **named: Any) -> tuple[Any, ...]:
         machine = self._machine
-        unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED  # then not even builtins may be left
-        unready = unready or (not machine.ready and refusal(machine, before_init))
-        if unready:
+        unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED  # even builtins may be gone
+        if unready := unready or (not machine.ready and refusal(machine, before_init)):
             return (unready, *nothing)
         if named or len(given) != count:
             bound = signature(method).bind(self, *given, **named)
@@ -154,7 +153,7 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
 
 
 class Calls:
-    """Base class of the groups of driver calls: the machine, and common look-ups.
+    """Base class of the groups of driver calls: it has the machine and common look-ups.
 
     Methods named like driver functions become driver calls; those that the installed bindings lack are removed.
     """
@@ -180,7 +179,7 @@ class Calls:
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """A host function or callback as an operation."""
+        """Return a host function or callback as an operation."""
         thread = self._machine.thread
 
         def run() -> None:
@@ -221,8 +220,8 @@ class Calls:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
-        """For a call that reports on the work of ``stream``: fail and invalidate the capture if the stream is
-        captured.
+        """Make a call that reports on the work of ``stream`` fail if the stream is captured, and invalidate the
+        capture.
         """
         if self._machine.graphs.captures:
             self._spoil([stream.capture])
@@ -230,7 +229,7 @@ class Calls:
             self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
-        """For a call that is unsafe during captures: fail, and invalidate each running capture that forbids it."""
+        """Make a call that is unsafe during captures fail, and invalidate each running capture that forbids it."""
         captures = self._machine.graphs.captures
         if captures:
             caller = self._machine.scheduler.caller

@@ -328,7 +328,7 @@ class ContextCalls(Calls):
         return _FOUR_BYTE_BANKS
 
     def _nothing(self, *unused: Any) -> None:
-        """A call without effect in the simulation, which has no cache, no writes of other devices and no profiler."""
+        """Do nothing: the simulation has no cache, no writes of other devices and no profiler."""
         self._machine.current()
 
     cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)

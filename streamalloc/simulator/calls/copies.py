@@ -1,4 +1,5 @@
-"""Fills and copies: of rows, planes and boxes, one at a time and in batches.
+"""Fills and copies of rows, planes and boxes, single and in batches. A call checks ranges, alignment and access. The
+operation checks that the memory exists when it moves the bytes.
 
 Ranges, alignment and access are checked at the call. The existence of the memory is checked when the bytes are moved.
 """
@@ -25,7 +26,7 @@ from streamalloc.simulator.physical import least_right
 from streamalloc.simulator.scheduler import Operation
 
 Put = Callable[[int, int, int], object]
-"""Writes bytes: target address, offset in the operation, size."""
+"""Writes bytes. Arguments: target address, offset in the operation, size."""
 
 
 class PlannedCopy(Operation):
@@ -112,7 +113,7 @@ _READING = "reading a multicast object with a copy: hardware defines it for mult
 
 OF_HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
 Contexts = tuple[Context, Context]
-"""Contexts of the two ends of a copy, target first."""
+"""Contexts of the two sides of a copy, target first."""
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
@@ -136,8 +137,8 @@ class CopyCalls(Calls):
     def _fill(
         self, width: int, target: int, value: int, count: int, hStream: int | None = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # Without a stream: the legacy stream. The host waits only for copies with host memory (observed on H200:
-        # test_copies, test_planes).
+        # Without a stream the call uses the legacy stream. The host waits only for copies with host memory (observed on
+        # H200: test_copies, test_planes).
         stream = self._machine.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
@@ -199,9 +200,9 @@ class CopyCalls(Calls):
     cuMemcpyPeer, cuMemcpyPeerAsync = with_async("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
-        """Copy between two ends that are no arrays."""
+        """Copy between two sides that are not arrays."""
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
-        if not shape.size:  # before all other checks
+        if not shape.size:  # this check comes before all others
             self._copy(Side(0), Side(0), shape, hStream)
             return
         target, source, kinds = self._sides(copy, shape)
@@ -272,7 +273,7 @@ class CopyCalls(Calls):
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.scheduler.seeded
 
     def _finish(self, stream: Queue) -> None:
-        """Wait for the submitted copy. This shows pools no frees, unlike a synchronising call (observed on H200:
+        """Wait for the submitted copy. Unlike a synchronising call, it shows pools no frees (observed on H200:
         test_reuse's test_another_stream_reuses_after).
         """
         seq = stream.seq
@@ -303,15 +304,15 @@ class CopyCalls(Calls):
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self._machine.virtual.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
-        # checked last (observed on H200: test_copies)
+        # this check comes last (observed on H200: test_copies)
         not_modelled(lost, lost)
         return destination, origin
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
     ) -> LiveMemory | None:
-        """The allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out before
-        ``address``.
+        """Return the allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out
+        before ``address``.
         """
         start = address - skipped
         allocation = self._machine.allocations.find(start)
@@ -332,8 +333,8 @@ class CopyCalls(Calls):
         return allocation
 
     def _lost(self, address: int, size: int, end: LiveMemory | None, write: bool, now: bool = True) -> str:
-        """The reason why host memory cannot be used, or "". ``now``: False for a copy in a graph, which uses it
-        later.
+        """The reason why host memory cannot be used, or "". ``now`` is False for a copy in a graph, which uses the
+        memory later.
         """
         machine = self._machine
         if end is None:
@@ -386,7 +387,7 @@ class CopyCalls(Calls):
         stream = self._stream_of_batch(hStream, boxes and not flags)
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
 
-    if not EDGE_DATA:  # earlier bindings return more
+    if not EDGE_DATA:  # earlier bindings return more values
         del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
@@ -395,7 +396,7 @@ class CopyCalls(Calls):
         return self._machine.stream(handle)
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
-        """Make copies, each given by target, source, shape and order."""
+        """Make copies. Each entry has target, source, shape and order."""
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
@@ -411,7 +412,9 @@ class CopyCalls(Calls):
 
     @staticmethod
     def _box_of(one: Any) -> tuple[Side, Side, Shape, int]:
-        """Target, source, shape and order of an entry. A row length or layer height of 0 means that of the copy."""
+        """Target, source, shape and order of an entry. A row length or layer height of 0 takes the value of
+        the copy.
+        """
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
         check(width and height and depth and order in _ORDERS and int(one.flags) in (0, _OVERLAP))
@@ -433,7 +436,7 @@ class CopyCalls(Calls):
 
 
 WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool, bool]]
-"""Whether the call reads a source first, and whether it waits for the copy."""
+"""Two answers: whether the call reads a source before it returns, and whether it waits for the copy."""
 
 
 def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:

@@ -1,5 +1,5 @@
-"""Graphs: captured from streams or built node by node, their launches, and updates of instances. An update changes the
-parameters of nodes, never the set of nodes.
+"""Graphs, captured from streams or built node by node, their launches, and updates of their instances. An update
+changes the parameters of nodes and never the set of nodes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
 
 
 def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
-    """Handles in the form of the bindings: those of the nodes, then null handles up to ``count``."""
+    """Return handles in the form of the bindings: the handles of the nodes, then null handles up to ``count``."""
     return [cuda.CUgraphNode(one) for one in (*(node.handle for node in nodes), *[0] * (count - len(nodes)))]
 
 
@@ -92,7 +92,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _without_memory(graph: NodeGraph) -> NodeGraph:
-        """Check that a graph has no allocations and frees, which the calling operation does not allow."""
+        """Refuse a graph with allocations or frees for a call that does not allow them."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
@@ -108,7 +108,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return [self._find(Node, one) for one in nodes]
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[NodeGraph, list[Node]]:
-        """A graph, and the nodes that a new node will depend on."""
+        """Return a graph, and the nodes that a new node will depend on."""
         nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(NodeGraph, hGraph)
         check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
         return graph, nodes
@@ -184,7 +184,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
-        """Check the access grants of an allocation node: only read and write, at most one for each device."""
+        """Check the access grants of an allocation node: only read and write, and at most one grant for each device."""
         places = [arguments.place(one.location) for one in grants]
         check(len(places) <= len(self._machine.devices))
         for place, grant in zip(places, grants, strict=True):
@@ -229,7 +229,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             self._check_fill(address, span, context)
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """The given context, or the current one. A node can be made without either."""
+        """Return the given context, or the current one. A node can be made without either."""
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
@@ -275,7 +275,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(node.kind == kind)
         made = getattr(cuda, struct)()
         values = dict(need(node.values, "the parameters of this node"))
-        values.pop("cells", None)  # which has the arguments of a kernel
+        values.pop("cells", None)  # this struct holds the arguments of a kernel
         for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
@@ -346,7 +346,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """Handles in the requested number; for 0, only the number of nodes."""
+        """Return as many handles as the caller asked for; for 0, return only the number of nodes."""
         wanted = arguments.size_t(count)
         return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
@@ -490,7 +490,7 @@ class GraphCalls(GraphBuildingCalls):
 
     @staticmethod
     def _instantiated(instance: GraphExec, node: Node, *kinds: str) -> int:
-        """The index in an instance of a node of its graph."""
+        """The index of a graph's node in an instance of the graph."""
         check(node.kind in kinds)
         found = [number for number, one in enumerate(instance.nodes) if one.origin is node]
         check(found)
@@ -604,7 +604,7 @@ def _may_replace(old: Node, new: Node) -> bool:
 
 
 def _kept(values: Values) -> tuple[int, ...]:
-    """Values of a fill that an update cannot change: the rows, if there are several."""
+    """Parameters of a fill that an update cannot change: those of its rows, if it has several."""
     return (values["pitch"], values["width"], values["height"], values["elementSize"]) if values["height"] > 1 else ()
 
 

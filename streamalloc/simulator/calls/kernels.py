@@ -50,7 +50,7 @@ class NoAccess(MemoryError):
 
 
 class Launch(HostFunction):
-    """One launch of a registered kernel, on its own thread. The kernel can read these attributes:
+    """One launch of a registered kernel, on a thread of its own. The kernel can read these attributes:
 
     ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
     ``shared_bytes`` of a block, the dynamic ones; ``cooperative``; ``device``, its number.
@@ -67,7 +67,7 @@ class Launch(HostFunction):
     ) -> None:
         self._machine: Machine = driver._machine
         super().__init__(self._machine.scheduler, self._call)
-        self._driver = weakref.ref(driver)  # its end closes the machine
+        self._driver = weakref.ref(driver)  # The end of the driver object closes the machine.
         self._context = context
         self._kernel = kernel
         self._arguments = arguments
@@ -81,7 +81,7 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        driver = self._driver()  # the memory stays as long as the kernel runs
+        driver = self._driver()  # The memory exists as long as the kernel runs.
         self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
             return
@@ -131,8 +131,8 @@ _CODES = {AssertionError: Result.CUDA_ERROR_ASSERT, NoAccess: Result.CUDA_ERROR_
 
 
 def _may_use(machine: Machine, context: Context, address: int, size: int, write: bool) -> bool:
-    """Whether a kernel in a context may use memory. Memory freed after the launch was queued has no allocation any
-    more, so it only needs to be mapped. A device never accesses pageable host memory.
+    """Whether a kernel in a context may use memory. Memory freed after the launch was queued has no allocation, so it
+    only needs to be mapped. A device never accesses pageable host memory.
     """
     at, end, there = address, address + size, machine.banks.arenas.find(address) is not None
     while at < end:
@@ -157,7 +157,7 @@ def _has_right(allocation: LiveMemory, context: Context, write: bool) -> bool:
 
 CELLS = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 Cells = tuple[Any, ...]
-"""Copies of arguments as ctypes objects; bindings objects of unknown size as they are."""
+"""Copies of arguments as ctypes objects. Objects of the bindings without a known size are not copied."""
 _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 _WORD = 8
 
@@ -234,9 +234,9 @@ def _is_a(kind: Any, cls: type) -> bool:
 
 
 def plain(cell: Any) -> Any:
-    """An argument as kernels get it."""
+    """Return an argument in the form that kernels get."""
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
-    return 0 if value is None else value  # an address that is null
+    return 0 if value is None else value  # an address of the value null
 
 
 def _word(address: int) -> int:
@@ -272,7 +272,7 @@ def offsets(types: tuple[Any, ...]) -> list[int]:
 
 # -- what a running kernel asks --------------------------------------------------------------------------------
 
-_here = threading.local()  # ``launch``: that of the thread
+_here = threading.local()  # ``launch``: the launch that runs on the thread
 
 
 def current_launch() -> Launch:
@@ -337,7 +337,7 @@ for _name in COPY_MOST:
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
-# The numbers of attributes that can be set; the last is that of clusters' scheduling.
+# The numbers of attributes that can be set. The last one is the scheduling policy of clusters.
 _DYNAMIC, _CARVEOUT, _LAST = 8, 9, 15
 _SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
@@ -490,12 +490,12 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """A device attribute that bounds kernels."""
+        """Return a device attribute that limits kernels."""
         found = device or self._machine.current().device
         return int(found.attributes[name])
 
     def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
-        """An attribute: set or registered, or else that of an empty kernel."""
+        """Return an attribute that was set or registered, else the value for an empty kernel."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
         check(number <= _LAST)
@@ -640,8 +640,8 @@ class KernelCalls(Calls):
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
-        """Not a driver function: address, size, write flag and atomic flag of each use of a launch; None if unknown.
-        Bytes that are read and written count as written.
+        """Return address, size, write flag and atomic flag of each use of a launch; None if unknown. This is not a
+        driver function. Bytes that are read and written count as written.
         """
         function = self._machine.modules.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel

@@ -1,5 +1,5 @@
-"""Memory outside of pools: device memory, pinned and registered host memory, pointer attributes; managed memory with
-prefetches and advice.
+"""Memory outside of pools: device memory, pinned and registered host memory, managed memory with prefetches and advice;
+and pointer attributes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _has_rdma(allocation: allocations.LiveMemory) -> bool:
 
 
 def _range_start(allocation: allocations.LiveMemory) -> int:
-    """The start of the range. For a host's pool it is an offset in one of its chunks instead (observed on H200:
+    """The start of the range. For the pool of a host it is an offset in one of the pool's chunks (observed on H200:
     test_pointer_attributes).
     """
     if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
@@ -64,7 +64,8 @@ def _range_start(allocation: allocations.LiveMemory) -> int:
 
 
 def _ordinal(allocation: allocations.LiveMemory) -> int:
-    """The device of the memory, even if mapped; 0 for a device that is not visible to the process.
+    """The device of the memory, even if mapped; 0 for a device that is not visible to the process; the opening device
+    for a ``cuIpc*`` import. These values were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
 
     For a ``cuIpc*`` import it is the opening device. This was read from libcuda directly, because cuda-bindings 13.3
     return 0 for every pointer.
@@ -79,7 +80,7 @@ _ABSENT = {
     **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
     **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
 }
-"""Results of cuPointerGetAttributes for unknown addresses, if not the int 0."""
+"""Results of ``cuPointerGetAttributes`` for unknown addresses that are not the int 0."""
 
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
@@ -233,7 +234,7 @@ class MemoryCalls(Calls):
         return values
 
     def _read_attribute(self, attribute: Any, allocation: allocations.LiveMemory | None, address: int) -> Any:
-        """The value of an attribute; None if the driver refuses, as for an address without an allocation."""
+        """The value of an attribute; None if the driver refuses, as it does for an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
         check_readable("CUpointer_attribute", attribute)
         not_modelled(name not in _POINTER_ATTRIBUTES, f"cuPointerGetAttribute({attribute.name})")
@@ -262,7 +263,7 @@ class MemoryCalls(Calls):
         return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
 
     def cuStreamAttachMemAsync(self, hStream: Queue, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
-        """On devices with concurrent managed access an association has no visible effect."""
+        """Do nothing: on devices with concurrent managed access an association has no visible effect."""
         allocation = self._managed(dptr, length)
         check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
         check(flags != _SINGLE or hStream.handle > LEGACY_STREAM)
@@ -309,7 +310,9 @@ class MemoryCalls(Calls):
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
-        """``more``: the locations of prefetches if the call makes some, then flags and a stream."""
+        """Make a batch of managed memory. ``more``: the locations of prefetches if the call makes some, then flags and
+        a stream.
+        """
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
         lengths = arguments.numbers(sizes, count)
@@ -395,7 +398,7 @@ _ADVICE: dict[int, tuple[tuple[int, ...], Callable[[allocations.Advice, Place], 
     5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
     6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
 }
-"""By CUmem_advise: allowed location types besides devices, or none; and the change."""
+"""Allowed location types besides devices, and the change of an advice, by ``CUmem_advise``."""
 
 
 def _number(place: Place | None) -> int:

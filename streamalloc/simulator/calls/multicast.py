@@ -25,7 +25,7 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(PlannedCopy):
-    """Updates each replica of a range. Atomic with respect to other updates, even of other processes."""
+    """Update each replica of a range. No other update, even of another process, runs meanwhile."""
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -36,7 +36,7 @@ class Update(PlannedCopy):
 
 
 class Gather(PlannedCopy):
-    """Stores the result of a function of all replicas of a range. The replicas are in the order in which their devices
+    """Store the result of a function of all replicas of a range. The replicas are in the order in which their devices
     were added.
     """
 
@@ -118,7 +118,7 @@ class MulticastCalls(CopyCalls):
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._machine.multicast.fits(size))
         if handle_types & HandleType.FABRIC:
-            # no IMEX channel: the code was observed for cuMemCreate, and is documented for this call
+            # The code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self._machine.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
@@ -137,8 +137,8 @@ class MulticastCalls(CopyCalls):
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: MulticastMemory, dev: Device) -> None:
-        """The kernel module refuses a device that was added before, and surplus devices. The driver's result code is
-        unknown.
+        """Add a device. NVIDIA's kernel module refuses a device that was added before, and a surplus device. The
+        driver's result code is unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         multicast = self._machine.multicast
@@ -204,7 +204,9 @@ class MulticastCalls(CopyCalls):
         mcHandle.unbind(number, mcOffset, size)
 
     def _launch(self, stream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
-        """Not a driver function: submit a Python function that replaces a kernel (:mod:`streamalloc.testing`)."""
+        """Submit a Python function that replaces a kernel (:mod:`streamalloc.testing`). This is not a driver
+        function.
+        """
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(MulticastLaunch(self, stream))
 

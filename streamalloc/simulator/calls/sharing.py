@@ -21,7 +21,7 @@ from streamalloc.simulator.physical import CreatedMemory, Properties
 from streamalloc.simulator.pool import OpenedPool, Pool
 
 _HANDLE_TYPES = (HandleType.NONE, HandleType.POSIX_FD, HandleType.WIN32, HandleType.WIN32_KMT, HandleType.FABRIC)
-_LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
+_LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags has only this one
 
 
 def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
@@ -35,13 +35,15 @@ class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        """For a call that is not known to be safe during captures: modelled where no capture forbids unsafe calls."""
+        """Make a call that is not known to be safe during captures. The simulation models it where no capture forbids
+        unsafe calls.
+        """
         caller = self._machine.scheduler.caller
         forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
-        """Refuse fabric handles without an IMEX channel. By default there is none, as on the observed machine."""
+        """Refuse fabric handles without an IMEX channel. The default is no channel, as on the observed machine."""
         check(kind != HandleType.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
@@ -95,7 +97,7 @@ class SharingCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | CreatedMemory | MulticastMemory:
-        """Import the object of a descriptor, or of the fabric handle at an address. The caller keeps the descriptor."""
+        """Import the object of a descriptor or of the fabric handle at an address. The caller keeps the descriptor."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == HandleType.POSIX_FD:

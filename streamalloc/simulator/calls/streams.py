@@ -118,8 +118,8 @@ class StreamCalls(Calls):
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
-        """A property of a stream. The call fails for the legacy stream while a blocking stream is captured. ``breaks``:
-        the query invalidates the capture of its stream (observed on H200: test_capture).
+        """Return a property of a stream. The call fails for the legacy stream while a blocking stream is captured. With
+        ``breaks`` it invalidates the capture of its stream (observed on H200: test_capture).
         """
         self._not_behind_captures(stream)
         if breaks:
@@ -133,14 +133,14 @@ class StreamCalls(Calls):
 
     def cuStreamGetCtx(self, hStream: Queue) -> Any:
         self._not_behind_captures(hStream)
-        # allowed during a capture, unless that is invalid (observed on H200: test_capture)
+        # A capture allows this unless it is invalid (observed on H200: test_capture).
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(hStream.context.handle)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def cuStreamWaitEvent(self, hStream: Queue, hEvent: QueueEvent, Flags: UnsignedInt) -> None:
-        # checked first, even if the event was never recorded (observed on H200: test_capture)
+        # This check comes first, even if the event was never recorded (observed on H200: test_capture).
         captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
         if hEvent.capture is not None and not hEvent.capture.running:
@@ -206,7 +206,9 @@ class StreamCalls(Calls):
     cuEventRecord = call("hEvent:QueueEvent hStream:Queue", _record)
 
     def _check_captured(self, event: QueueEvent) -> None:
-        """Refuse queries of an event whose last recording was in a capture, even after that has ended or is invalid."""
+        """Refuse queries of an event whose last recording was in a capture, even if the capture has ended or is
+        invalid.
+        """
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
             self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
@@ -304,7 +306,9 @@ class StreamCalls(Calls):
         return Batch([self._batched(context, one, in_graph) for one in wanted])
 
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
-        """The operation of a batch entry. Each entry begins with its kind. Waits and writes have the same layout."""
+        """The operation of a batch entry. Each entry begins with its kind. Entries for waits and for writes have the
+        same layout.
+        """
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
         check(kind != _FLUSH_REMOTE, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -358,7 +362,7 @@ class StreamCalls(Calls):
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # checked at the call; later grants have no effect (observed on H200: test_mapped_words)
+            check(right)  # The call checks access. Later grants have no effect (observed on H200: test_mapped_words).
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

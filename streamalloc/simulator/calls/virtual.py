@@ -67,7 +67,7 @@ class VirtualMemoryCalls(Calls):
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_supported(self, properties: Properties) -> None:
-        """Refuse properties that the profile's devices lack. Raises if the driver's result code for them is unknown."""
+        """Refuse properties that the profile's devices lack. Raise if the driver's result code for them is unknown."""
         self._check_vmm(properties.device)
         kinds = (
             (properties.handle_types & HandleType.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
@@ -80,7 +80,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
-        """Refuse these calls as virtual GPUs do that lack them (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
+        """Refuse these calls as virtual GPUs without them do (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
         able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
 
@@ -203,7 +203,9 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetHandleForAddressRange(
         self, dptr: DevicePointer, size: Size, handleType: cuda.CUmemRangeHandleType, flags: UnsignedLongLong
     ) -> int:
-        """Return a file of the right size without the bytes: devices that could use it are not simulated."""
+        """Return a file of the right size without the bytes, because the devices that could use it are not
+        simulated.
+        """
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
@@ -248,7 +250,7 @@ def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
 
 
 MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
-    # the start of the reservation, not that of the mapping
+    # the start of the reservation, not the start of the mapping
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
