@@ -450,7 +450,9 @@ class Stream(Closes, Shown):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         why = "the bindings let a Python function run once, and a graph may be launched more often"
         refuse_capture(self, "cuLaunchHostFunc", why)
+        # Before the callback is made, which only its call by the driver ends.
         launch = self._session._function("cuLaunchHostFunc")
+        self._checked_raw()
         pointer = _host_function(function)
         result = self._result(launch, cuda.CUhostFn(pointer), pointer)
         if result:

@@ -153,6 +153,13 @@ class TestHostFunctions:
         gc.collect()
         assert known() is None
 
+    def test_one_for_a_closed_stream_is_not_kept(self, device: sa.Device) -> None:
+        stream, kept = device.create_stream(), len(_host_functions)
+        stream.close()
+        with pytest.raises(sa.ClosedError):
+            stream.launch_host_func(int)
+        assert len(_host_functions) == kept
+
 
 class TestClosing:
     def test_use_afterwards_does_not_reach_the_driver(self, traced: Any, device: sa.Device) -> None:
