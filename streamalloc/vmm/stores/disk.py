@@ -84,13 +84,20 @@ class _Transfer:
     """
 
     def __init__(
-        self, stream: Stream, out: bool, staging: HostMemory, threads: int, give_back: Callable[[HostMemory], None]
+        self,
+        stream: Stream,
+        out: bool,
+        staging: HostMemory,
+        threads: int,
+        give_back: Callable[[HostMemory], None],
+        in_use: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.stream: Stream = stream
         self.out: bool = out
         """Whether blocks are copied from device memory."""
         self._staging = staging
         self._give_back = give_back
+        self._in_use = in_use
         self._free = list(staging.slots)
         self._first: deque[_Step] = deque()
         self._second: deque[_Step] = deque()
@@ -123,11 +130,20 @@ class _Transfer:
     ) -> Iterator[_End]:
         """Begin both parts of a step in turn; yields the end of each."""
         if not self.out:
-            yield self._threads.submit(file.read, blocks, slot, names)
+            yield self._begin(file.read, blocks, slot, names)
         copy(slot)
         yield self.stream.record()
         if self.out:
-            yield self._threads.submit(file.write, blocks, slot)
+            yield self._begin(file.write, blocks, slot)
+
+    def _begin(self, access: Callable[..., None], *args: object) -> Future[None]:
+        """Begin a read or a write on a thread. It keeps the room in the file in use: :meth:`abandon` waits for no
+        thread, and a late write would replace what another call has stored in dropped room.
+        """
+        # The thread ends the use. If it never begins, its argument is dropped, which ends it too.
+        use = contextlib.ExitStack()
+        use.enter_context(self._in_use())
+        return self._threads.submit(_access, use, access, *args)
 
     def _advance_oldest(self) -> None:
         slot, parts, end = self._first.popleft()
@@ -158,6 +174,11 @@ class _Transfer:
         self._second.clear()
 
 
+def _access(use: contextlib.ExitStack, access: Callable[..., None], *args: object) -> None:
+    with use:
+        access(*args)
+
+
 def _await(end: _End) -> None:
     if isinstance(end, Event):
         end.synchronize()
@@ -176,7 +197,7 @@ class _Contents(Stored):
         """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
         # Other streams may be captured meanwhile.
         with self.in_use(), session_of(stream).relaxed():
-            transfer = self.tier._moving(stream, out)
+            transfer = self.tier._moving(stream, out, self.in_use)
             with undoing(transfer.abandon):
                 yield functools.partial(self._move, transfer)
                 transfer.finish()
@@ -356,13 +377,15 @@ class DiskTier(BlockTier):
         stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
-    def _moving(self, stream: Stream, out: bool) -> _Transfer:
+    def _moving(
+        self, stream: Stream, out: bool, in_use: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> _Transfer:
         """Make a transfer. It uses idle staging memory, or new staging memory if there is none."""
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
         staging = staging or HostMemory(stream.device, _SLOTS * self.block, self.block)
-        return _Transfer(stream, out, staging, self._threads, self._take_back)
+        return _Transfer(stream, out, staging, self._threads, self._take_back, in_use)
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given

@@ -293,6 +293,35 @@ class TestFiles:
             group.wake()
             assert right(several)
 
+    def test_a_write_that_outlives_its_call_changes_no_later_contents(
+        self, stream: sa.Stream, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write, begun, goes_on, ended = disk_file.DiskFile.write, *(threading.Event() for _ in range(3))
+
+        def late(file: disk_file.DiskFile, blocks: Any, room: Any) -> None:
+            if blocks[0].number == 0:
+                begun.wait(20)
+                raise OSError(errno.ENOSPC, "no space")
+            begun.set()
+            goes_on.wait(20)
+            write(file, blocks, room)
+            ended.set()
+
+        with sa.allocate(2 * BLOCK, stream) as buffer:
+            buffer.fill(1)
+            monkeypatch.setattr(disk_file.DiskFile, "write", late)
+            with pytest.raises(OSError, match="no space"):
+                tier.save(buffer, range(2), BLOCK, stream)
+            monkeypatch.undo()
+            buffer.fill(2)
+            stored = tier.save(buffer, range(2), BLOCK, stream)
+            goes_on.set()
+            assert ended.wait(20)
+            buffer.fill(0)
+            tier.load(stored, buffer, range(2), stream)
+            assert set(read(buffer)) == {2}
+            stored.drop()
+
     def test_a_file_system_without_direct_calls(
         self, device: sa.Device, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
