@@ -1,5 +1,5 @@
-"""Graphs, captured or built explicitly: each is checked once by itself, and again at each launch. Also events, which
-can belong to a capture.
+"""Graphs, captured or built explicitly, and the events that a capture can record. A graph is checked once by itself,
+and again at each launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """The memory that a kernel without declared uses may use."""
+    """The memory that a kernel may use without having declared it."""
 
     named: frozenset[Bytes] | None
     """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
@@ -27,31 +27,33 @@ class TrackedNode:
     """One operation of a graph at each launch."""
 
     kind: str
-    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` (orders streams)."""
+    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` (which orders streams)."""
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
     kernel: bool = False
-    """Whether it is a kernel: its own uses have an unknown order, and the driver does not check its access."""
+    """Whether the node is a kernel. Its uses have no known order among themselves, and the driver does not check its
+    access.
+    """
     atomic: bool = False
-    """Whether its uses do not race with other atomic uses."""
+    """Whether the uses of the node do not race with other atomic uses."""
     unseen: Unseen | None = None
-    """Uses that the kernel does not declare."""
+    """Uses that the kernel does not declare; None for other nodes."""
     handle: int = 0
-    """Handle of the driver's node; 0 where unknown."""
+    """Handle of the driver's node; 0 if unknown."""
     nested: bool = False
-    """Whether it is in a child graph, under another handle."""
+    """Whether the node belongs to a child graph, which has another handle for it."""
     enabled: bool = True
     captured: int = 0
-    """Time of the call that was captured; 0 if unknown."""
+    """Time of the captured call; 0 if unknown."""
     step: Callable[[TrackedStream], object] = lambda stream: None
     """Called with the stream of a launch."""
     calls: Any = None
-    """Host function that the step calls."""
+    """Host function that ``step`` calls."""
 
     def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
-        """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
+        """Make one access for each piece. A kernel has one access for all its reads and one for all its writes."""
         made: dict[bool, Access] = {}
         for piece, write in self.pieces:
             access = made.get(write)
@@ -61,7 +63,7 @@ class TrackedNode:
 
 
 class _Inside:
-    """A timeline and ranges only for one graph, to check its operations against each other."""
+    """A timeline and ranges for one graph alone, to check its operations against each other."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
@@ -79,7 +81,7 @@ class _Inside:
         return found
 
     def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Check a node in a stream. The returned function undoes a free."""
+        """Check a node in a stream. For a free, the returned function undoes it."""
         undo: list[Callable[[], None]] = []
 
         def take_back() -> None:
@@ -100,17 +102,17 @@ class _Inside:
 
 
 class TrackedGraph:
-    """A graph, with its nodes in a valid order, unless edges were added later."""
+    """A graph. Its nodes are in a valid order, unless a call added edges later."""
 
     def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
         self.nodes: list[TrackedNode] = [] if nodes is None else nodes
         self.handles: dict[int, list[TrackedNode]] = {}
-        """Explicitly added nodes by handle."""
+        """Nodes that calls added explicitly, by handle."""
         self.after: dict[int, list[int]] = {}
         """Handles of the nodes that each node depends on."""
 
     def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
-        """Add a node that a call has added explicitly."""
+        """Add a node of a call such as ``cuGraphAddKernelNode``."""
         node.handle = handle
         self.nodes.append(node)
         self.handles.setdefault(handle, []).append(node)
@@ -152,14 +154,14 @@ class TrackedCapture:
         """Clock after each node, by handle."""
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
-        """Capture into an existing graph after some of its nodes."""
+        """Capture into an existing graph, behind some of its nodes."""
         self.graph = graph
         done = graph.play(self._inside)
         for handle in after:
             if handle in done:
                 self.join(stream, done[handle].clock)
             elif handle not in graph.handles:
-                # A captured node with an unknown handle.
+                # a captured node whose handle is unknown
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
@@ -176,9 +178,9 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after some nodes. ``anew``: only after these, without its earlier order."""
+        """Order a stream after some nodes. With ``anew``, only after these: its earlier order ends."""
         if anew:
-            # A new stream of the timeline, so it is ordered after no earlier operation.
+            # A new stream in the timeline has no earlier order.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:
@@ -187,7 +189,7 @@ class TrackedCapture:
                 self.join_all(stream)
 
     def join_all(self, stream: TrackedStream) -> None:
-        """Have a stream come after everything captured."""
+        """Order a stream after all captured operations."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
     def record(self, stream: TrackedStream, event: TrackedEvent, place: Stack) -> Clock:
@@ -199,19 +201,19 @@ class TrackedCapture:
         return mark.clock
 
     def step(self, step: Callable[[TrackedStream], object], calls: object = None) -> TrackedNode:
-        """Add an operation that orders streams at each launch. ``calls``: its host function."""
+        """Add an operation that orders streams at each launch. ``calls``: the host function that it calls."""
         node = TrackedNode("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
     def add(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Add a captured node. The returned function undoes a free."""
+        """Add a captured node. For a free, the returned function undoes it."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: TrackedStream, handle: int, nodes: Iterable[TrackedNode]) -> None:
-        """Set the driver's handle of the nodes that a call has just added. Work that is made to depend on that handle
-        then comes after all that the stream has done by now.
+        """Set the driver's handle of the nodes that a call has just added. Work that later depends on that handle is
+        ordered after all that the stream has done by now.
         """
         for node in nodes:
             node.handle = handle
@@ -230,22 +232,22 @@ class TrackedEvent:
     shared: bool = False
     """Whether the event is an interprocess event."""
     foreign: bool = False
-    """Whether another library has it, and may record it."""
+    """Whether another library has the event and may record it."""
     mark: Obstacle | None = None
     """End of the recorded work; None if no recording was seen."""
     captured: tuple[TrackedCapture, Clock] | None = None
     elsewhere: bool = False
-    """Whether another process has it, and may record it."""
+    """Whether another process has the event and may record it."""
     index: int | None = None
-    """Entry on the board of this process."""
+    """Index of the event's entry on this process's board."""
     name: bytes = b""
     """Export data; the event's name on boards of other processes."""
     made: Stack = ()
     """Place of the creation."""
     recordings: deque[RecordedEvent] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
-    """The last recording, and earlier ones that nothing has waited for."""
+    """The last recording, and earlier ones that no stream or thread has waited for."""
     awaited: bool = False
-    """Whether something has waited for the last recording."""
+    """Whether a stream or thread has waited for the last recording."""
 
     def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
         """Note the place of a recording, for reports."""
@@ -255,6 +257,6 @@ class TrackedEvent:
         self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
-        """A wait for the event, for reports."""
+        """Describe a wait for the event, for reports."""
         self.awaited = True
         return Wait(place_of(self.made), tuple(self.recordings), place)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Order of two operations: none; by the driver's choice; always."""
+"""How certain the order of two operations is: not at all, by a choice of the driver in this run, in each run."""
 
 _CHOICES = 256
 """Most recorded choices of the driver."""
@@ -41,11 +41,11 @@ class Clock:
         self.known: dict[int, int] = {} if known is None else known
 
     def copy(self) -> Clock:
-        """A copy that later changes do not reach."""
+        """Copy the clock."""
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
-        """Add everything before the other clock."""
+        """Merge another clock into this one."""
         known = self.known
         get = known.get
         for number, time in other.known.items():
@@ -53,7 +53,7 @@ class Clock:
                 known[number] = time
 
     def common(self, other: Clock) -> Clock:
-        """The operations in both clocks."""
+        """Return the clock of the operations that are in both clocks."""
         get = other.known.get
         return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
@@ -69,14 +69,14 @@ class Actor:
     number: int
     name: str
     time: int = field(default=0, init=False)
-    """Number of its operations so far."""
+    """Number of the actor's operations so far."""
     within: TrackedStream | None = field(default=None, init=False)
     """Stream whose host function is running on this thread."""
     is_host: ClassVar[bool] = True
 
     @property
     def short(self) -> str:
-        """The name without the place where a stream was created."""
+        """Name of the actor without the place where it was created."""
         return self.name.partition(" (created")[0]
 
 
@@ -85,9 +85,9 @@ class Obstacle:
     """An event that streams wait for and that has not happened, as far as is known."""
 
     source: TrackedStream | None = None
-    """Stream in which it will happen; None if the host causes it."""
+    """Stream whose work causes the event; None if the host causes it."""
     clock: Clock | None = None
-    """Clock of its happening; None until then."""
+    """Clock at which the event happened; None before it did."""
     waiters: list[TrackedStream] = field(default_factory=list)
 
 
@@ -105,13 +105,13 @@ class TrackedStream(Actor):
     """Legacy stream of its context, if the two synchronise."""
     clock: Clock = field(default_factory=Clock)
     seen_host: int = -1
-    """Version of the host clock that it has merged."""
+    """Version of the host clock that the stream has merged."""
     seen_legacy: int = 0
     peers: dict[TrackedStream, int] | None = None
-    """For a legacy stream: its blocking streams, with the last merged times."""
+    """For a legacy stream: its blocking streams, each with the time up to which it has merged their work."""
     obstacle: Obstacle | None = None
     queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
-    """Operations behind the obstacle, with host clocks of their calls."""
+    """Operations queued behind the obstacle, each with the host clock at its call."""
     waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
     """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
     is_host: ClassVar[bool] = False
@@ -135,15 +135,15 @@ class Timeline:
         self.foreign: dict[TrackedStream, None] = {}
         """Streams that other libraries may have ordered."""
         self.over: dict[int, int] = {}
-        """Times, by actor number, that the host may have waited for."""
+        """By actor number, the time up to which the host may have waited unseen."""
         self.ended_threads: deque[int] = deque()
         """Numbers of ended host threads; finalisers append."""
         self.published: Clock = Clock()
         """Clock of all work other processes can wait for."""
         self.ready: Clock = Clock()
-        """Clock of all announcements of other processes."""
+        """Clock of all announcements that other processes have made."""
         self._live: set[int] = set()
-        """Numbers of actors, without ended streams and threads, which precede all later work."""
+        """Numbers of actors without ended streams and threads. An ended one precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """Choices of the driver: a clock, and the later actor and time."""
         self._searches = 0
@@ -184,20 +184,20 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether the operation at ``time`` of actor ``number`` comes before one with this clock in each run."""
+        """Whether the operation at ``time`` of actor ``number`` precedes, in each run, an operation with this clock."""
         # A stream is removed once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number not in self._live or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
-        """Whether the host has waited for an operation, as far as was seen."""
+        """Whether the host is known to have waited for an operation."""
         return self.host.after(number, time) or number not in self._live
 
     def may_be_known(self, number: int, time: int) -> bool:
-        """Whether the host has waited for an operation, or may have done so unseen."""
+        """Whether the host has waited for an operation, or may have done so unseen by the checker."""
         return self.certain(self.host, number, time)
 
     def may_be_seen(self, mark: Obstacle) -> bool:
-        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen."""
+        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen by the checker."""
         clock, source = mark.clock, mark.source
         if clock is None or source is None:
             return False
@@ -205,7 +205,7 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """The order of an operation before the owner of a clock, as a constant of this module."""
+        """Order between an operation and the owner of a clock, as a constant of this module."""
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices:
@@ -243,7 +243,7 @@ class Timeline:
         return False
 
     def chosen(self, before: Clock, stream: TrackedStream) -> None:
-        """Record the driver's choice that the latest operation of a stream comes after a clock."""
+        """Record that the driver chose to run the latest operation of a stream after a clock."""
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: TrackedStream, action: Action) -> None:
@@ -301,7 +301,7 @@ class Timeline:
             self.waiting[stream] = None
 
     def _mark(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the present queue of a waiting stream has run."""
+        """Return an obstacle that ends when the operations queued now on a waiting stream have run."""
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
@@ -350,7 +350,7 @@ class Timeline:
                 action(stream)
 
     def force(self, stream: TrackedStream) -> None:
-        """Record that the host has seen a stream idle: all its waits are over."""
+        """Record that the host has seen a stream idle, so all its waits have ended."""
         while stream.obstacle is not None:
             self.force_mark(stream.obstacle)
 
@@ -362,12 +362,12 @@ class Timeline:
         if obstacle.clock is not None:
             return
         if source is None:
-            # The cause is unknown: all work queued earlier may have come first.
+            # The cause is unknown, so any work queued earlier may precede.
             self.notes.add("waits")
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:
-        """Clock of everything that was queued so far."""
+        """Clock of all operations that were queued so far."""
         clock = self.host.copy()
         for stream in self._streams:
             clock.learn(stream.clock)
@@ -404,7 +404,7 @@ class Timeline:
     def forget(self, numbers: set[int]) -> None:
         """Remove actors, by number, from all clocks except those of recordings."""
         self._live -= numbers
-        # Also remove earlier ones again: clocks of older records may have re-added them.
+        # Remove earlier ones again too, because clocks of older records may have added them again.
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
             for number in [one for one in clock.known if one not in self._live]:
                 del clock.known[number]

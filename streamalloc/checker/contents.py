@@ -51,10 +51,10 @@ class ElementTypes:
         self._judge = judge
         self._place = place
         self.unseen: int = 0
-        """Number of kernels without declared uses, which may have written memory that existed."""
+        """Number of kernels without declared uses so far. Each may have written memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy. A host array on one side gives the type."""
+        """Record a copy. A host array on one side determines the type."""
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
         elif isinstance(target, np.ndarray):
@@ -66,7 +66,7 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements. Bytes have no type."""
+        """Record a write of elements of a type. Raw bytes have no type."""
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
@@ -117,8 +117,8 @@ def _is_type(dtype: np.dtype[Any]) -> bool:
 
 
 def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether elements of one type may be read as another: unsigned integers as bit patterns, complex numbers as
-    pairs.
+    """Whether elements of one type may be read as another: unsigned integers may be read as bit patterns, complex
+    numbers as pairs.
     """
     kinds = {one.kind, other.kind}
     if one.itemsize == other.itemsize:
@@ -130,9 +130,11 @@ PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
 _MOST_COMPARED = 64
-"""Latest copies among which the last one of the same bytes is looked for."""
+"""Number of latest copies that are searched for a copy of the same bytes."""
 _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
-"""Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster than its checksum."""
+"""Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster to compute than a
+checksum.
+"""
 
 
 @dataclass(eq=False)
@@ -157,12 +159,12 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has gone on since the present call: it may have written what the call makes known."""
+        """Whether the host has continued since the present call. It may have written arguments or sources meanwhile."""
         self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
-        """Bytes that the host may poll, and the end of their writes."""
+        """Bytes that the host may poll, each with the end of the work that writes them."""
         self._kernels: dict[TrackedStream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
-        """End of the kernels without declared uses per stream, and the memory that they may write; None for any."""
+        """By stream: the end of its kernels without declared uses, and the memory that they may write (None: any)."""
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that a stream's latest operation reads."""
@@ -180,8 +182,8 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """The pieces that the host may write unseen."""
-        # Code that allocated or registered pinned memory by a driver call has its address.
+        """Return the pieces that the host may write unseen by the checker."""
+        # The caller of a driver function that allocated or registered pinned memory has its address.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
@@ -199,7 +201,7 @@ class QueuedSources:
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
-        """Record that a stream's latest operation may write memory unseen; None for any."""
+        """Record that a stream's latest operation may write memory unseen; None for any memory."""
         self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)
         if memory is not None and before is not None and not self._timeline.may_be_seen(before[0]):
@@ -213,7 +215,7 @@ class QueuedSources:
 
     def polled(self, stream: TrackedStream, start: int, end: int) -> None:
         """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
-        writes. Then it knows that the earlier work is over.
+        writes. A host that reads the new value knows that the earlier work has ended.
         """
         self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
@@ -228,7 +230,9 @@ class QueuedSources:
         )
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """The work that the host may know to be over by polling, when it uses the bytes from ``start`` to ``end``."""
+        """Return the work that the host may know to have ended, by polling, when it uses the bytes from ``start`` to
+        ``end``.
+        """
         clock = self._timeline.host.copy()
         for low, high, mark in self._flags:
             if mark.clock is not None and (high <= start or end <= low):
@@ -251,7 +255,9 @@ class QueuedSources:
             self._timeline.notes.add("sources", f"{what} on {stream.short}")
 
     def _compare_with_last(self, piece: Piece, checksum: int | None) -> None:
-        """Check the last copy of the same bytes: this place is nearer to a write of the host than the next wait."""
+        """Check the last copy of the same bytes now. Its report then names a place nearer to the host's write than the
+        next wait would.
+        """
         latest = itertools.islice(reversed(self._sources), _MOST_COMPARED)
         before = next((one for one in latest if one.piece == piece), None)
         if before is not None and not self._is_unchanged(before, checksum):
@@ -267,7 +273,7 @@ class QueuedSources:
         self._sources = kept
 
     def forget(self, ranges: Iterable[Range]) -> Callable[[], None]:
-        """Forget memory that an operation is about to write or free. The returned function takes that back."""
+        """Forget memory that an operation is about to write or free. The returned function restores it."""
         before = self._sources
         if before:
             gone = {id(one.bytes) for one in ranges}
@@ -275,7 +281,7 @@ class QueuedSources:
         return lambda: self._sources.extend(one for one in before if one not in self._sources)
 
     def clear(self) -> None:
-        """Forget all sources: the host may have waited for the copies unseen."""
+        """Forget all sources, because the host may have waited for the copies unseen."""
         self._keep(lambda one: False)
 
     def check(self) -> None:
@@ -286,7 +292,7 @@ class QueuedSources:
         self._sources += [one for one in sources if self._is_unchanged(one)]
 
     def _is_unchanged(self, one: _QueuedSource, checksum: int | None = None) -> bool:
-        """Whether a copy has still to read its source, and the source is as it was. Reports it if the host wrote it."""
+        """Whether a copy has not read its source yet and the source is unchanged. A changed source is reported."""
         range_ = one.piece[0]
         if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
             return False
@@ -303,7 +309,7 @@ class QueuedSources:
 
 
 def _checksum(piece: Piece) -> int | None:
-    """A checksum of the bytes; None if they are not readable any more."""
+    """Return a checksum of the bytes; None if they are no longer readable."""
     range_, low, high = piece
     if range_.kind == PAGEABLE and not is_readable(low, high):
         return None
@@ -312,14 +318,14 @@ def _checksum(piece: Piece) -> int | None:
     rows = memory[rest:].view(np.uint64).reshape(-1, _ROW // 8)
     total: npt.NDArray[np.uint64] = rows[:1].copy()
     for row in rows[1:]:
-        total *= _FACTOR  # so that the order of rows matters
+        total *= _FACTOR  # the weights make the order of rows matter
         total += row
     return zlib.crc32(total.data, zlib.crc32(memory[:rest].data))
 
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""Most writes kept per address, and most addresses."""
+"""Most writes kept for each address, and most addresses."""
 
 _Key = tuple[Bytes | None, int]
 
@@ -332,7 +338,7 @@ class _Waiting(Obstacle):
     range: Range | None = None
     accepts: Callable[[int], bool] = bool
     read: Callable[[], int] | None = None
-    """Reads the value; None where the host cannot."""
+    """Reads the value; None if the host cannot read it."""
 
 
 class WaitValues:
@@ -356,7 +362,7 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Give the value at an address no meaning: the facade announces it separately."""
+        """Ignore values at an address, because the facade announces that memory itself."""
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: TrackedStream, address: int, value: int) -> None:
@@ -409,7 +415,7 @@ class WaitValues:
         self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: TrackedStream) -> bool:
-        """Whether a stream waits, directly or through other streams, for a value that the host cannot read."""
+        """Whether a stream waits for a value that the host cannot read, directly or through other streams."""
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
             obstacle = obstacle.source.obstacle

@@ -53,25 +53,25 @@ def _path() -> str:
 
 
 def digest(exported: bytes) -> bytes:
-    """A name of 32 characters for export data."""
+    """Return a name of 32 characters for export data."""
     return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
 ENTRIES, POSTS = 1024, 768
-"""Entries of a board for events and imports, and for posts."""
+"""Entries of a board: for events and imports, and for posts."""
 IMPORT = b"import"
 """End of the name of an import, after the export data."""
 COVERS = 4
-"""Recordings that a post names at most."""
+"""Most recordings that one post names."""
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
-"""Name; recordings of an event, or number of recordings that a post names; offsets of the part of the memory (0, 0 for
-all); index of an event and its number of recordings, for each recording that a post names.
+"""Fields of an entry: name; recordings of the event, or number of recordings that the post names; offsets of the
+written part (0, 0 for all); and for each recording that the post names, index of the event and its recording number.
 """
 
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """An entry of the board of another process."""
+    """An entry on the board of another process."""
 
     board: Any = field(compare=False)
     at: int
@@ -85,16 +85,16 @@ class BoardEntry:
 
     @property
     def number(self) -> int:
-        """Recordings of the event; 0 if the entry now belongs to another event."""
+        """Number of recordings of the event; 0 if the entry now belongs to another event."""
         return int(self.board["number"][self.at]) if self.is_there else 0
 
 
 class Board:
-    """The announcements of this process. Its file is made by the first one."""
+    """The announcements of this process, in a file that the first announcement makes."""
 
     def __init__(self, on_full: Callable[[], object] = int) -> None:
         self._on_full = on_full
-        """Called if an announcement cannot be made, or replaces one that is not complete."""
+        """Called if an announcement cannot be made, or replaces one for unfinished work."""
         self._entries: Any = None
         self._free = list(reversed(range(ENTRIES)))
         self._posts = 0
@@ -102,7 +102,7 @@ class Board:
         """Removes the board."""
 
     def _open(self) -> bool:
-        """Whether other processes can read the board; False if the directory is not writable."""
+        """Open the file. Returns whether other processes can read it; False if the directory is not writable."""
         if self._entries is None:
             with contextlib.suppress(OSError):
                 folder = Path(_path())
@@ -113,7 +113,7 @@ class Board:
         return self._entries is not None
 
     def add_entry(self, name: bytes = b"") -> int | None:
-        """Return the index of a new event or import; None if the board is full or not writable."""
+        """Add an event or import, and return its index; None if the board is full or not writable."""
         if not self._free or not self._open():
             self._on_full()
             return None
@@ -132,7 +132,7 @@ class Board:
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
-        """Count a recording of an event; its number."""
+        """Count a recording of an event, and return its number."""
         self._entries["number"][index] += 1
         return self.number(index)
 
@@ -170,7 +170,7 @@ class Board:
 
 
 def _unlink(path: Path, process: int) -> None:
-    # A forked child has the objects of its parent.
+    # A forked child has the parent's objects, but must not remove the parent's board.
     if process == os.getpid():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -181,13 +181,13 @@ class Announced(NamedTuple):
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
-    """Recordings of which one must be waited for; none for values."""
+    """Recordings, one of which an importer must wait for; empty for values."""
     part: tuple[int, int] = (0, 0)
     """Offsets of the written part; both 0 for all memory."""
 
     @property
     def over(self) -> bool:
-        """Whether the exporter has removed the post or has ended."""
+        """Whether the exporter has removed the post or has exited."""
         return not (self.post.is_there and alive(self.post.process))
 
 
@@ -210,7 +210,7 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # An entry may still refer to the mapping, and keeps it alive.
+        # An entry may still refer to the mapping, and then keeps it alive.
         del _boards[gone]
 
 
@@ -228,22 +228,22 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEnt
 
 
 def events_of(name: bytes) -> list[BoardEntry]:
-    """Entries of other processes for an event, found by its export data."""
+    """Return the entries of other processes for an event, found by its export data."""
     return [found for _, found in _find((name,), posts=False)]
 
 
 def importers(exported: bytes) -> list[int]:
-    """The other processes that have an import of this export data."""
+    """Return the entries of other processes that have an import of this export data."""
     return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
-    """Posts of other processes with these names. A name is export data, or derived from it."""
+    """Return posts of other processes with these names. A name is export data, or derived from it."""
     return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
-    """The post about the whole memory; None if there is none."""
+    """Return the post about the whole memory; None if there is none."""
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
@@ -270,7 +270,7 @@ _MOST_ACTORS = 4096
 
 
 def _named(name: bytes, write: bool) -> bytes:
-    """The name of posts about writes of memory, or else about reads."""
+    """Return the name of posts about writes of memory, or about reads if not ``write``."""
     return name if write else name + b"reads"
 
 
@@ -282,15 +282,15 @@ class _Use:
     high: int
     write: bool
     number: int
-    """Number of its actor."""
+    """Number of the actor that used the memory."""
     time: int
     covers: list[tuple[int, int]] = field(default_factory=list)
-    """Board index and recording number of each event."""
+    """Index on the board and recording number of each event recorded after the use."""
     post: int | None = None
-    """Board index of its post."""
+    """Index of its post on the board; None without a post."""
 
     def replaces(self, other: _Use) -> bool:
-        """Whether an operation that is ordered after this use is also ordered after the other one."""
+        """Whether an operation that is ordered after this use is also ordered after the other use."""
         return (
             self.low <= other.low
             and other.high <= self.high
@@ -316,7 +316,7 @@ class Interprocess:
     leaving: dict[Range, TrackedStream] = field(default_factory=dict)
     """Streams of the pending frees of imports."""
     uses: dict[Range, list[_Use]] = field(default_factory=dict)
-    """Uses that others may have to wait for, by range."""
+    """Uses that other processes may have to wait for, by range."""
     events: dict[bytes, TrackedEvent] = field(default_factory=dict)
     posted: dict[int, tuple[bytes, Callable[[], bool]]] = field(default_factory=dict)
     """Name and completion test of incomplete exports, by board index."""
@@ -326,18 +326,18 @@ class Interprocess:
     _actors: dict[BoardEntry, Actor] = field(default_factory=dict)
     """Actors for the events and posts of other processes."""
     _room: int = _MOST_ACTORS
-    """Number of actors that starts the next clean-up."""
+    """Number of actors at which the next clean-up starts."""
 
     def __post_init__(self) -> None:
         self._untold = partial(self._timeline.notes.add, "told")
-        """Called if no other process can read an announcement: tables are full, or files cannot be made."""
+        """Note that no other process can read an announcement: tables are full, or files cannot be made."""
         self.board: Board = Board(self._untold)
         """Announcements to other processes."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
-        """Tell other processes of an import, by its export data."""
+        """Announce an import to other processes, by its export data."""
         index = self.board.add_entry(exported + IMPORT)
         if index is not None:
             self.entries[range_] = index
@@ -355,13 +355,13 @@ class Interprocess:
             self.import_ended(range_)
 
     def close(self) -> None:
-        """Remove everything that is visible to other processes."""
+        """Remove all announcements of this process."""
         for range_ in tuple(self.entries):
             self.import_ended(range_)
         self.board.close()
 
     def freed(self, range_: Range, stream: TrackedStream | None = None) -> None:
-        """Record a free of memory that may be exported or imported. Without a stream the host has freed it."""
+        """Record a free of memory that may be exported or imported. Without a stream, the host frees it."""
         if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
@@ -376,12 +376,12 @@ class Interprocess:
         self.names.pop(range_, None)
 
     def export_of(self, range_: Range) -> bytes:
-        """The data of the latest export of memory; empty without one."""
+        """Data of the latest export of memory; empty without one."""
         name = self.names.get(range_, b"")
         return name if self.exports.get(name) is range_ else b""
 
     def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
-        """Report a free of memory that another process has imported. ``name``: its export data."""
+        """Report a free of memory that another process has open. ``name``: the export data."""
         having = importers(name) if name else []
         if having:
             what = f"{what} frees {range_}, but process {', '.join(map(str, having))} has not freed its import."
@@ -389,13 +389,15 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
-        """The allocation or a write of memory that is missing in a clock."""
+        """Return the allocation, or a write of the memory, that a clock does not contain."""
         range_, low, high = piece
         written, certain = range_.written(low, high), self._timeline.certain
         return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Check an export: importers can only wait for recorded interprocess events. ``name``: export data."""
+        """Check an export: importers can wait only for interprocess events that were recorded. ``name``:
+        export data.
+        """
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self._timeline.host)
         if missing is None:
@@ -411,11 +413,11 @@ class Interprocess:
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
     def recorded(self, event: TrackedEvent) -> int:
-        """Announce a recording of an event; its number."""
+        """Announce a recording of an event, and return its number."""
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:
-        """The board index of an event's recordings; None if the board is full or missing."""
+        """Index of an event on the board; None if the board is full or missing."""
         if event.index is None:
             event.index = self.board.add_entry()
             if event.index is not None and event.mark is not None:
@@ -425,7 +427,7 @@ class Interprocess:
         return event.index
 
     def destroyed(self, event: TrackedEvent) -> None:
-        """Remove an event without handles."""
+        """Remove an event that has no handle any more."""
         if event in self._events.values():
             return
         self.events.pop(event.name, None)
@@ -452,14 +454,14 @@ class Interprocess:
     # -- uses after the export and the import ------------------------------------------------------------------
 
     def follow(self, range_: Range) -> None:
-        """Announce later uses of exported or imported memory."""
+        """From now on announce uses of exported or imported memory."""
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
         """Record a use of memory that other processes may have open."""
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            self._untold()  # its library may have recorded an event
+            self._untold()  # the library that has the event may have recorded it
             return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
@@ -493,8 +495,8 @@ class Interprocess:
                     self._announce(range_, one)
 
     def drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
-        """Remove the uses that are over, by actor number and time: the host, or another process by a value, may have
-        waited for them.
+        """Remove ended uses, given by actor number and time. The host may have waited for them, or another process
+        through a value.
         """
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not is_over(one.number, one.time)]
@@ -502,7 +504,7 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Before a use of shared memory, read the other processes' announcements about it."""
+        """Read the announcements of other processes about memory before a use of it."""
         name = self.names.get(range_)
         if name is None:
             return
@@ -538,7 +540,7 @@ class Interprocess:
         return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
-        """Record an import by its export data, with the events that its exporter announced."""
+        """Record an import by its export data, ordered by the events that its exporter announced."""
         found = post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
@@ -547,7 +549,7 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that a stream waits for an announcement with a name. None: the host has waited."""
+        """Record that a stream waits for the announcement with a name. A stream of None stands for the host."""
         self._values.ignore(word)
         ours = self.announced.get(name)
         if ours is not None and stream is not None:
@@ -625,7 +627,7 @@ class Interprocess:
         return found
 
     def _ready(self, post: BoardEntry) -> int:
-        """The number of the actor for a post. The oldest such actors are removed."""
+        """Return the number of the actor for a post. This removes the oldest such actors."""
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
@@ -644,11 +646,12 @@ _syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
 _MOST_FILES = 256
-"""Most recorded files of each of the two sorts."""
+"""Most files that are recorded, with and without names."""
 
 
 class OpenFiles(Generic[T]):
-    """A table with a value per open file, which keeps no file open. Files that cannot be identified have no value.
+    """A table with a value for each open file. The table keeps no file open. A file that cannot be identified has no
+    value.
 
     All handles that a real driver exports are unnamed files of one device, so ``fstat`` cannot tell them apart. An
     epoll refers to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.

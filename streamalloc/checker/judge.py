@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     made: str
     """Place where the event was made."""
     recordings: tuple[RecordedEvent, ...]
-    """The last recording before the wait, and earlier ones that it replaced."""
+    """The last recording before the wait, and earlier recordings that it replaced."""
     stack: Stack
 
 
@@ -40,18 +40,18 @@ class Judge:
         self.timeline = timeline
         self._on_hazard = on_hazard
         self._published = Clock() if published is None else published
-        """Work that other processes can wait for, and may have."""
+        """Work that other processes can wait for and may have waited for."""
         self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
         """The latest waits of the host for events."""
         self.sees_grants: Callable[[], bool] = lambda: True
-        """Whether all calls were seen that grant access to mappings."""
+        """Whether the checker saw all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
-        """Record a wait for an event, for reports of an order that it does not give."""
+        """Record a wait for an event, so that a report can say why the wait gives no order."""
         (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
 
     def missing_order(self, before: RecordedOperation, later: Actor) -> str:
-        """The advice how to order an actor after an operation. It names a wait that has no effect."""
+        """Return advice on how to order an actor after an operation. It names a wait that had no effect."""
         waiting = later if later.within is None else later.within
         waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
         vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
@@ -75,14 +75,14 @@ class Judge:
             if ended is None or ended.actor is stream:
                 continue
             if not stream.clock.after(ended.actor.number, ended.time):
-                # The driver reuses memory only after its free.
+                # The driver reuses memory only after its free, so later work comes after the free.
                 self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
 
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free, or an unmap or release if ``ending`` says so. Report operations that may still use the
-        memory.
+        """Record a free, or the unmap or release that ``ending`` names. Report operations that may still use the
+        memory. The returned function undoes this, for a free that the driver refused.
 
         The returned function takes the free back, because the driver refused it.
         """
@@ -133,7 +133,8 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or write of addresses. ``device``: check its access rights, which the driver does not.
+        """Record a read or write of addresses. ``device``: check its access, which the driver does not check. ``races``
+        is False for a use that a waited-for value orders with other uses.
 
         ``races`` is False for a use that the waited-for value orders with other uses.
         """
@@ -168,7 +169,7 @@ class Judge:
                         self._race(range_, before, access, ordered)
 
     def _rights(self, range_: Range, device: int) -> int:
-        """The access of a device: 1 read, 3 write."""
+        """Return the access of a device: 1 read, 3 write."""
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
         if rights < 3 and (self.timeline.foreign if range_.context else not self.sees_grants()):
             self.timeline.notes.add("access", str(range_))
@@ -176,7 +177,7 @@ class Judge:
         return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins inside a range and extends beyond it, to ``end``."""
+        """Report a use that begins inside a range and extends to ``end``, beyond it."""
         range_, start, last = piece
         if range_.ended is None:
             what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
@@ -185,11 +186,11 @@ class Judge:
             self.report("out of bounds", what, remedy, range_, stack)
 
     def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
-        """Report a read of bytes that were never written. ``unseen_upto``: highest number of memory that a kernel may
-        have written unseen.
+        """Report a read of bytes that were never written. ``unseen_upto``: highest number of the memory that a kernel
+        may have written unseen.
         """
         range_, low, high = piece
-        # The host writes through arrays, unseen.
+        # The host writes through arrays, which the checker does not see.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):
@@ -211,14 +212,14 @@ class Judge:
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
         if access.actor in self.timeline.foreign:
-            self.timeline.notes.add("shared", str(range_))  # its library may have waited
+            self.timeline.notes.add("shared", str(range_))  # the library that has the stream may have waited
             return
         did = "writes" if contents.written else "reads"
         what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove uses that the host has waited for, because all later work comes after them."""
+        """Remove uses that the host has waited for. All later work comes after them."""
         for number, use in tuple(uses.items()):
             if self.timeline.may_be_known(number, use.time):
                 del uses[number]
@@ -270,7 +271,7 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range. ``ordered``: the order that exists in this run."""
+        """Report a hazard of a range. ``ordered``: text about the order that holds in this run."""
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
         for name, stack in {"this call": call, **places, made: range_.stack}.items():
@@ -281,7 +282,7 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """The previous owner of a range's addresses, as text and places."""
+    """Describe the previous owner of a range's addresses: text and places."""
     for one in range_.previous:
         if one.ended is not None:
             text = f"; before that {one} was there, until {one.ended} freed it"
@@ -290,7 +291,7 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
 
 
 def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
-    """The advice if a wait was meant to order its actor after an operation, but does not; otherwise empty."""
+    """Return advice if a wait should have ordered its actor after an operation but did not; else an empty text."""
     operation = f"the {_bare(before)} of {place_of(before.stack)}"
     waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
     if not wait.recordings:

@@ -23,9 +23,9 @@ from streamalloc.formats.sizes import size_text
 NEVER = 1 << 62
 """Time of an operation that has not run yet."""
 MANY_USERS = 64
-"""Actors per interval before those already waited for are removed."""
+"""Number of actors in an interval at which the actors that the host has waited for are removed."""
 _MANY_RANGES = 20_000
-"""Recorded ranges before freed ones are removed."""
+"""Number of recorded ranges at which freed ones are removed."""
 
 
 class RecordedOperation:
@@ -47,7 +47,7 @@ class RecordedOperation:
 
     @property
     def call(self) -> str:
-        """The call in the program: that of this package, if it made the driver's."""
+        """Place of the call in the program. A call of this package stands for the driver call that it made."""
         function = function_of(self.stack) if self.what.startswith("cu") else ""
         return f"{function}()" if function else self.what
 
@@ -92,7 +92,7 @@ class Bytes:
     """Physical memory, with the latest uses of each interval."""
 
     number: int = field(default_factory=count().__next__)
-    """Later memory has a higher number."""
+    """Number of the memory. Memory made later has a higher number."""
     shared: bool = False
     """Whether other processes may have the memory."""
     fresh: tuple[tuple[int, int], ...] = ()
@@ -100,7 +100,7 @@ class Bytes:
     types: tuple[Any, ...] = ()
     """Intervals with element types, see :mod:`streamalloc.checker.contents`."""
     _segments: list[_Segment] = field(default_factory=list)
-    """In order, without overlaps."""
+    """Intervals in order of their start, without overlaps."""
 
     def touch(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
@@ -152,7 +152,7 @@ class Bytes:
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
-        """Whether nothing has used a byte."""
+        """Whether no operation has used a byte of the memory."""
         before = bisect_right(self._segments, at, key=_start) - 1
         return before < 0 or self._segments[before].end <= at
 
@@ -204,13 +204,13 @@ class AwaitedPart:
     low: int
     high: int
     after: list[tuple[int, int]]
-    """Actors and times; one of them must precede a use."""
+    """Actors and times, one of which must precede a use."""
     over: Callable[[], bool]
-    """Returns whether the other process's work may have ended."""
+    """Returns whether the other process's work may have finished."""
     whose: str
     remedy: str
     step: bool = False
-    """Whether it was used after the export."""
+    """Whether this process has used the part since the export."""
     written: bool = True
     """True for writes of the other process, False for reads."""
 
@@ -228,9 +228,9 @@ class Range:
     """Offset of the first address in the bytes."""
     stack: Stack = ()
     born: RecordedOperation | None = None
-    """Stream-ordered allocation; None for a synchronous one."""
+    """The stream-ordered allocation; None for a synchronous one."""
     ended: RecordedOperation | None = None
-    """Free, unmap or release."""
+    """The free, unmap or release; None before it."""
     freed_after: Clock | None = None
     """Clock of a free in stream order."""
     vacated: bool = False
@@ -238,13 +238,13 @@ class Range:
     pending: bool = False
     """Whether the allocation is queued and has not run."""
     last: dict[int, Access] = field(default_factory=dict)
-    """Latest use by actor number."""
+    """Latest use of each actor, by actor number."""
     previous: tuple[Range, ...] = ()
     """Ranges that had the same addresses before."""
     grants: dict[int, int] | None = None
     """Access of devices: 1 read, 3 write; None: all have access. Ranges of one pool or context share it."""
     bindings: list[BoundBytes] | None = None
-    """Bound bytes of a mapped multicast object; None for other memory."""
+    """Bytes bound to a multicast object, if the range maps one; None for other memory."""
     opened: int = 1
     """Number of ``cuIpcOpenMemHandle`` calls that returned this range."""
     imports: list[Range] = field(default_factory=list)
@@ -254,15 +254,15 @@ class Range:
     awaited: tuple[AwaitedPart, ...] = ()
     """Parts of an import that may not be complete."""
     deferred: bool = False
-    """Whether its free waits for importers."""
+    """Whether the free waits for importers."""
     viewed: bool = False
     """Whether the host has an array of it."""
     waiting_write: bool = False
     """Whether a write was queued on a stream that was waiting."""
     released: Stack | None = None
-    """Place of the release; None while memory may be written."""
+    """Place where the program released it while mapped; None while it may be written."""
     divided: bool = False
-    """Whether it is a segment whose blocks an allocator hands out."""
+    """Whether an allocator gives out blocks of the range."""
 
     @property
     def end(self) -> int:
@@ -293,7 +293,7 @@ class Range:
 
 
 Piece = tuple[Range, int, int]
-"""A range, and the first and end address of a part."""
+"""A range, and the first and the end address of a part of it."""
 Pieces = list[tuple[Piece, bool]]
 """Parts of ranges, and whether they are written."""
 
@@ -306,7 +306,9 @@ class AddressMap:
         self._at: dict[int, Range] = {}
         self._bases: list[int] = []
         self._verdicts: dict[tuple[int, ...], bool] = {}
-        """Answers of :meth:`any_whole` since the ranges changed: programs launch the same kernels again and again."""
+        """Answers of :meth:`any_whole` since the ranges last changed. Programs launch the same kernels again
+        and again.
+        """
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> None:
@@ -322,7 +324,7 @@ class AddressMap:
             if old.ended is None:
                 continue
             made.previous += (old,)
-            # A report names one earlier owner.
+            # A report names only one earlier owner.
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:
@@ -346,7 +348,7 @@ class AddressMap:
 
     def remove(self, base: int) -> None:
         """Remove the range that begins at an address."""
-        # An interrupt between these lines leaves a base without a range, which look-ups skip.
+        # An exception of a signal handler between these lines leaves a base without a range. Look-ups skip it.
         self._at.pop(base, None)
         self._verdicts.clear()
         at = bisect_left(self._bases, base)
@@ -354,7 +356,7 @@ class AddressMap:
             del self._bases[at]
 
     def divide(self, segment: Range) -> None:
-        """Record that an allocator hands out the blocks of a segment."""
+        """Record that an allocator gives out blocks of a segment."""
         segment.divided = True
         self._verdicts.clear()
 
@@ -364,7 +366,7 @@ class AddressMap:
         return None if found is None or found.divided or found.ended is not None else found
 
     def any_whole(self, addresses: tuple[int, ...]) -> bool:
-        """Whether an address is, or was, in such a range."""
+        """Whether one of these addresses is, or was, in a range that is not divided."""
         found = self._verdicts.get(addresses)
         if found is None:
             if len(self._verdicts) > _MANY_RANGES:

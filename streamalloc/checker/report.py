@@ -42,7 +42,7 @@ LEFT_OUT = {
     "poison": "contents of memory that could not be filled with poison",
     "hazards": "hazards after the first 1,000 pairs of places",
 }
-"""Texts of the reasons. ``comparison.md`` explains each."""
+"""Texts of the reasons for which something is not checked. ``comparison.md`` explains each."""
 _MOST_SUBJECTS = 3
 _MOST_HAZARDS = 1000
 
@@ -50,7 +50,7 @@ _MOST_HAZARDS = 1000
 @dataclass(eq=False)
 class _Note:
     place: str
-    """Place in the program where it happened first."""
+    """Place in the program where the hazard happened first."""
     count: int = 0
     subjects: dict[str, None] = field(default_factory=dict)
 
@@ -64,7 +64,9 @@ class Notes:
         """Returns the place of the present call."""
 
     def add(self, reason: str, subject: str = "", stack: Stack | None = None) -> None:
-        """Note that something was left out. ``reason``: a key of :data:`LEFT_OUT`. ``subject``: a name for the text."""
+        """Note that something is not checked. ``reason``: a key of :data:`LEFT_OUT`. ``subject``: its name in
+        the text.
+        """
         found = self._found.get(reason)
         if found is None:
             found = self._found[reason] = _Note(place_of(self.place() if stack is None else stack))
@@ -73,7 +75,7 @@ class Notes:
             found.subjects[subject] = None
 
     def texts(self) -> tuple[str, ...]:
-        """One text for each reason."""
+        """Return one text for each reason."""
         return tuple(_text(reason, found) for reason, found in self._found.items())
 
 
@@ -98,13 +100,13 @@ class Reports:
         self._known: dict[tuple[Any, ...], Hazard] = {}
         """Hazards by pair of places."""
         self._raised: set[tuple[Any, ...]] = set()
-        """Pairs of places and addresses."""
+        """Hazards that were raised, as pairs of places and addresses."""
         self._at_once = False
         self._test: ParentTest | None = None
-        """Test that gets the hazards; None: they are printed."""
+        """Test that receives the hazards; None if they are printed."""
 
     def take(self) -> list[Hazard]:
-        """Move the hazards of the present call to the list of all. Returns those to deliver.
+        """Move the hazards of the present call to the list of all, and return those to deliver.
 
         A pair of places is shown once. It is raised once for each address, because a raised free is not made.
         """
@@ -113,7 +115,7 @@ class Reports:
             hazard = self.found.pop(0)
             pair = hazard.pair
             known, key = self._known.get(pair), (*pair, hazard.address)
-            is_new = known is None or known not in self.all  # the program has cleared the list
+            is_new = known is None or known not in self.all  # The program has cleared the list.
             if known is not None and not is_new:
                 if hazard.kind != "leak":
                     known.found_again()
@@ -128,7 +130,9 @@ class Reports:
         return fresh
 
     def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
-        """Show, warn about or raise new hazards. ``undo`` is called before a raise, because the call is not made."""
+        """Show, warn about or raise new hazards. ``undo`` is called before a raise, because the driver call is then not
+        made.
+        """
         for hazard in fresh:
             if self._at_once:
                 self._show(hazard)
@@ -152,7 +156,9 @@ class Reports:
             self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     def show_rest(self, summary: bool) -> None:
-        """Show the hazards that were not shown yet. ``summary``: then their number and what was not checked."""
+        """Show the hazards that were not shown yet. With ``summary``, also print their number and what was
+        not checked.
+        """
         often = [one for one in self.all if one.count > 1 and one in self.shown]
         for hazard in self.all:
             if hazard not in self.shown:
@@ -168,7 +174,7 @@ class Reports:
         if self.all:
             texts.append(f"{_counted(len(self.all) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
         texts += [f"not checked: {one}" for one in self._notes.texts()]
-        # In one piece: processes of one program end at the same time.
+        # Print in one piece, because processes of one program may end at the same time.
         sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))
 
 

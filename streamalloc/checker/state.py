@@ -1,4 +1,4 @@
-"""The state of a driver as far as recorded calls have shown it: plain data, which :mod:`.rules` changes."""
+"""The state of a driver as recorded calls have shown it: plain data, which :mod:`.rules` changes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LEAKS = {
     "mapping": ("unmapped", "close it before the end, or call cuMemUnmap and then cuMemRelease."),
     "physical memory": ("released", "close it before the end, or call cuMemRelease."),
 }
-"""The missing end and the advice for leaks of each kind."""
+"""By kind: the name of the missing end, and the advice for a leak."""
 _ARRAYS = 1 << 64
-"""First of the artificial addresses for arrays, beyond those of memory."""
+"""First of the artificial addresses of arrays. No memory has such high addresses."""
 
 
 @dataclass(eq=False)
 class TrackedArray(Range):
-    """An array, at addresses that no memory has."""
+    """An array. Its artificial addresses belong to no memory."""
 
     pitch: int = 0
     lines: int = 1
@@ -75,7 +75,7 @@ class Executable:
 
 @dataclass(eq=False)
 class State:
-    """All that is known of a driver. Its recorder guards it by a lock."""
+    """The state of a driver. The recorder's lock guards it."""
 
     driver: InitVar[Any]
     on_hazard: Callable[[Hazard], None]
@@ -108,9 +108,9 @@ class State:
     current_pools: dict[int, int] = field(default_factory=dict)
     """Current pool by device."""
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
-    """Called with each use of what may be a segment, when its stream runs it."""
+    """Called with each use of a range that may be a segment, when its stream runs the use."""
     now: int = 0
-    """Time of the present call; 0 if its feed does not tell."""
+    """Time of the present call; 0 if the feed does not tell it."""
 
     def __post_init__(self, driver: Any) -> None:
         # Order.
@@ -127,28 +127,28 @@ class State:
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # Values in memory, and other processes.
+        # values in memory, and other processes
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)
         """Exported and imported physical memory, by open file."""
 
     def look(self) -> None:
-        """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
+        """Read the awaited values in host memory, and query the work of other libraries. Both change without a call."""
         if self.timeline.waiting:
             self.values.look()
         if self.streams.foreign.pending:
             self.streams.foreign.look()
 
     def is_pageable(self, address: int) -> bool:
-        """Whether an address is unknown to the driver. Copies to such memory end before the call returns."""
+        """Whether the driver does not know an address. Copies to such memory end before the call returns."""
         return (
             self.addresses.find(address) is None
             and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
         )
 
     def leaks(self) -> list[Hazard]:
-        """A hazard for each place in the program that allocated memory which is not freed."""
+        """Return one hazard for each place in the program whose allocations are not freed."""
         resources: list[Range | TrackedMemory] = [
             one
             for one in self.addresses.living()
@@ -168,7 +168,7 @@ class State:
         return found
 
     def close(self) -> None:
-        """Check the operations of waiting streams as if they had run, and remove entries that other processes read."""
+        """Check the queued operations of waiting streams, and remove entries that other processes read."""
         self.sources.check()
         for stream in tuple(self.timeline.waiting):
             self.timeline.force(stream)

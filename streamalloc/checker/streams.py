@@ -24,14 +24,14 @@ from streamalloc.driver.reports import Stack, here, place_of
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
-"""Handles of the default streams."""
+"""Handles of the legacy default stream."""
 _MOST_EVENTS = 64
-"""Most operations per stream that are followed."""
+"""Most operations that are followed on each stream."""
 
 
 @contextlib.contextmanager
 def beside_captures(driver: Any) -> Iterator[None]:
-    """Let the calls of this thread invalidate no capture."""
+    """Set the relaxed capture mode, so that calls of this thread invalidate no capture."""
     failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
     try:
         yield
@@ -41,24 +41,24 @@ def beside_captures(driver: Any) -> Iterator[None]:
 
 
 class ForeignStreams:
-    """Streams that other libraries may use; empty until one of them has used a stream."""
+    """Streams that other libraries may use. Empty until another library has used a stream."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
         self._timeline = timeline
         self._reachable: dict[TrackedStream, None] = {}
         self.calls_are_seen: bool = False
-        """Whether other libraries call no other driver, because it is a simulated one."""
+        """Whether all calls of other libraries are seen, because the driver is simulated."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
-        """Whether other code got a stream's handle and may launch kernels unseen."""
+        """Whether other code has a stream's handle and may launch kernels unseen."""
         self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
-        """Pending operations: time of each, and an event after it."""
+        """Pending operations of each stream: time, and an event after it."""
         self._over: list[Any] = []
-        """Events of ended operations, destroyed once no thread queries them."""
+        """Events of ended operations. They are destroyed when no thread queries them."""
         self._querying = 0
-        """Number of threads querying events, without the lock."""
+        """Number of threads that query events without the lock."""
 
     def is_ours(self, stream: TrackedStream) -> bool:
         """Whether no other library can use a stream, or wait for the device unseen."""
@@ -75,7 +75,7 @@ class ForeignStreams:
             self._reachable[stream] = None
 
     def uses(self, stream: TrackedStream) -> None:
-        """Record that another library uses a stream. From now on it may use all streams that it can get."""
+        """Record that another library uses a stream. From then on it may use all streams that it can get."""
         self.is_there = True
         self.is_lent(stream)
         if stream not in self._timeline.foreign:
@@ -94,10 +94,10 @@ class ForeignStreams:
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
-        """Record an event after the latest operation of a stream."""
+        """Record an event after the latest operation of a stream, to find out when it has ended."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
-        # Read first: the event is recorded without the lock, and another thread may queue more work.
+        # Read the time first. The event is recorded without the lock, and another thread may queue more work.
         time = stream.time
         # An event on a default stream could invalidate other threads' captures.
         event = None if stream.handle <= _PER_THREAD else self._record(stream.handle)
@@ -122,7 +122,7 @@ class ForeignStreams:
             self._destroy_events()
 
     def _end(self, stream: TrackedStream, time: int) -> None:
-        """Record that the host may have waited for a stream's operations, up to a time."""
+        """Record that the host may have waited for a stream's operations up to a time."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
@@ -173,7 +173,7 @@ def is_readable(low: int, high: int) -> bool:
 
 
 class Questions:
-    """The checker's own calls of the wrapped driver, about what no recorded call has shown."""
+    """The checker's own calls of the wrapped driver, for facts that no recorded call has shown."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -182,7 +182,7 @@ class Questions:
         """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,)
-        # A simulated machine does not model all questions; the program did not ask this one.
+        # A simulated machine does not model all questions. The program did not make this call.
         with contextlib.suppress(NotImplementedError):
             answer = answer if function is None else function(*args)
         return () if answer[0] else answer[1:]
@@ -202,7 +202,7 @@ class Questions:
 
 
 class CallingThread(NamedTuple):
-    """Origin of a call that another feed than the wrapper has seen, perhaps on another thread."""
+    """Thread and context of a call that was not made through the wrapper; the thread may be another one."""
 
     thread: int
     context: int
@@ -217,7 +217,7 @@ class _HostThread:
         self.actor = actor
         self.streams: dict[int, TrackedStream] = {}
         self._number = number
-        # Not threading.current_thread, which would register a thread that Python has not started.
+        # ``threading.current_thread`` would register a thread that Python has not started.
         self._known = next((one for one in threading.enumerate() if one.ident == number), None)
 
     @property
@@ -237,12 +237,12 @@ class Streams:
         self.devices: dict[TrackedStream, int | None] = {}
         self.captures: dict[TrackedStream, TrackedCapture] = {}
         self.caller: CallingThread | None = None
-        """Origin of the present call; None: this thread makes it."""
+        """Thread of the present call; None if it is the calling thread."""
         self._legacy: dict[int, TrackedStream] = {}
         self._per_thread: list[TrackedStream] = []
         self._here = threading.local()
         self._fed: dict[int, _HostThread] = {}
-        """Threads of calls from another feed."""
+        """Threads of calls that were not made through the wrapper."""
         self._over: deque[dict[int, TrackedStream]] = deque()
         """Per-thread streams of ended threads."""
         # With this variable set, the bindings treat 0 as the per-thread default stream.
@@ -252,7 +252,7 @@ class Streams:
     # -- the present call --------------------------------------------------------------------------------------
 
     def place(self, depth: int = 8) -> Stack:
-        """Place of the present call in the program: its innermost ``depth`` frames."""
+        """Return the place of the present call: the innermost ``depth`` frames of the program."""
         return here(depth) if self.caller is None else self.caller.place
 
     def context(self) -> int:
@@ -292,7 +292,7 @@ class Streams:
         return self.captures.get(stream) if self.captures else None
 
     def _special(self, number: int) -> TrackedStream:
-        """A default stream, or a stream that was created before the checker."""
+        """Return a default stream, or a stream that was created before the checker."""
         kind = number or self._zero
         if kind == _LEGACY:
             return self.legacy(self.context())
@@ -300,9 +300,9 @@ class Streams:
             return self._own(self.context())
         capturing = self._ask.number("cuStreamIsCapturing", number)
         if capturing is None:
-            # The driver does not know the handle, and will refuse the call.
+            # The driver does not know the handle and will refuse the call.
             unknown = self._timeline.stream(f"stream {number:#x}", handle=number)
-            # No order is missing before a call that has no effect.
+            # The call has no effect, so no order is missing before it.
             unknown.clock = self._timeline.everything()
             self._timeline.retire(unknown)
             return unknown
@@ -319,7 +319,7 @@ class Streams:
         thread = self._thread()
         mine = thread.streams
         found = mine.get(context)
-        if found is None or found not in self.devices:  # its context may have ended
+        if found is None or found not in self.devices:  # The context may have ended.
             while self._over:
                 for one in self._over.popleft().values():
                     if one in self._per_thread:
@@ -339,7 +339,7 @@ class Streams:
         """The legacy default stream of a context."""
         if context not in self._legacy:
             device = self._ask.number("cuCtxGetDevice")
-            if context not in self._legacy:  # another thread may have added it during the query
+            if context not in self._legacy:  # Another thread may have added it during the query.
                 found = self._timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
                 self.foreign.can_use(found)
@@ -349,7 +349,7 @@ class Streams:
     def add(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
     ) -> TrackedStream:
-        """Add a stream; ``made_at`` is None for a stream of another library."""
+        """Add a stream. ``made_at`` is None for a stream that another library made."""
         where = self.context() if context is None else context
         legacy = self.legacy(where)
         name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
@@ -365,7 +365,7 @@ class Streams:
         stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
 
     def all(self, context: int | None = None) -> list[TrackedStream]:
-        """The streams of one context, or of all. Destroyed streams may still have work."""
+        """Return the streams of one context, or of all contexts. Destroyed streams may still have work."""
         found = [*self.by_handle.values(), *self._legacy.values(), *self._per_thread, *self._timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
@@ -377,7 +377,7 @@ class Streams:
         self._timeline.retire(stream)
 
     def end_context(self, context: int) -> list[int]:
-        """Retire the streams of a context that ends; the handles of those that a call has created."""
+        """Retire the streams of a context that ends. Returns the handles of streams that a call has created."""
         ended = [handle for handle, one in self.by_handle.items() if one.context == context]
         for handle in ended:
             self.retire(self.by_handle.pop(handle))
@@ -388,7 +388,7 @@ class Streams:
         return ended
 
     def name_nodes(self, stream: TrackedStream, *nodes: TrackedNode) -> None:
-        """Query the graph node that a call has added to the capture of a stream."""
+        """Ask the driver which graph node a call has added to the capture of a stream."""
         capture = self.captures.get(stream)
         if capture is None:
             return

@@ -1,4 +1,5 @@
-"""Rules of driver calls, and what several of them share: uses of memory by streams and by the host, waits of the host.
+"""Rules of driver calls, and acts that several rules share: uses of memory by streams and by the host, waits of the
+host.
 
 A use is queued by the call (:func:`queue_use`) and judged when its stream runs it (:func:`touch`). The two moments
 differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
@@ -31,28 +32,29 @@ Answer: TypeAlias = "tuple[Any, ...]"
 After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
 """Called after a successful call."""
 Before: TypeAlias = Callable[[State, str, Arguments], Finish]
-"""Called before a call. Its result is called with the answer, even if the driver refuses.
+"""Called before a call. Its result is called with the answer, even if the driver refuses the call. A free needs this,
+because another thread may get the memory as soon as the call is made.
 
 For example frees: after the call another thread may already get the memory.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
-"""A part of memory: first byte, end, and whether it is written; None if that is unknown."""
+"""A part of memory: first byte, end, and whether it is written (None: unknown)."""
 Kernel: TypeAlias = "tuple[str, Stack, Callable[[], Iterable[Part]]]"
-"""A launched kernel: text, place, and a function that returns the memory behind the addresses among its arguments."""
+"""A kernel launch: text, place, and a function that returns the memory behind its address arguments."""
 Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
-"""A launch: the addresses among its arguments, None if they are unknown, and a function that returns its kernel."""
+"""The addresses among a launch's arguments (None: unknown), and a function that returns its :data:`Kernel`."""
 T = TypeVar("T")
 
 KERNEL = "a kernel"
 """Name of a use reported by ``used``."""
 _KERNEL = "kernel "
-"""First letters of the text for a kernel with a name."""
+"""First letters of the report text for a kernel with a name."""
 FLAG = 64
-"""Bytes of the largest write to host memory that the host may wait for by polling."""
+"""Most bytes of a write to host memory that the host may poll."""
 _SEGMENTS = ("device memory", "mapping")
-"""Kinds of ranges that allocators may divide."""
+"""Kinds of ranges that an allocator may divide into blocks."""
 _NEW = ("allocation", "device memory")
-"""Kinds of ranges that have no contents at first."""
+"""Kinds of ranges that have no contents when they are made."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
 """Kinds of ranges with exactly one allocation."""
 
@@ -68,7 +70,7 @@ def _words(value: Any) -> list[int]:
 
 
 def may_poll(range_: Range) -> bool:
-    """Whether the host may read memory without a call."""
+    """Whether the host may read the memory without a call."""
     return range_.viewed or range_.kind in HOST_KINDS
 
 
@@ -97,7 +99,9 @@ def rules(*, before: dict[str, Before], after: dict[str, After]) -> dict[str, Ru
 def ends(
     table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
 ) -> Before:
-    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
+    """Rule for a call that destroys the owner of its first argument. During the call another thread may already get the
+    handle.
+    """
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
         number, live = number_of(args[0]), table(state)
@@ -120,8 +124,8 @@ def ends(
 
 
 def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
-    """The uses of a kernel of this package, or those that a simulated kernel declares for its arguments: address, size,
-    write flag and atomic flag. None for other kernels.
+    """Return the uses of a kernel of this package, or those that a simulated kernel declares for its arguments:
+    address, size, write flag and atomic flag. None for other kernels.
     """
     copies = parameters_of(launch[1]) if len(launch) > 1 else None
     if copies is not None:
@@ -132,7 +136,7 @@ def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]]
 
 
 def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
-    """Text for a launch by a call: the kernel's name if the driver has one."""
+    """Return the report text for a launch: the kernel's name, if the driver has one."""
     if not number_of(function):
         return call
     name = state.ask.values("cuKernelGetName" if isinstance(function, cuda.CUkernel) else "cuFuncGetName", function)
@@ -154,7 +158,7 @@ def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, 
 
 
 def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes] | None:
-    """The memory whose addresses are among a kernel's arguments; None if these cannot be read."""
+    """Return the memory whose addresses are among a kernel's arguments; None if the arguments cannot be read."""
     if not isinstance(params, tuple) or len(params) != 2 or extra:
         return None
     found = [state.addresses.find(word) for value in params[0] for word in _words(value)]
@@ -163,7 +167,7 @@ def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes]
 
 
 def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Record a kernel without declared uses: it may write any memory that exists."""
+    """Record a kernel without declared uses. It may write any memory that exists."""
     if node.unseen is not None:
         state.unseen_upto = Bytes().number
         state.types.unseen += 1
@@ -184,7 +188,7 @@ def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[]
             goals.append((mark, one.clock.copy()))
 
     def synchronised() -> None:
-        # Observed at once: the clocks of a later goal would add ended streams and threads again.
+        # Take the clocks at once. The clock of a later goal would add ended streams and threads again.
         seen = Clock()
         for mark, clock in goals:
             if mark is not None:
@@ -212,19 +216,19 @@ def wait_for_device(state: State) -> None:
 
 
 def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """The ranges behind addresses, freed ones included."""
+    """Return the ranges behind addresses, including freed ones."""
     return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
 
 
 def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """The ranges behind addresses, without freed ones whose addresses other memory may have now."""
+    """Return the ranges behind addresses, without freed ones whose addresses other memory may have now."""
     touched = list(touched)
     _note_unknown(state, touched)
     return [one for one in all_pieces(state, touched) if not one[0][0].vacated]
 
 
 def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
-    """Note memory of the driver that was not allocated through this checker."""
+    """Note memory that the driver knows but that was not allocated through this checker."""
     for address, size, _ in touched:
         at = number_of(address)
         if size and state.addresses.find(at) is None and not state.is_pageable(at):
@@ -232,7 +236,9 @@ def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
 
 
 def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """The ranges that a node of a graph uses: also pageable memory, which each launch reads when it runs."""
+    """Return the ranges that a node of a graph uses, including pageable memory, which each launch reads when
+    it runs.
+    """
     touched = list(touched)
     read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
     pageable = [Range(at, size, PAGEABLE, stack=state.place()) for at, size in read if state.is_pageable(at)]
@@ -288,13 +294,14 @@ def kernels_of_others(
 
 
 def _is_new(range_: Range, address: int) -> bool:
-    """Whether nothing has used memory, which neither the host nor another process can have written."""
+    """Whether memory is unused, and neither the host nor another process can have written it."""
     is_of_devices = range_.kind in _NEW and range_.grants and not (range_.viewed or range_.bytes.shared)
     return bool(is_of_devices) and range_.bytes.is_unused(address - range_.base + range_.offset)
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-    """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itself.
+    """Report a kernel that goes beyond its memory; for copies and fills the driver refuses this. ``runs`` is False for
+    a kernel in a graph, because memory may be mapped before the launch.
 
     ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
     """
@@ -314,7 +321,7 @@ def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Sta
 
 
 def release_mapped(state: State, address: int, nbytes: int, released: bool) -> None:
-    """Record that the program has released memory that stays mapped, or uses it again."""
+    """Record that the program released memory that stays mapped, or, with ``released`` False, uses it again."""
     for range_, _, _ in state.addresses.pieces(address, nbytes):
         range_.released = state.place() if released else None
 
@@ -347,7 +354,7 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
 
 
 def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """Record the uses of a node behind the wait of its stream: a free by the host before they run is a hazard."""
+    """Record the uses of a node behind the wait of its stream. A free by the host before they run is then a hazard."""
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.waiting_write |= write
         if not state.values.may_be_over(stream):
@@ -361,7 +368,7 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
         if state.on_use is not None and piece[0].kind in _SEGMENTS:
             state.on_use(access, piece, stream, node)
         if piece[0].divided:
-            continue  # its blocks are judged, by whoever listens
+            continue  # The blocks of a segment are judged instead, by the receiver of ``on_use``.
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):
             state.judge.reads_unwritten(piece, access, state.unseen_upto)
         state.judge.use((piece,), access, stream.clock, device)
@@ -372,7 +379,7 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
 def use_on_host(
     state: State, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
 ) -> None:
-    """Check a read or write by a host thread. ``seen``: the program reports the use."""
+    """Check a read or write by a host thread. ``seen``: the program reported the use."""
     thread = state.thread()
     state.timeline.host_acts(thread)
     access = Access(thread, what, state.place(), write)
@@ -406,7 +413,8 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 
 def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Finish:
     """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
-    refuses the call.
+    refuses the call. ``in_order`` is False for a call outside of stream order. The result must be called with the
+    driver's answer.
 
     ``in_order`` is False for a call outside of stream order. Call the result with the driver's answer.
     """
@@ -456,5 +464,5 @@ def _is_there(state: State, address: int, what: str) -> bool:
         return True
     if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
         return False
-    # Host memory may reuse the addresses of freed memory. Addresses that a driver keeps are not readable.
+    # Host memory may get the addresses of freed memory. Addresses that the driver keeps reserved are not readable.
     return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

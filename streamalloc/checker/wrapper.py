@@ -42,18 +42,19 @@ from streamalloc.driver.wrappers import Call, Function, Wrapper
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 _MOST_DESTROYED = 4096
-"""Most destroyed handles that are known. The driver refuses calls with older ones, too."""
+"""Most destroyed handles that are remembered. The driver refuses calls with older ones, too."""
 _PATIENCE = 1.0
 """Seconds to wait for queued work before leaks are reported."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
-"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model. A rule that
-converts such arguments raises them too.
+"""Errors that the bindings raise for wrong arguments, and a simulated machine for calls that it does not model. A rule
+that converts such arguments raises them too.
 """
 
 
 def _notification(delivers: bool = False) -> Callable[[F], F]:
-    """A method that is called under the lock, or later if a finaliser calls it in the middle of a record.
+    """Make a method run under the lock, or later if a finaliser calls it in the middle of a record. ``delivers``: the
+    program makes the call, so hazards may be raised in it.
 
     ``delivers``: the program makes the call, so that hazards may be raised in it.
     """
@@ -80,18 +81,20 @@ class _CallTurn:
         # Reentrant, because a finaliser may run while its own thread records.
         self.lock = RLock()
         self.thread = 0
-        """Identifier of the thread that changes the state; 0: none does."""
+        """Identifier of the thread that changes the state; 0 for none."""
 
     def take(self) -> None:
         """Note that this thread, which has the lock, changes the state."""
         self.thread = threading.get_ident()
 
     def mine(self) -> bool:
-        """Whether this thread changes the state now: a finaliser has interrupted it and makes a call."""
+        """Whether this thread is changing the state. If so, a finaliser has interrupted it and makes a call."""
         return self.thread == threading.get_ident()
 
     def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a driver function without the lock: the driver may wait for a thread whose finaliser waits for it."""
+        """Call a driver function without the lock. The driver may wait for a thread whose finaliser waits for
+        the lock.
+        """
         self.thread = 0
         self.lock.release()
         try:
@@ -107,7 +110,7 @@ class Recorder:
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
         self._turn = _CallTurn()
         self._postponed: deque[Callable[[], None]] = deque()
-        """Records of finalisers' calls that ran while their own thread changed the state."""
+        """Records of calls that finalisers made while their thread was changing the state."""
         self._destroyed: dict[int, Stack] = {}
         """Places of the calls that destroyed handles."""
         self._on = on
@@ -116,7 +119,7 @@ class Recorder:
         self._state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
         self._reports = Reports(on, self._state.notes, found)
         self.hazards: list[Hazard] = self._reports.all
-        """All hazards in order, one for each pair of places. The list may be cleared."""
+        """All hazards in order, one for each pair of places. The program may clear the list."""
         self.finished: bool = False
         """Whether all hazards were shown, or :meth:`finish` returned them to the program."""
         self.process: int = os.getpid()
@@ -125,13 +128,15 @@ class Recorder:
     # -- one record at a time ----------------------------------------------------------------------------------
 
     def _alone(self, step: Callable[..., T], *args: Any) -> T:
-        """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
+        """Call a function under the lock, then record the calls that finalisers made meanwhile. A finaliser's call at
+        the end of the previous record is recorded first, because it came before this call.
 
         A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
         call.
         """
-        # A finaliser may run between any two lines of a step, on this very thread, and free memory by a driver call.
-        # The lock is reentrant, so that it does not wait for itself; its record waits, as the state is half changed.
+        # A finaliser may run between any two lines of a step, on this thread, and free memory by a driver call. The
+        # lock is reentrant, so the finaliser does not wait for its own thread. Its record waits, because the state is
+        # half changed.
         turn = self._turn
         with turn.lock:
             turn.take()
@@ -142,7 +147,7 @@ class Recorder:
                 self._record_postponed()
                 return result
             finally:
-                if turn.mine():  # False if a signal handler raised while `outside` waited for the lock
+                if turn.mine():  # a signal handler raised while `outside` waited for the lock
                     turn.thread = 0
 
     def _record_postponed(self) -> None:
@@ -202,8 +207,8 @@ class Recorder:
         self._reports.deliver(self._alone(self._as_caller, caller, record))
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
-        """Call a function that judges uses later than their calls, and deliver what it reports. ``context``: that of
-        the default stream.
+        """Call a function that judges uses after their calls, and deliver its hazards. ``context``: context of the
+        default stream.
         """
 
         def record() -> list[Hazard]:
@@ -225,12 +230,14 @@ class Recorder:
             self._alone(self._state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Finish | None, list[Hazard]]:
-        """Returns the new hazards, too, under the lock: no other thread may take them."""
+        """Return the finish of the call and its new hazards. They are returned under the lock, so that no other thread
+        takes them.
+        """
         finish = None if self._ends_unknown(name, args) else self._apply(name, args)
         return finish, self._reports.take()
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a call ends a handle that is not live. If so, reports it."""
+        """Whether a call ends a handle that is not live. Such a call is reported."""
         handle = _handle(args) if name in ENDERS else 0
         if not handle or self._state.account.may_end(name, handle):
             return False
@@ -264,7 +271,7 @@ class Recorder:
         return self._reports.take() if take else []
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        """Record a finaliser's call after it was made."""
+        """Record a finaliser's call after the call was made."""
         self._after(name, args, answer, self._apply(name, args), take=False)
 
     # -- handles -----------------------------------------------------------------------------------------------
@@ -320,12 +327,12 @@ class Recorder:
 
     @property
     def state(self) -> State:
-        """The state, for feeds that look at it between calls."""
+        """The state, for a feed that reads it between calls."""
         return self._state
 
     @property
     def listener(self) -> MemoryListener:
-        """The interface that the facade notifies: this object."""
+        """The object that the facade notifies: this recorder."""
         return self
 
     @_notification(delivers=True)
@@ -342,7 +349,7 @@ class Recorder:
 
     @_notification()
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
+        """Record that other code has the handle of ``stream``. ``used``: that code queues work there."""
         foreign, lent = self._state.streams.foreign, self._state.stream(stream)
         (foreign.uses if used else foreign.can_use)(lent)
         foreign.is_lent(lent)
@@ -367,7 +374,7 @@ class Recorder:
 
     @_notification()
     def deferred(self, address: int) -> None:
-        """Record that the program has freed memory whose driver call comes later. It is not a leak."""
+        """Record that the program has freed memory whose driver call comes later, so that it is not a leak."""
         found = self._state.addresses.find(address)
         if found is not None:
             found.deferred = True
@@ -430,7 +437,7 @@ class Recorder:
         self._alone(self._reports.take)
 
     def close(self) -> None:
-        """Check the work of waiting streams, without a word about leaks."""
+        """Check the work of waiting streams, without a report of leaks."""
         self.finished = True
         self._alone(self._state.close)
         self._reports.deliver(self._alone(self._reports.take))
@@ -445,23 +452,23 @@ class Recorder:
 
 
 class RefusedCall:
-    """The end of a rule that raised an error before its call."""
+    """Finish of a call whose rule raised an error before the call."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self, answer: tuple[Any, ...]) -> None:
-        # The driver refuses wrong arguments. If it accepts them, the rule is wrong.
+        # The driver refuses wrong arguments. If it accepts these, the rule is wrong.
         if not answer[0]:
             raise self._error
 
 
 class _WithoutLock:
-    """The driver for the checker's own questions, which it asks without the lock."""
+    """The wrapped driver without the lock, for the checker's own questions."""
 
     def __init__(self, driver: Any, turn: _CallTurn) -> None:
-        # Not the recorder: that cycle would keep the driver alive after its last user, and a weak reference stays
-        # empty if a finaliser revives the recorder's own garbage.
+        # The recorder would make a reference cycle, which keeps the driver alive after its last user. A weak reference
+        # stays empty if a finaliser revives the recorder's garbage.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:
@@ -474,7 +481,7 @@ class _WithoutLock:
 
 
 def _handle(args: tuple[Any, ...]) -> int:
-    """The handle that a call ends; 0 for wrong arguments, which the driver refuses."""
+    """Return the handle that a call ends; 0 for wrong arguments, which the driver refuses."""
     try:
         return number_of(args[0])
     except REFUSED:
@@ -484,7 +491,7 @@ def _handle(args: tuple[Any, ...]) -> int:
 # -- the driver ------------------------------------------------------------------------------------------------
 
 _EXIT_PRIORITY = -100
-"""Priority among multiprocessing's exit functions: after those of programs."""
+"""Priority among the exit functions of multiprocessing. It is below the default, so those of programs run first."""
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
@@ -492,7 +499,7 @@ _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
     "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
     "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
 }
-"""C type and pointer class of the host function in a call."""
+"""C type and pointer class of the host function, by call."""
 _NODE_OF_HOST_FUNCTION = {
     "cuGraphAddHostNode": 3,
     "cuGraphHostNodeSetParams": 1,
@@ -500,7 +507,7 @@ _NODE_OF_HOST_FUNCTION = {
     **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
     **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
 }
-"""Argument index of node parameters, which may contain a host function."""
+"""Index of the argument with node parameters, which may contain a host function."""
 
 
 class CheckedDriver(Wrapper, Recorder):
@@ -531,11 +538,11 @@ class CheckedDriver(Wrapper, Recorder):
     def _call(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name not in RULES and name not in COUNTED:
             answer = _keeps_convention(name, function(*args))
-            if name not in _QUEUES_HOST_FUNCTION:  # these are followed by their stand-ins
+            if name not in _QUEUES_HOST_FUNCTION:  # their replacements follow these calls
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
-            # A finaliser has come in the midst of a rule, whose state is half changed: its call is recorded afterwards.
+            # A finaliser runs in the middle of a rule, whose state is half changed. Its call is recorded afterwards.
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer
@@ -559,7 +566,7 @@ class CheckedDriver(Wrapper, Recorder):
     # -- host functions: ours call theirs, and record begin and end ------------------------------------------------
 
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
-        """Return a pointer to a host function that calls ``theirs`` and records its begin and end."""
+        """Return a pointer to a host function that calls ``theirs`` and records when it begins and ends."""
         function = kind(theirs)
 
         def run(*args: Any) -> None:
@@ -570,7 +577,7 @@ class CheckedDriver(Wrapper, Recorder):
                 function(*args)
             finally:
                 self._alone(call.ends)
-                # A graph may call it again.
+                # A graph may call it again, so the pointer stays.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
 
@@ -593,7 +600,7 @@ class CheckedDriver(Wrapper, Recorder):
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except REFUSED:
-            # The pointer stays: if a signal handler raised this, the driver may call the function.
+            # The pointer stays. If a signal handler raised this, the driver may still call the function.
             self._alone(call.refused)
             raise
         node = call.node
@@ -643,12 +650,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _at_exit() -> None:
-    """Report the hazards found at the end of the process, after dropping the process's arguments."""
+    """Report the hazards found at the end of the process, after the process's arguments are dropped."""
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
     if _alive:
-        gc.collect()  # memory in garbage is not a leak: a traceback may keep it
+        gc.collect()  # Memory in garbage is no leak. A traceback may keep it.
     for one in tuple(_alive):
         if not one.finished:
             if one.process == os.getpid():
@@ -666,16 +673,16 @@ _WRITE = 3
 
 
 class Poison:
-    """Fills memory by calls of the wrapped driver, which are not recorded."""
+    """Fills memory through the wrapped driver. These calls are not recorded."""
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
         self._state = state
         self._delays = bool(getattr(driver, "is_simulated", False))
-        """Whether to delay copies to the host."""
+        """Whether copies to the host are delayed."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
-        """Fill memory that a call is about to free, or with its answer memory that it has allocated."""
+        """Fill memory that a call is about to free or, given the answer, memory that it has allocated."""
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
         if answer is None and name in _FREES:
@@ -692,7 +699,7 @@ class Poison:
             self._granted(*args[:3])
 
     def _fill(self, range_: Range, value: int, stream: Any) -> None:
-        """Fill memory of a pool in the order of a stream, other memory at once."""
+        """Fill memory of a pool in stream order, and other memory at once."""
         if range_.kind == "allocation":
             self._queue(range_.base, range_.size, stream, value)
         elif range_.kind == "pinned memory":
@@ -735,7 +742,7 @@ class Poison:
                 self._driver.cuLaunchHostFunc(stream, _DELAY, 0)
 
     def _granted(self, address: Any, size: Any, descriptors: Any) -> None:
-        """Fill the parts of mapped memory to which a device gets access for the first time."""
+        """Fill the parts of mapped memory to which a device gets its first access."""
         writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
         contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
         for one in mappings(self._state, number_of(address), int(size)) if contexts else ():
@@ -759,11 +766,11 @@ class Poison:
 
 
 _WAITED = threading.Event()
-"""Set when the host waits for delayed copies."""
+"""Set when the host waits, so that delayed copies go on."""
 _LONGEST_DELAY = 0.02
-"""Seconds of a delay of a copy; the host may wait for it unseen."""
+"""Most seconds of a delay. The host may wait for the copy unseen."""
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# The driver may call it after the checker has gone.
+# A module-level function, because the driver may call it after the checker has gone.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}

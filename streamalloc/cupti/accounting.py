@@ -26,7 +26,7 @@ from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
-"""Entries of PyTorch's history that are kept: two seconds to read."""
+"""Entries of PyTorch's memory history that are kept; reading so many takes two seconds."""
 _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
@@ -60,7 +60,7 @@ _MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
     "cuArray3DCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
     "cuMipmappedArrayCreate": ("array", "arrays", lambda args, answer: _mipmap_bytes(*args[:2])),
 }
-"""Kind of the handle that a function makes, name of the memory, and its bytes."""
+"""For each function that makes a handle: kind of the handle, name of the memory, and how to find its bytes."""
 _ENDERS = {
     "cuMemFree": "memory",
     "cuMemFreeAsync": "memory",
@@ -77,7 +77,7 @@ class Line:
 
     def __init__(self, where: int, library: str, what: str, place: Stack) -> None:
         self.where = where
-        """Context of the call; a device with ordinal ``n`` is ``-1 - n``."""
+        """Context of the call. For a call that names a device, ``-1`` minus the device's ordinal."""
         self.library, self.what, self.place = library, what, place
 
 
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
     device: int
     library: str
-    """Name of the library that took it: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
+    """Name of the library that took the memory: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
     what: str
     """Kind of the memory: ``"cuMemAlloc"``, ``"pool allocations"``, ``"live blocks"``."""
     place: Stack
@@ -102,7 +102,7 @@ class Moment(NamedTuple):
     name: str
     rows: tuple[Row, ...]
     driver: dict[int, int]
-    """The driver's figure of the memory of the process, by device; empty if it was not asked at this moment."""
+    """Bytes of the process by device, as the driver reports them; empty if the driver was not asked at this moment."""
 
     @property
     def nbytes(self) -> int:
@@ -127,10 +127,10 @@ class Sums:
         self.now: Counter[Line] = Counter()
         self.total = 0
         self._since: Counter[Line] = Counter()
-        """Changes since the mark: as many as there are places, however long the program runs."""
+        """Changes by line since the mark. Their number does not grow with the running time of the program."""
 
     def add(self, line: Line, nbytes: int) -> None:
-        """Add bytes of a line; negative ones are given back."""
+        """Add bytes to a line; a negative number removes some."""
         self.now[line] += nbytes
         self._since[line] += nbytes
         self.total += nbytes
@@ -147,14 +147,14 @@ class Sums:
 
 
 class Memory:
-    """The account of all device memory of the process, see :func:`memory`."""
+    """The account of the process's device memory; :func:`memory` makes it."""
 
     def __init__(self, driver: Any = cuda) -> None:
         self._driver = driver
         self.libraries: Libraries = Libraries(self._library_has, "alloc", splits_rmm=False)
         self.libraries.most_entries = _MOST_ENTRIES
         self.failure: BaseException | None = None
-        """An error of the account without a subscription."""
+        """Error of this object, apart from the errors of the subscription."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
         self._lock = threading.RLock()  # a finaliser may free memory in a callback
@@ -162,27 +162,27 @@ class Memory:
         self._held: dict[tuple[str, int], _Held] = {}
         self._mapped: dict[int, tuple[int, _Held]] = {}
         self._blocks: dict[int, tuple[Line, int]] = {}
-        """CuPy's live blocks by address."""
+        """CuPy's live blocks, by address."""
         self._sums, self._block_sums = Sums(), Sums()
         self._peak = self._peak_blocks = 0
         self._peak_from = self._peak_to = 0
-        """The times between which the driver's memory was at its peak; until now if the second is 0."""
+        """Times at which the peak began and ended; an end of 0 means that it lasts."""
         self._pools: dict[int, int] = {}
-        """Devices of pools that were made; -1 for pools of host memory."""
+        """Device of each pool that the process made, by handle; -1 for pools of host memory."""
         self._capturing: dict[int, int] = {}
-        """Threads of streams that capture."""
+        """Thread of each capture, by stream."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
 
     @property
     def error(self) -> BaseException | None:
-        """The error that has ended the account before its time; None if all went well."""
+        """The error that ended the account early; None if there was none."""
         return self.failure or (self._subscription.error if self._subscription is not None else None)
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def called(self, call: DriverCall) -> None:
-        """Take a driver call into account."""
+        """Add or remove the memory of a driver call."""
         name, result = call.function, int(call.answer[0])
         with self._lock:
             self._contexts.add(call.context)
@@ -299,7 +299,7 @@ class Memory:
         self._contexts.add(number_of(call.answer[1]))
 
     def _library_has(self, event: Event) -> None:
-        """Take an act of CuPy's allocator into account."""
+        """Add or remove the memory of an event of CuPy's allocator."""
         with self._lock:
             segment = self._held.get(("memory", event.address))
             if event.kind == SEGMENT and segment is not None:
@@ -312,14 +312,14 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    self._mark()  # the moment of a plateau at which the blocks were largest
+                    self._mark()  # the blocks grew while the driver's memory stayed at its peak
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])
 
     # -- outside of callbacks --------------------------------------------------------------------------------------
 
     def moments(self) -> list[Moment]:
-        """The memory now, at the peak, and when the driver last refused memory, if it has.
+        """Return the memory now, at the peak, and when the driver last refused memory, if it did.
 
         The peak is that of the memory that calls have taken. Where it lasted, the time is that at which the blocks of
         the libraries were largest. Reserves of pools at the peak are taken as the largest so far.
@@ -328,7 +328,7 @@ class Memory:
         self._catch_up()
         with self._lock:
             contexts, pools = self._contexts.copy(), self._pools.copy()
-        # Not under the lock, which callbacks take.
+        # Callbacks take the lock, and a driver call under it would wait for them.
         ask = _Asked(self._driver, contexts, pools)
         of_process = self._process.figures() if self._process is not None else {}
         with self._lock:
@@ -348,7 +348,7 @@ class Memory:
         return found
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
-        """The memory that calls have taken from the driver, now and at the peak, and now by library. No driver call."""
+        """Bytes that driver calls have taken: now, at the peak, and now by library. Makes no driver call."""
         self._catch_up()
         with self._lock:
             libraries: Counter[str] = Counter()
@@ -361,7 +361,7 @@ class Memory:
             self._subscription.catch_up()
 
     def now(self) -> Moment:
-        """The memory now. It makes driver calls, so it is for code of the program, not for finalisers."""
+        """Return the memory now. Finalisers must not call it, because it makes driver calls."""
         return self.moments()[0]
 
     def _now(self, torch: Torch, ask: _Asked, of_process: dict[str, int]) -> Moment:
@@ -396,7 +396,7 @@ class Memory:
     def _then(
         self, name: str, span: tuple[int, int], sums: Counter[Line], blocks: Counter[Line], now: Torch, ask: _Asked
     ) -> Moment:
-        """An earlier moment, of which the places of memory are known but not its addresses."""
+        """Return the memory at an earlier moment. Its lines are known, its addresses are not."""
         rows: list[Row] = []
         theirs = [line for line in sums if _is_segment(line, "PyTorch")]
         torch = now.at_most(*span, sum(sums[line] for line in theirs))
@@ -423,7 +423,7 @@ class Memory:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
-        """Follow the process in the block."""
+        """Account for the process's memory in a ``with`` block."""
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
         with contextlib.ExitStack() as undo:
@@ -440,10 +440,10 @@ class _Asked:
         self._devices: dict[int, int] = {}
         self._pools = pools
         self._reserved: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
-        """Bytes that pools hold by device; largest ones under True."""
+        """Bytes that pools hold by device: now under False, and the largest so far under True."""
         self._graphs: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
         self.lost: set[int] = set()
-        """Contexts that have ended."""
+        """Contexts that have been destroyed."""
         self.free: dict[int, tuple[int, int, str]] = {}
         """Free and total bytes, and the UUID, by device."""
         current = driver.cuCtxGetCurrent()
@@ -481,17 +481,17 @@ class _Asked:
                 self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
-        """The device of a line."""
+        """Device of a line."""
         return -1 - where if where < 0 else self._devices.get(where, 0)
 
     def rows(self, sums: Counter[Line]) -> Iterator[Row]:
-        """The rows of lines that nothing divides."""
+        """Rows of lines whose memory is not split into blocks."""
         for line, nbytes in sums.items():
             if nbytes:
                 yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
 
     def reserves(self, sums: Counter[Line], high: bool) -> Iterator[Row]:
-        """The memory that pools hold beyond their allocations, and that of graphs."""
+        """Rows for the memory that pools hold beyond their allocations, and for the memory of graphs."""
         for device, nbytes in self._graphs[high].items():
             yield Row(device, "the driver", GRAPHS, (), nbytes)
         for device, nbytes in self._reserved[high].items():
@@ -524,7 +524,7 @@ _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
     "cuCtxCreate": Memory._context,
 }
 FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
-"""The functions that take device memory and give it back."""
+"""The functions whose calls take or release device memory."""
 
 
 @contextlib.contextmanager
@@ -547,7 +547,9 @@ def memory() -> Iterator[Memory]:
 
 
 class Followed(Wrapper):
-    """A driver whose calls a listener gets, as :func:`subscribe` gives them: for programs of ``cuda.bindings``."""
+    """A driver that passes each of its calls to a listener, as :func:`subscribe` does, for programs of
+    ``cuda.bindings``.
+    """
 
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
         super().__init__(driver)
@@ -560,6 +562,6 @@ class Followed(Wrapper):
             context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
-            except Exception as error:  # the program goes on, as under a subscription
+            except Exception as error:  # As in a subscription, an error does not stop the program.
                 self._account.failure = error
         return answer

@@ -37,7 +37,7 @@ ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
 
 
 class Event(NamedTuple):
-    """An act of an allocator: it gives a block, takes one back, or gets a segment from the driver."""
+    """An event of an allocator: it gives out a block, takes one back, or gets a segment from the driver."""
 
     time: int
     """Nanoseconds since the epoch."""
@@ -45,20 +45,20 @@ class Event(NamedTuple):
     address: int
     nbytes: int
     stream: int
-    """Handle of the stream in whose order the block is given again."""
+    """Handle of the stream in whose order the block is reused."""
     owner: str
-    """Name of the library."""
+    """Name of the library of the allocator."""
     place: Callable[[], Stack]
 
 
 def kernel_of(launch: DriverCall) -> Kernel:
-    """The kernel of a launch."""
+    """Return the kernel of a launch."""
     return cast("Kernel", launch.kernel)
 
 
 def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
-    """The addresses among a launch's arguments. If the driver does not tell these, those of the operator's tensors;
-    None if there is none.
+    """Return the addresses among a launch's arguments. If the driver does not tell the arguments, return the addresses
+    of the operator's tensors, or None without them.
     """
     if launch.pointers is None and launch.operands:
         return tuple(operand[0] for operand in launch.operands)
@@ -66,8 +66,8 @@ def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
 
 
 def parts_of(launch: DriverCall) -> tuple[Part, ...]:
-    """The memory that a launch uses, what is written first: the tensors of its operator that have addresses among its
-    arguments, and one byte at each other address. No two of them overlap.
+    """Return the memory that a launch uses; written parts come first. Parts are the operator's tensors whose addresses
+    are among the arguments, and one byte at each other address. No two parts overlap.
     """
     return _parts(kernel_of(launch), addresses_of(launch) or (), tuple(launch.operands))
 
@@ -106,7 +106,7 @@ _low = itemgetter(0)
 
 
 class Run(NamedTuple):
-    """Launches in a row on a stream, the first of which has a number in it."""
+    """Consecutive launches on one stream; ``at`` is the number of the first one."""
 
     stream: TrackedStream
     at: int
@@ -114,7 +114,7 @@ class Run(NamedTuple):
     launches: list[DriverCall]
 
     def uses(self) -> list[Use]:
-        """What each of them uses."""
+        """Return one use for each launch."""
         found = []
         for at, one in enumerate(self.launches, self.at):
             what, parts = kernel_of(one).what, parts_of(one)
@@ -133,12 +133,12 @@ class Use(NamedTuple):
     what: str
     place: Stack
     parts: Sequence[Part]
-    """The memory that it uses, what is written first."""
+    """Parts of memory that the call uses; written parts come first."""
     captured: int = 0
-    """Time at which it was captured into the graph that runs it; 0 outside of graphs."""
+    """Time of the capture, if the call runs in a graph; else 0."""
 
     def access(self, write: bool) -> Access:
-        """The use as the judge takes it."""
+        """The use in the form that the judge takes."""
         return Access(self.stream, self.what, self.place, write, time=self.at)
 
 
@@ -147,17 +147,17 @@ class _Block:
     event: Event
     stream: TrackedStream
     previous: list[Range]
-    """Earlier owners of its addresses that other streams have used."""
+    """Freed blocks that had some of these addresses and were used on other streams."""
     is_fresh: bool
-    """Whether nothing has used it."""
+    """Whether no call has used the block."""
     place: Stack = ()
-    """Place of the first use."""
+    """Place of the first call that used the block."""
     wrote: tuple[Use, Part] | None = None
     last: tuple[Use, Part] | None = None
-    """Latest write and latest use by its own stream."""
+    """Latest write and latest use on the block's own stream."""
     seen: Use | None = None
     range: Range | None = None
-    """Record of all uses, once another stream has used it."""
+    """Record of all uses; None while only the block's own stream uses it."""
     end: int = 0
 
     def __post_init__(self) -> None:
@@ -170,29 +170,29 @@ class Blocks:
     def __init__(self, state: State) -> None:
         self._state = state
         self._live: dict[int, Event | _Block] = {}
-        """Blocks by address; those that nothing has looked at are still events."""
+        """Blocks by address. A block stays an :class:`Event` until a use looks for it."""
         self._bases: list[int] = []
         self._streams: dict[int, TrackedStream] = {}
-        """Streams by handle: the program may have destroyed one before its uses are judged."""
+        """Streams by handle. A stream stays here after its destruction, because its uses are judged later."""
         self._gone = AddressMap(state.notes)
         """Freed blocks that other streams have used."""
         self._known_from = 0
-        """Time from which uses by one stream alone are known, too."""
+        """Time after which the uses are complete, even uses by one stream alone."""
         self.captures: list[tuple[int, int]] = []
-        """Begin and end of each capture; an end of 0 is to come."""
+        """Begin and end of each capture; an end of 0 means that the capture goes on."""
         self._uses: list[Use | Run] = []
         self._events: list[Event] = []
         self.count = 0
-        """Number of the logged uses."""
+        """Number of logged uses."""
 
     def log(self, use: Use | Run) -> None:
-        """Log a use, or several."""
+        """Log a use or several uses."""
         self._uses.append(use)
         self.count += len(use.launches) if isinstance(use, Run) else 1
 
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
-        """Judge the logged uses up to a time, in its order with the events of the allocators. If one stream alone has
-        worked so far, keep them, and forget the older half of many.
+        """Judge the logged uses and the allocators' events up to a time, in the order of time. While only one stream
+        works, keep the uses, and forget the older half if they are many.
         """
         for one in events:
             self._events.append(one)
@@ -218,7 +218,7 @@ class Blocks:
                 self._happened(step)
 
     def _forget(self) -> None:
-        """Forget the older half of the uses, by one stream alone."""
+        """Forget the older half of the logged uses. Only one stream has worked so far, so none can be wrong."""
         half = len(self._uses) // 2 or 1
         last = self._uses[half - 1]
         self._known_from = last.launches[-1].time if isinstance(last, Run) else last.time
@@ -268,7 +268,7 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                continue  # one call uses a block once, if its tensors are not known: its write counts
+                continue  # without tensors, one use of a block counts: the writing one, which is first
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
                 self._is_stale(block, use)
@@ -287,11 +287,11 @@ class Blocks:
                 self._judge(block, use, part)
 
     def _is_of_graphs(self, event: Event) -> bool:
-        """Whether a block was given during a capture: graphs share the memory of their captures."""
+        """Whether a block was given out during a capture. Captured graphs share such memory."""
         return any(begin <= event.time and (not end or event.time <= end) for begin, end in self.captures)
 
     def _is_stale(self, block: _Block, use: Use) -> None:
-        """Report a graph that uses memory which has another owner than at its capture."""
+        """Report a graph that uses memory which now has another owner than at the capture."""
         event = block.event
         range_ = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
         what = (
@@ -301,10 +301,11 @@ class Blocks:
         self._state.judge.report("use after free", what, remedy, range_, use.place)
 
     def _judge(self, block: _Block, use: Use, part: Part) -> None:
-        """Compare a use with the earlier ones by other streams."""
+        """Compare a use with earlier uses by other streams."""
         if block.range is None:
             event = block.event
-            # A block from before the second stream has no line but that of its first use.
+            # A block that is older than the second stream has no recorded line, so the line of its first use stands for
+            # it.
             place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
             for one in {id(one): one for one in (block.wrote, block.last) if one is not None}.values():
@@ -317,7 +318,7 @@ class Blocks:
         self._state.judge.use((piece,), use.access(bool(write)), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
-        """Report uses of the block's earlier owners that may not be over when the first use of the next one runs."""
+        """Report uses of the block's earlier owners that may still run when its new owner first uses the memory."""
         judge, clock, previous = self._state.judge, Clock(use.clock), block.previous
         block.previous = []
         for old in previous:
@@ -336,4 +337,4 @@ class Blocks:
 
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
-"""Uses that are kept while one stream works alone."""
+"""Number of uses that are kept while only one stream works."""

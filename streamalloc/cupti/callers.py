@@ -20,12 +20,12 @@ _NATIVE_NAMES = {
     **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
 }
 NATIVE = frozenset(_NATIVE_NAMES.values())
-"""Names of libraries that allocate memory for themselves, and order its uses."""
+"""Names of libraries that allocate memory for themselves and order its uses themselves."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
-"""Files of frames between the driver and the library that calls it."""
-_PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")  # the program itself may have no path
+"""Files of stack frames between the driver and the library that called it."""
+_PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")  # The program's own object may have no path.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _MOST_FRAMES = 64
 
@@ -40,16 +40,16 @@ class _Symbol(ctypes.Structure):
 
 
 _frames = (ctypes.c_void_p * _MOST_FRAMES)()
-# Not by CDLL, which would give up Python's lock: another thread would use the same array.
+# ``CDLL`` would release Python's lock during the call, and another thread would write to the same array.
 _c = ctypes.PyDLL(None)
 _backtrace: Any = getattr(_c, "backtrace", None)  # of glibc
 if _backtrace is not None:
-    _backtrace(_frames, 1)  # the first call loads a library, and takes memory
+    _backtrace(_frames, 1)  # The first call loads a library and allocates memory, so it is made before any callback.
 
 
 @functools.cache
 def _file(address: int) -> str:
-    """The library file that has a machine instruction."""
+    """Return the file of the library that contains a machine instruction."""
     found = _Symbol()
     return (found.file or b"").decode(errors="replace") if _c.dladdr(ctypes.c_void_p(address), _at(found)) else ""
 
@@ -59,7 +59,9 @@ def _at(thing: Any) -> Any:
 
 
 def caller(frame: FrameType | None) -> str:
-    """The library that has called the driver, in whose callback this is: by C's stack, else by that of Python."""
+    """Return the library that called the driver; for use in a callback. It is found on the C stack, else on Python's
+    stack.
+    """
     count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
     for address in _frames[:count]:
@@ -100,11 +102,11 @@ class _Process(ctypes.Structure):
 
 
 class Gpu(NamedTuple):
-    """The memory of a GPU as NVML tells it, which needs no context."""
+    """The memory of a GPU as NVML reports it. NVML needs no CUDA context."""
 
     free: int
     processes: dict[int, int]
-    """Bytes of each process, by its number outside of containers."""
+    """Bytes of each process, by process number. In a container the numbers are those of the host."""
 
 
 _MOST_PROCESSES = 256
@@ -112,7 +114,8 @@ _UNKNOWN = (1 << 64) - 1
 
 
 def gpus() -> dict[str, Gpu]:
-    """The GPUs by UUID; empty without NVML.
+    """Return the GPUs by UUID; empty without NVML. This makes no driver call, because a program that forks before its
+    first CUDA call must find CUDA uninitialised.
 
     The driver itself is not called: a program that forks before its first CUDA call must find CUDA not initialised.
     """
@@ -142,19 +145,19 @@ def gpus() -> dict[str, Gpu]:
 
 
 class Process:
-    """The driver's figure of the memory of this process."""
+    """The driver's figure for the memory of this process."""
 
     def __init__(self) -> None:
         self._before = gpus()
         self._numbers: dict[str, int] = {}
-        """Number of this process by GPU, once it is known."""
+        """Number by which NVML knows this process, by GPU; known after :meth:`figures`."""
 
     def figures(self) -> dict[str, int]:
-        """Bytes of this process by UUID of the GPU, where NVML tells them."""
+        """Bytes of this process by UUID, for GPUs of which NVML reports them."""
         found = {}
         for name, gpu in gpus().items():
             before = self._before.get(name, Gpu(0, {}))
-            # In a container the processes have numbers of outside, and ours is the one that is new.
+            # In a container NVML reports the host's process numbers. Ours is the number that is new.
             new = [os.getpid()] if os.getpid() in gpu.processes else [*gpu.processes.keys() - before.processes]
             number = self._numbers.get(name, 0)
             if number not in gpu.processes and len(new) == 1:
@@ -164,10 +167,10 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Bytes by which the GPU's free memory has become less; None if it is not known."""
+        """Bytes by which the GPU's free memory has decreased; None if unknown."""
         return self._before[name].free - free if name in self._before else None
 
 
 def uuid_text(data: bytes) -> str:
-    """The UUID of a GPU as NVML writes it."""
+    """Return the UUID of a GPU in NVML's notation."""
     return f"GPU-{uuid.UUID(bytes=data)}"

@@ -38,15 +38,19 @@ from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
-"""Environment variable with the folder for the findings of child processes."""
+"""Environment variable that names the folder in which child processes write their hazards."""
 _MOST_LOGGED = 20_000
-"""Uses between two readings of the libraries' histories."""
+"""Number of uses after which the histories of the libraries are read."""
 _FEW_ENTRIES = 50_000
-"""Entries of PyTorch's history while one stream works alone."""
+"""Entries that PyTorch's history keeps while one stream works alone."""
 _GLANCE = 0.001
-"""Seconds to wait for a turn before looking whether the thread that has it asks PyTorch's allocator."""
+"""Seconds between two checks, while this thread waits for its turn, whether the working thread asks PyTorch's
+allocator.
+"""
 _MOST_WAITING = 1000
-"""Launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind: many at once cost less."""
+"""Number of launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. Many at once
+cost less.
+"""
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
@@ -56,20 +60,21 @@ _HOST, _DEVICE = cuda.CUmemorytype.CU_MEMORYTYPE_HOST, cuda.CUmemorytype.CU_MEMO
 
 
 class _Seen:
-    """The driver as far as calls have shown it.
+    """Stand-in for the driver that answers from the calls so far. The checker asks it in callbacks, which must make no
+    driver call.
 
     The checker asks in callbacks, which must not call the driver.
     """
 
     is_simulated = True
-    """Whether all calls of other libraries are seen, as on a simulated machine."""
+    """Whether the machine is simulated, so that all calls of other libraries are seen."""
 
     def __init__(self) -> None:
         self.context = 0
-        """Current context of the present call."""
+        """Current context of the thread that makes the present call."""
         self.addresses: Any = None
         self._devices: dict[int, int] = {}
-        """Device by context."""
+        """Device of each context."""
 
     def saw(self, call: DriverCall) -> None:
         """Learn from a call."""
@@ -100,14 +105,17 @@ class _Seen:
 
 
 class _Found(RaisedAgain):
-    """The first hazard of a check, raised without arguments in the main thread."""
+    """The exception for the first hazard, raised in the main thread. Another thread can raise it only without
+    arguments.
+    """
 
     def __init__(self) -> None:
         super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
 class _Raising(threading.Thread):
-    """Raises the first hazard in the main thread: soon, and again every half second until the block ends.
+    """Thread that raises the first hazard in the main thread, and again every half second until the block ends. It
+    repeats because Python only prints an exception that arrives in a callback or a finaliser.
 
     Where a callback or a finaliser begins in that thread, Python prints the exception and goes on.
     """
@@ -129,43 +137,45 @@ class Check:
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
-        """Whether to end the program at the next hazard."""
+        """Whether the next hazard ends the program."""
         self._raising: _Raising | None = None
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
         self._recorder.state.on_use = self._used
-        self._recorder.state.streams.foreign.may_write = True  # kernels do not tell which bytes they write
+        self._recorder.state.streams.foreign.may_write = True  # The driver does not tell which bytes a kernel writes.
         self._libraries = Libraries(stacks=None)
         self._libraries.most_entries = _FEW_ENTRIES
         self._blocks = Blocks(self._recorder.state)
         self._operators: Operators | None = None
-        """Operators of PyTorch, once the program has made a stream: before, no wait can be missing."""
+        """Operators of PyTorch. None until the program makes a stream: with one stream no order can be missing."""
         self._has_streams = False
         self._waiting: deque[DriverCall] = deque()
-        """What callbacks have brought, in order. Launches wait for the next call of another kind: those of a stream in
-        a row are one step of the checker.
+        """Calls from callbacks that are not followed yet, in order. Launches wait for the next call of another kind,
+        because consecutive launches on a stream are one step of the checker.
         """
         self._turn = threading.Lock()
-        """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
+        """Lock of the thread that follows the waiting calls. Other threads wait for it: if they went on, they could
+        overwrite the arguments of a call before the checker reads them.
+        """
         self._worker = 0
-        """Thread that works on them; 0: none does."""
+        """Number of the thread that follows the waiting calls; 0 for none."""
         self._late: dict[int, int] = {}
-        """Time of the last call of each thread that did not wait for its turn."""
+        """Time of the last call of each thread that did not wait for the lock."""
         self._handles: set[int] = set()
-        """Streams that have launched kernels."""
+        """Handles of streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()
         """Addresses that native libraries have just allocated for themselves."""
         self._first: TrackedStream | None = None
-        """The first stream that works."""
+        """The first stream with work."""
         self._is_alone = True
-        """Whether it is the only one, and no graph uses memory: then nothing is wrong with blocks, nobody asks for
-        their lines, and their history is only kept.
+        """Whether only one stream has work and no graph uses memory. Then no use can be wrong, so the libraries'
+        histories are kept and not read.
         """
         self._has_new_segments = False
-        """Whether a library may have got a segment since its history was read."""
+        """Whether a library may have allocated a segment since its history was read."""
         self._was_read = False
-        """Whether uses were judged before."""
+        """Whether uses have been judged before."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
         self._subscription: Subscription = Subscription(self._called, functions)
         self._libraries.gate = gate = self._subscription.gate
@@ -178,17 +188,17 @@ class Check:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that has ended the check before its time; None if all went well."""
+        """The error that ended the check early; None if there was none."""
         return self._subscription.error
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts about what was not followed."""
+        """Texts about calls and memory that the check did not follow."""
         return self._recorder.notes
 
     @contextlib.contextmanager
     def running(self, at_once: bool) -> Iterator[Check]:
-        """Follow the process in the block."""
+        """Check the process in a ``with`` block."""
         if at_once:
             self._recorder.show_at_once(None)
         with contextlib.ExitStack() as undo:
@@ -207,7 +217,7 @@ class Check:
             raise _Found
 
     def _raise_here(self) -> None:
-        """Leave it to the end of the block to raise: later it would come out of other code."""
+        """End the thread that raises, so that its exception cannot come out of code after the block."""
         if self._raising is not None:
             self._raising.ended.set()
             self._raising.join()
@@ -224,7 +234,9 @@ class Check:
 
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
-        """Follow the Python processes that the program starts, too. Each writes its hazards to a file in a folder."""
+        """Also check the Python processes that the program starts in a ``with`` block. Each writes its hazards to a
+        file in a folder.
+        """
         ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
@@ -237,7 +249,7 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses with what the allocators of libraries did up to a time; None: up to now."""
+        """Judge the logged uses and the events of the libraries' allocators up to a time; None: up to now."""
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
@@ -257,7 +269,8 @@ class Check:
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
-        # Somebody may wait for a lock of this thread's library, with Python's.
+        # These calls do not wait: another thread, which has Python's lock, may wait for a lock that this thread's
+        # library holds.
         is_quiet = not is_launch and function in QUIET and self._libraries.torch is not None
         self._waiting.append(call._replace(is_late=True) if is_quiet else call)
         if is_quiet or call.is_late:
@@ -270,12 +283,12 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
+            # cuDNN, for example, fills such memory on its own stream, and no line of the program could order that.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
     def _with_operands(self, call: DriverCall) -> DriverCall:
-        """The call with the tensors of the operator that makes it."""
+        """Add the tensors of the operator that makes the call."""
         torch = self._libraries.torch
         if self._operators is None and torch is not None:
             self._operators = Operators(torch)
@@ -288,15 +301,15 @@ class Check:
         return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
     def _work(self, call: DriverCall | None = None) -> None:
-        """Work on all that waits, after a call."""
+        """Follow all waiting calls, up to ``call``."""
         if self._worker == threading.get_ident():
-            return  # a finaliser in the middle of the work has made a call, which is next
+            return  # a finaliser made the call during this work, which takes it next
         is_mine = False
         try:
             while not is_mine:
-                # Unpacking calls `acquire`: no signal handler runs between it and the assignment.
+                # ``map`` calls `acquire`, so no signal handler runs between it and the assignment.
                 (is_mine,) = map(self._turn.acquire, (True,), (_GLANCE,))
-                # Somebody asks PyTorch's allocator, whose lock this thread may have: it waits for no turn meanwhile.
+                # Another thread asks PyTorch's allocator, whose lock this thread may hold. To wait would block both.
                 if not is_mine and call is not None and self._subscription.gate.is_asking:
                     self._late[call.thread] = call.time
                     return
@@ -317,10 +330,10 @@ class Check:
         state = self._recorder.state
         state.now, self._seen.context = one.time, one.context
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
-            # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
-            # lock of its allocator, which its history needs.
+            # Read the libraries' histories first, so that a use is compared with its block and not with the whole
+            # segment. To read them needs the allocator's lock, and no library uses memory while it holds that lock.
             self.merge(one.time)
-        # A thread that has gone on may have written what its call makes known, until that is followed.
+        # A thread that did not wait may have overwritten the arguments of its call.
         state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)
@@ -335,12 +348,12 @@ class Check:
             self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
-        """Follow launches in a row on one stream."""
+        """Follow consecutive launches on one stream."""
 
         def runs(stream: TrackedStream) -> None:
             self._uses(stream)
             self._blocks.log(Run(stream, stream.time, stream.clock.known.copy(), launches))
-            # Each launch has a time of its own: uses of one time have no order.
+            # Each launch gets a time of its own, because uses of equal time have no order.
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
@@ -362,7 +375,7 @@ class Check:
             self._subscription.kernels.forget()
         try:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
-        except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
+        except REFUSED:  # C code may pass arguments that the bindings refuse, such as a null pointer for the answer.
             self._recorder.state.notes.add("calls", call.function, call.place)
         addresses, address = self._recorder.state.addresses, call.answer[-1]
         if self._of_natives and address in self._of_natives and (found := addresses.find(address)) is not None:
@@ -370,7 +383,7 @@ class Check:
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Note that a stream works."""
+        """Record that a stream works."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first
@@ -379,7 +392,7 @@ class Check:
         self._uses(stream)
         _, low, high = piece
         now, clock = self._recorder.state.now, stream.clock.known.copy()
-        # A kernel's use that does not certainly write may be the first one of new memory.
+        # The first use of new memory writes it, even if the kernel is not known to.
         part = low, high, access.write or (None if node.kernel else False)
         what, place, captured = access.what, access.stack, node.captured
         self._blocks.log(Use(now, stream, access.time, clock, what, place, (part,), captured))
@@ -423,7 +436,7 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
 
 
 def check_child() -> None:
-    """Check this process, which a checked one has started, to its end."""
+    """Check this process, which a checked process started, until it ends."""
     folder = Path(os.environ[VARIABLE])
     check, undo = Check(raises=False), contextlib.ExitStack()
     undo.enter_context(check.running(at_once=True))

@@ -27,11 +27,12 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 Callback = Callable[[int, int, int, int], None]
-"""Called with user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
+"""Takes user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
 C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
 _LATER, _WITHOUT_LOCK, _UNSEEN = 1, 2, 4
-"""Modes of a function: written down while somebody asks; also otherwise, by threads without Python's lock, once PyTorch
-is there; left out in place of written down, because its arguments point to what is gone later.
+"""Flags of a function. ``_LATER``: its calls are written down while a thread asks PyTorch's allocator.
+``_WITHOUT_LOCK``: also otherwise, if the calling thread lacks Python's lock and PyTorch is imported. ``_UNSEEN``: its
+calls are left out instead, because the memory of their arguments is gone later.
 """
 _MODES = {
     **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_LOCK),
@@ -41,12 +42,16 @@ _MODES = {
     **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), _LATER | _UNSEEN),
 }
 QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"}
-"""Functions that PyTorch often calls with a lock, and with Python's: their callbacks must not wait."""
+"""Functions that PyTorch often calls while it holds its allocator's lock and Python's. Their callbacks must
+not wait.
+"""
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
 _PATIENCE = 1.0
 """Seconds to wait for callbacks that have begun: a debugger may have stopped one."""
 _CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_LOCK = range(9)
-"""Words that the machine code reads, and counts in: there are calls to take if ``TAKEN`` is not ``WRITTEN``."""
+"""Indices of the words that the machine code reads and counts in. If ``TAKEN`` differs from ``WRITTEN``, calls can be
+taken.
+"""
 _CODE = """
 00: 83 39 01                   cmp DWORD PTR [rcx],0x1                 ; before the call: return
 03: 0f 85 af 00 00 00          jne 0xb8
@@ -104,34 +109,34 @@ b3: f0 48 ff 47 28             lock inc QWORD PTR [rdi+0x28]           ; left_ou
 b8: c3                         ret
 b9: ff 27                      jmp QWORD PTR [rdi]                     ; Python
 """
-"""The machine code: offset, bytes, instruction, and purpose. rdi: the words above; edx: number of the function;
-rcx: the ``CUpti_CallbackData``. ``objdump -D`` shows the same instructions for these bytes.
+"""The machine code: offset, bytes, instruction, and purpose. Registers: rdi has the address of the words, edx the
+number of the function, rcx the ``CUpti_CallbackData``. ``objdump -D`` shows the same instructions for these bytes.
 """
 
 
 class Written(NamedTuple):
-    """A call that was written down."""
+    """A call that the machine code wrote down."""
 
     number: int
     result: int
     thread: int
     context: int
     args: Any
-    """Its arguments, as a buffer."""
+    """Arguments of the call, as a buffer."""
 
 
 class Gate:
-    """The gate to one callback."""
+    """The gate in front of one callback."""
 
     def __init__(self, callback: Callback, functions: dict[int, str]) -> None:
-        """``functions``: those that are shown, by number."""
+        """``functions``: names of the functions whose calls are reported, by number."""
         self._kept = C_CALLBACK(callback)
         self.left = 0
-        """Callbacks of functions with a mode that have ended. The callback counts them."""
+        """Number of callbacks that have ended, of functions with a mode. The callback counts them."""
         self.inside: list[int] = []
-        """Threads of those that have begun in Python. The callback lists them."""
+        """Threads of such callbacks that have begun in Python. The callback lists them."""
         self.modes: Any = (ctypes.c_uint8 * (max(functions, default=0) + 1))()
-        """Mode of each function, by its number; 0 for none."""
+        """Mode of each function by its number; 0 for none."""
         self._later = {number: _MODES[name] for number, name in functions.items() if name in _MODES}
         for number, mode in self._later.items():
             self.modes[number] = mode & ~_WITHOUT_LOCK
@@ -151,29 +156,31 @@ class Gate:
 
     @property
     def has_left_out(self) -> bool:
-        """Whether there were calls of which nothing is known."""
+        """Whether calls were left out, so that nothing is known about them."""
         return bool(self.words[_LEFT_OUT])
 
     @property
     def is_asking(self) -> bool:
-        """Whether somebody asks PyTorch's allocator now."""
+        """Whether a thread asks PyTorch's allocator now."""
         return bool(self.words[_ASKING])
 
     def write_frees(self) -> None:
-        """From now on write down what threads without Python's lock free and query."""
+        """From now on write down calls that free or query, if their thread lacks Python's lock."""
         for number, mode in self._later.items():
             self.modes[number] = mode
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask PyTorch's allocator in the block: nobody else has its lock and waits for Python's."""
+        """Ask PyTorch's allocator in a ``with`` block. Before the block begins, wait until no callback holds the
+        allocator's lock and waits for Python's.
+        """
         words = self.words
         words[_ASKING] += 1
         try:
             end, own = monotonic() + _PATIENCE, self.inside.count(get_ident())
-            # Read in this order: a call between two of them looks as if it had not ended, and hides no other one.
+            # Read in this order. A call between the two reads then looks unfinished, and hides no other call.
             while (ended := own + self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
-                if monotonic() > end:  # an interrupt came before one was counted
+                if monotonic() > end:  # A signal handler raised before the call was counted.
                     self.left += entered - ended
                 sleep(1e-4)
             yield
@@ -181,18 +188,18 @@ class Gate:
             words[_ASKING] -= 1
 
     def take(self) -> Iterator[Written]:
-        """The calls that were written, oldest first. If another thread takes them, there is nothing left."""
+        """Take the written calls, oldest first. If another thread takes them, return none."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             while self.words[WRITTEN] != self.words[TAKEN]:
                 at = self.words[TAKEN] % _SLOTS * _SLOT.size
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
-                    sleep(0)  # its thread is about to write the number
+                    sleep(0)  # The thread of this slot is about to write the number.
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
                 try:
                     struct.pack_into("I", self._ring, at, 0)
-                finally:  # an interrupt may come now, and nobody writes this number again
+                finally:  # A signal handler may raise now, and no thread writes this number again.
                     self.words[TAKEN] += 1
                 yield Written(number, result, thread, context, ctypes.create_string_buffer(args))
         finally:
@@ -200,17 +207,17 @@ class Gate:
 
 
 def machine_code(listing: str) -> bytes:
-    """The bytes of a listing."""
+    """Return the machine code of a listing."""
     return b"".join(bytes.fromhex(line[4:31]) for line in listing.strip().splitlines())
 
 
 def _executable(code: bytes) -> mmap.mmap | None:
-    """Memory with machine code; None on other systems and processors, or if the system does not allow it."""
+    """Return executable memory with machine code; None on other systems and processors, or if the system refuses it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
-    # Never writable and executable at the same time: hardened systems refuse that.
+    # Hardened systems refuse memory that is writable and executable at the same time.
     at = ctypes.addressof(ctypes.c_char.from_buffer(made))
     refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(len(made)), _READ_AND_EXECUTE)
     return None if refused else made

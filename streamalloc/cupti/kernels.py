@@ -23,18 +23,18 @@ from streamalloc.driver.internal import cuda
 
 Addresses = tuple[int, ...]
 _PATIENCE = 2.0
-"""Seconds to wait for what the driver says about a kernel."""
+"""Seconds to wait for the driver's answer about a kernel."""
 _SMALL = 64
-"""Bytes of arguments that PyTorch fills."""
+"""Bytes of an argument that PyTorch fills completely."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
-"""Addresses that the driver gives to memory."""
+"""Range of the addresses that the driver gives to memory."""
 
 
 class Kernel(str):
-    """A kernel of the program: its name as the compiler wrote it, with what is known of it."""
+    """A kernel of the program. The text is its mangled name; the attributes hold the facts about its arguments."""
 
     def __new__(cls, name: str, sizes: list[int] | None) -> Kernel:
-        """``sizes``: those of its arguments; None if the driver does not tell them."""
+        """``sizes``: bytes of each argument of the kernel; None if the driver does not tell them."""
         made = super().__new__(cls, name)
         readable = _demangled(name)
         made.what = f"kernel {_short(readable)}"
@@ -44,15 +44,15 @@ class Kernel(str):
         made._lists = _lists(readable, sizes[0]) if sizes else None
         made._parts = None if sizes is None else _parts(readable, sizes, made._lists is not None)
         if sizes and made._lists is None and _OF_LISTS.search(readable):
-            made._written, made.is_known = None, False  # what the stack had before is among their addresses
+            made._written, made.is_known = None, False  # the unfilled part holds addresses that the stack had before
         made._has_rows = "::CatArrayBatchedCopy" in readable
         made._at = struct.Struct(f"{len(sizes or ())}Q").unpack_from
         return made
 
     what: str
-    """Name for reports: that of C++ without arguments."""
+    """Name for reports: the C++ name without arguments."""
     is_known: bool
-    """Whether it is known what it writes."""
+    """Whether a convention tells which addresses the kernel writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
     _parts: list[tuple[int, int, int]] | None
     _lists: _Lists | None
@@ -60,8 +60,9 @@ class Kernel(str):
     _at: Callable[[Any, int], Addresses]
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
-        """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
-        does not tell the arguments, or if they are one block of bytes. ``columns``, ``rows``: sizes of the grid.
+        """Return the words of a launch's arguments that may be addresses. ``params`` points to pointers to the
+        arguments; ``columns`` and ``rows`` are sizes of the grid. None if the driver does not tell the arguments, or if
+        they are one block of bytes.
         """
         if self._parts == [] and self._lists is None:
             return ()
@@ -76,14 +77,15 @@ class Kernel(str):
         return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Return the addresses that the kernel writes, of all that are among its arguments, in their order; none if it
-        is unknown what it writes.
+        """Return the addresses that the kernel certainly writes; ``addresses`` has those among its arguments, in their
+        order.
         """
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
 class _Lists(NamedTuple):
-    """Addresses of a kernel of lists of tensors: rows of slots, of which a launch fills the first ones.
+    """Position of the addresses in a kernel for lists of tensors: each list is a row of slots, of which a launch fills
+    the first ones.
 
     The rows, and sizes of tensors in one more, begin the first argument.
     """
@@ -91,7 +93,7 @@ class _Lists(NamedTuple):
     rows: tuple[int, ...]
     slots: int
     slot_of_block: int
-    """Place of a byte for each block of the grid: the slot of its tensor. They ascend."""
+    """Offset of one byte per block of the grid: the slot of the block's tensor. The bytes ascend."""
 
     def words(self, place: int, blocks: int) -> bytes:
         last = place + self.slot_of_block + min(blocks, _MOST_BLOCKS) - 1
@@ -100,14 +102,16 @@ class _Lists(NamedTuple):
 
 
 def _lists(name: str, size: int) -> _Lists | None:
-    """The lists of a kernel of PyTorch's whose first argument has a size; None if it has none, or no known ones."""
+    """Return the lists of a PyTorch kernel whose first argument has ``size`` bytes; None if it has no lists or unknown
+    ones.
+    """
     found = _OF_LISTS.search(name)
     if found is None:
         return None
     count = int(found["count"])
     slots = 96 if found["scalars"] and count == 1 else _SLOTS.get(count, 0)
     rows = (*range(count), count + 1) if found["fused"] else (*range(count),)
-    # A scalar for each tensor, or a counter's address, comes before two tables of the blocks.
+    # The block tables follow a scalar for each tensor, or the address of a counter.
     slot_of_block = size - 5 * _MOST_BLOCKS - (0 if found["scalars"] else 8)
     before = slot_of_block - 8 * slots * (count + 1)
     known = (4 * slots, 8 * slots) if found["scalars"] else (8 * slots if found["fused"] else 0,)
@@ -115,7 +119,9 @@ def _lists(name: str, size: int) -> _Lists | None:
 
 
 def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int, int]]:
-    """The parts of a kernel's arguments that may have addresses, but known lists: argument, first byte, and size."""
+    """Return the parts of a kernel's arguments that may have addresses: argument, first byte, and size. Known lists are
+    left out.
+    """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
         found.insert(0, found.pop(2))  # number of elements, function, data: the function may have addresses, too
@@ -123,7 +129,7 @@ def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int,
 
 
 def _part(name: str, size: int) -> tuple[int, int]:
-    """The first byte and the size of the part of an argument that may have addresses.
+    """Return the first byte and the size of the part of an argument that may have addresses.
 
     PyTorch leaves much of its large structures as it finds the stack: with addresses of earlier launches. So only known
     parts of them count.
@@ -144,7 +150,7 @@ def _part(name: str, size: int) -> tuple[int, int]:
 
 
 def _calculator(tensors: int) -> int:
-    """The size of PyTorch's ``OffsetCalculator`` for so many tensors: for 25 dimensions, divisors and strides."""
+    """Bytes of PyTorch's ``OffsetCalculator`` for this number of tensors: divisors and strides for 25 dimensions."""
     return 4 + 25 * (12 + 4 * tensors)
 
 
@@ -157,14 +163,12 @@ def _addresses(words: bytes) -> Addresses:
 
 
 _known: dict[bytes, Addresses] = {}
-"""Addresses by words: programs launch the same kernels with the same arguments again and again."""
+"""Addresses by words. Programs launch the same kernels with the same arguments again and again."""
 _MOST_KNOWN = 10_000
 
 
 class Kernels:
-    """The kernels by handle. The driver is asked once for each, on a thread of its own: a callback makes no driver
-    call.
-    """
+    """The kernels by handle. A thread asks the driver once for each, because a callback makes no driver call."""
 
     def __init__(self) -> None:
         self.known: dict[int, Kernel] = {}
@@ -172,19 +176,19 @@ class Kernels:
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
-        """A kernel that is not known yet. ``symbol``: address of its name."""
+        """Add a kernel that is not known yet. ``symbol``: address of its name."""
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()
         self._asked.put((function, name, context, done))
         return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
-        """Start the thread. In a callback the start would give Python's lock away."""
+        """Start the thread. Not in a callback: a thread start releases Python's lock."""
         self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
         self._thread.start()
 
     def forget(self) -> None:
-        """Forget all kernels: after an unload the driver may give their handles to others."""
+        """Forget all kernels. After an unload the driver may give their handles to other kernels."""
         self.known = {}
 
     def close(self) -> None:
@@ -200,13 +204,13 @@ class Kernels:
 
 
 def _sizes(function: int, context: int) -> list[int] | None:
-    """The sizes of a kernel's arguments; None if the driver does not tell them."""
+    """Return the sizes of a kernel's arguments; None if the driver does not tell them."""
     cuda.cuCtxSetCurrent(cuda.CUcontext(context))
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
             sizes.append(int(answer[2]))
-        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # it has no such argument
+        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # The kernel has no such argument.
             return sizes
     return None
 
@@ -217,18 +221,18 @@ _LISTS = (
 )
 _OF_LISTS = re.compile(_LISTS)
 _SLOTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Slots of each list, by the number of lists (``MultiTensorApply.cuh``)."""
+"""Slots of a list by the number of lists, from PyTorch's ``MultiTensorApply.cuh``."""
 _MOST_BLOCKS = 320
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
     (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
     (re.compile(r"at::native::reduce_kernel<"), lambda found, _: found[1:2]),
-    # The last number is that of the list with the results.
+    # The last number of the functor's template is the index of the list with the results.
     (
         re.compile(_LISTS + r".*\b(?:Unary|Binary|Ternary|Pointwise)Op\w*(?<!Tensor)Functor<[^<>]*, 0>"),
         lambda found, lists: found[: len(found) // int(lists["count"])],
     ),
-    # Beside the lists, it has a counter of steps for each tensor.
+    # Fused Adam has a step counter for each tensor, in addition to the lists.
     (
         re.compile(_LISTS + r".*\bFusedAdam\w*Functor<"),
         lambda found, lists: found[: len(found) // (int(lists["count"]) + 1)],
@@ -242,7 +246,7 @@ def _demangled(name: str) -> str:
         return name
     try:
         demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):  # the name stays as it is
+    except (OSError, AttributeError):  # Without libstdc++ the name stays mangled.
         return name
     demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()
@@ -255,7 +259,7 @@ def _demangled(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A C++ name without return type, template arguments, arguments, unnamed namespaces and Numba's settings."""
+    """Shorten a C++ name: no return type, template arguments, arguments, unnamed namespaces or settings of Numba."""
     name = re.sub(r"\[abi:[^]]*\]", "", name.replace("(anonymous namespace)::", ""))
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter

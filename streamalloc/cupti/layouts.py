@@ -29,7 +29,7 @@ _NUMBERS: dict[str, Any] = {
     "float": ctypes.c_float,
     "PY_LONG_LONG": ctypes.c_int64,
 }
-"""C types of numbers; all others have 8 bytes, and are handles, addresses and sizes."""
+"""C types of numbers. All other types have 8 bytes: handles, addresses and sizes."""
 _BY_VALUE = {"CUmemLocation": (8, 4), "CUipcMemHandle": (64, 1), "CUipcEventHandle": (64, 1)}
 """Size and alignment of structures that are passed by value."""
 _ELEMENTS = {"CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUstreamBatchMemOpParams": 48}
@@ -39,17 +39,19 @@ _MOST = 65536
 
 
 class Layout(NamedTuple):
-    """The arguments of a function: how each is read, at which offset."""
+    """The arguments of a function, each as an offset and a function that reads it."""
 
     inputs: tuple[tuple[int, Read], ...]
-    """Arguments that the caller passes, as the Python function of the bindings has them."""
+    """Arguments that the caller passes, in the order of the bindings' Python function."""
     arrays: tuple[tuple[int, int, int, Read], ...]
-    """Arrays among them: index of the argument, index of its length, bytes of an element, and how one is read."""
+    """Arrays among the inputs: index of the array, index of its length, bytes of an element, and a function that reads
+    one.
+    """
     outputs: tuple[tuple[int, Read], ...]
-    """Pointers through which the driver answers."""
+    """Pointers to which the driver writes its answer."""
 
     def arguments(self, at: int) -> tuple[Any, ...]:
-        """The arguments at an address, as the bindings' function gets them."""
+        """Return the arguments at an address in the form that the bindings' function takes."""
         values = [read(at + offset) for offset, read in self.inputs]
         for index, length, size, read in self.arrays:
             first, count = values[index], min(int(values[length] or 0), _MOST)
@@ -57,7 +59,7 @@ class Layout(NamedTuple):
         return tuple(values)
 
     def answer(self, at: int, result: int) -> tuple[Any, ...]:
-        """The driver's answer as the bindings return it: the result first."""
+        """Return the driver's answer in the form that the bindings return, the result code first."""
         if result:
             return (_member(cuda.CUresult, result), *(None for _ in self.outputs))
         pointers = ((_word(at + offset), read) for offset, read in self.outputs)
@@ -66,11 +68,11 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout(function: str) -> Layout | None:
-    """The layout of a function's arguments; None if these bindings do not know the function."""
+    """Return the layout of a function's arguments; None if these bindings lack the function."""
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
-    # The driver answers through pointers to what it may write, first ones first.
+    # The driver writes its answer through the first pointers to non-constant memory.
     answers = len(types) - len(names)
     inputs: list[tuple[int, Read]] = []
     outputs: list[tuple[int, Read]] = []
@@ -103,7 +105,7 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
 
 
 def _size(kind: str) -> tuple[int, int]:
-    """Size and alignment of a C type."""
+    """Return size and alignment of a C type."""
     if kind in _BY_VALUE:
         return _BY_VALUE[kind]
     found = ctypes.sizeof(_NUMBERS[kind]) if kind in _NUMBERS else 4 if _is_enum(kind) else 8
@@ -116,7 +118,7 @@ def _is_enum(kind: str) -> bool:
 
 
 def _is_structure(kind: str) -> bool:
-    """Whether a class of the bindings has named fields, unlike those of handles."""
+    """Whether a class of the bindings has named fields. Classes of handles have none."""
     found = getattr(cuda, kind, None)
     return isinstance(found, type) and hasattr(found, "getPtr") and bool(_fields(found))
 
@@ -127,7 +129,7 @@ def _fields(structure: Any) -> tuple[str, ...]:
 
 
 def _reads(kind: str) -> Read:
-    """The function that reads a value of a C type."""
+    """Return the function that reads a value of a C type."""
     kind = kind.replace("const", "").strip()
     if kind in _BY_VALUE or _is_structure(kind):
         return _structure(kind)
@@ -141,7 +143,7 @@ def _reads(kind: str) -> Read:
 
 
 def _pointed(kind: str) -> Read:
-    """The function that reads a pointer argument: a structure as its fields, others as their address."""
+    """Return the function that reads a pointer argument: a structure as its fields, other types as their address."""
     target = kind.removesuffix("*").replace("const", "").strip()
     if not _is_structure(target) or target in _ELEMENTS:
         return _word
@@ -160,7 +162,7 @@ def _structure(kind: str) -> Read:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a structure's fields, which outlives the memory of the caller."""
+    """Copy a structure's fields. The caller's memory is valid only during the callback."""
     kind: Any = type(value)
     fields = _fields(kind) if hasattr(value, "getPtr") else ()
     if not fields:
@@ -169,7 +171,7 @@ def _copy(value: Any) -> Any:
     for name in fields:
         try:
             setattr(found, name, _copy(getattr(value, name)))
-        except (TypeError, ValueError, NotImplementedError):  # a number that the bindings' enum lacks, a union's side
+        except (TypeError, ValueError, NotImplementedError):  # an unknown enum number, or a union's inactive side
             setattr(found, name, 0)
     return found
 
@@ -177,7 +179,7 @@ def _copy(value: Any) -> Any:
 def _member(members: Any, value: int) -> Any:
     try:
         return members(value)
-    except ValueError:  # newer than these bindings
+    except ValueError:  # This field is newer than these bindings.
         return value
 
 

@@ -1,4 +1,4 @@
-"""Events of the blocks of libraries: PyTorch tells them by its memory history, CuPy and RMM by hooks."""
+"""Events of the allocators of libraries: PyTorch's from its memory history, CuPy's and RMM's from hooks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from streamalloc.cupti.subscription import frames_of, is_library
 from streamalloc.driver.internal import Stack
 
 _MOST_ENTRIES = 1_000_000
-"""Entries that PyTorch keeps between two readings."""
+"""Entries that PyTorch's history keeps between two readings."""
 _DEPTH = 8
 _ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMENT, "segment_map": SEGMENT}
-"""Entries of the history that matter. A block is free when the recorded streams are done with it: "completed"."""
+"""Kinds of events by action of PyTorch's history. A free is complete when the recorded streams have finished with the
+block.
+"""
 
 
 class Libraries:
-    """The allocators of the libraries that the program imports, from their import on."""
+    """The allocators of the libraries that the program has imported or imports later."""
 
     def __init__(
         self,
@@ -39,19 +41,19 @@ class Libraries:
         self.torch: Any = None
         """PyTorch, once the program has imported it."""
         self.gate: Gate | None = None
-        """Gate through which PyTorch's allocator is asked."""
+        """Gate that is closed while a function asks PyTorch's allocator."""
         self._events: list[Event] = []
         self._take = take or self._events.append
-        """Gets the events of hooks."""
+        """Function that receives the events of hooks."""
         self._stacks = stacks
-        """The acts of which PyTorch records the frames."""
+        """Actions for which PyTorch records stack frames."""
         self.most_entries: int = _MOST_ENTRIES
         self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[Libraries]:
-        """Follow the libraries in the block."""
+        """Receive the events of the libraries in a ``with`` block."""
         found = {"torch": self._follow_torch, "cupy": self._follow_cupy}
         if self._splits_rmm:
             found["rmm"] = self._follow_rmm
@@ -71,8 +73,9 @@ class Libraries:
                 torch.cuda.memory._record_memory_history(None)
 
     def events(self, of_torch: bool = True, live: bool = False) -> list[Event]:
-        """The events since the last time, with or without those of PyTorch, whose history is long to read. ``live``:
-        also allocations at time 0 for its live blocks, as the history may not go back to theirs.
+        """Return the events since the last call. ``of_torch``: also read PyTorch's history, which takes long. ``live``:
+        also return an allocation at time 0 for each live block of PyTorch, because the history may have lost the real
+        one.
         """
         found = self._events[:]
         del self._events[: len(found)]
@@ -89,18 +92,18 @@ class Libraries:
                     self._open.callback(setattr, torch.cuda.memory, name, function)
                     setattr(torch.cuda.memory, name, _through(self.gate, function))
             self._make_streams_in_turn(torch.cuda.Stream)
-        # PyTorch calls them when it has initialised CUDA; an earlier call would initialise it.
+        # PyTorch calls these functions after it has initialised CUDA. A direct call would initialise it.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
 
     def _make_streams_in_turn(self, kind: Any) -> None:
-        """Have threads wait for each other without Python's lock.
+        """Have threads wait without Python's lock while another thread makes PyTorch's first stream.
 
         The first stream makes all those that PyTorch hands out, for which other threads would wait with Python's lock,
         and the callbacks of the first thread for that.
         """
         made, lock = kind.__dict__.get("__new__"), threading.RLock()
-        if made is None:  # a later PyTorch makes them otherwise
+        if made is None:  # A later PyTorch makes streams in another way.
             return
 
         def make(cls: Any, *args: Any, **named: Any) -> Any:
@@ -120,7 +123,7 @@ class Libraries:
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         if change is None:  # before PyTorch 2.9
             change = torch.cuda.memory._set_allocator_settings
-        # Some versions forget what is not given again. Of two equal settings the last one counts.
+        # Some versions forget settings that a call does not repeat. If a setting is given twice, the last value counts.
         change(",".join(one for one in (settings, _UNLOCKED) if one))
 
     def _record(self, **more: bool) -> None:
@@ -130,13 +133,15 @@ class Libraries:
         )
 
     def record_all(self) -> None:
-        """From now on have PyTorch record the lines of all acts, which costs more than all else, and more of them."""
+        """From now on have PyTorch record stack frames for all actions, and keep more entries. Recording them is the
+        most expensive part of a check.
+        """
         self._stacks, self.most_entries = "all", _MOST_ENTRIES
         if self.torch is not None and self.torch.cuda.is_initialized():
             self._record()
 
     def snapshot(self) -> dict[str, Any]:
-        """PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
+        """Return PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
         torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
@@ -186,7 +191,7 @@ class Libraries:
     # -- RMM -------------------------------------------------------------------------------------------------------
 
     def _follow_rmm(self, rmm: ModuleType) -> None:
-        """Put callbacks around each resource that hands out parts of what it has."""
+        """Add callbacks to each RMM resource that gives out parts of its memory."""
         mr = rmm.mr
 
         def around(resource: Any) -> Any:
@@ -233,7 +238,7 @@ _WITHOUT_BLOCKS = (
 )
 """Resources of RMM that call the driver for each allocation."""
 _around_rmm: list[Any] = []
-"""Resources that RMM has raw pointers to. They are never freed."""
+"""Resources to which RMM keeps raw pointers. They are never freed."""
 
 
 _CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc:True"
@@ -243,11 +248,11 @@ _WITH_LOCK = (
     *("_snapshot", "_record_memory_history", "memory_snapshot", "memory_stats_as_nested_dict"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats"),
 )
-"""Functions of ``torch.cuda.memory`` that wait for the lock of the allocator, with Python's."""
+"""Functions of ``torch.cuda.memory`` that wait for the allocator's lock while they hold Python's."""
 
 
 def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that asks PyTorch's allocator, behind the gate."""
+    """Wrap a function that asks PyTorch's allocator, so that callbacks do not wait for Python's lock meanwhile."""
 
     @functools.wraps(function)
     def ask(*args: Any, **named: Any) -> Any:
@@ -258,14 +263,14 @@ def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Calls functions after the imports of modules."""
+    """Import hook that calls a function after the import of a module."""
 
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
         self._then = then
         self._busy: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a module whose import is followed; None for others."""
+        """Return the spec of a module in ``then``; None for others."""
         if name not in self._then or name in self._busy:
             return None
         self._busy.add(name)
@@ -287,7 +292,7 @@ class _Following(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # Without this loader in it, which the module would keep.
+        # The module would keep this loader, so the original one replaces it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -295,7 +300,7 @@ class _Following(Loader):
 
 
 def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:
-    """The innermost frames of the program, from those of the history."""
+    """Return the innermost frames of the program among the frames of a history entry."""
     theirs = [one for one in frames if not is_library(one["filename"])]
     return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])
 
@@ -307,7 +312,7 @@ def _code(file: str, name: str, line: int) -> CodeType:
     """A code object that stands for a line."""
     key = file, name, line
     if key not in _codes:
-        # Equality of code objects looks at constants, and not at the file.
+        # Equality of code objects compares constants, and not the file.
         stand_in = (lambda: None).__code__.replace(co_filename=file, co_name=name, co_firstlineno=line)
         _codes[key] = stand_in.replace(co_consts=(None, file))
     return _codes[key]

@@ -1,4 +1,4 @@
-"""CUPTI's callback API by ctypes: the library, one subscription, and the errors of both.
+"""CUPTI's callback API, called by ctypes: the library, its one subscription, and its errors.
 
 The callbacks are made by ctypes and not by NVIDIA's Python package, because a call of a function that does nothing
 costs half as much there, and a training step makes a thousand.
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
-"""The address space of the process: slices of it and :mod:`struct` read a few bytes much faster than pointers do."""
+"""The address space of the process as one buffer. Slices of it and :mod:`struct` read a few bytes much faster than
+ctypes pointers.
+"""
 _DRIVER_API = 1
 _MOST_FUNCTIONS = 1500
-"""Numbers of functions that are asked for their names; CUPTI 13 has about 800."""
+"""Largest function number whose name is asked for; CUPTI 13 has about 800 functions."""
 _ALREADY = 39
 """``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
@@ -38,7 +40,7 @@ class Library:
         self._subscriber = ctypes.c_void_p()
 
     def functions(self) -> dict[int, str]:
-        """The driver functions that CUPTI can report, by number."""
+        """Return the driver functions that CUPTI can report, by number."""
         found, name = {}, ctypes.c_char_p()
         for number in range(1, _MOST_FUNCTIONS):
             if not self._library.cuptiGetCallbackName(_DRIVER_API, number, ctypes.byref(name)) and name.value:
@@ -46,8 +48,8 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Have the C function at ``callback`` called before and after each call of these functions, by any code of the
-        process, with ``user`` first.
+        """Have CUPTI call the C function at ``callback`` before and after each call of these functions, by any code of
+        the process. Its first argument is ``user``.
 
         Raises
         ------
@@ -65,7 +67,7 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the callbacks. A callback that runs on another thread may still end after this call."""
+        """End the subscription. A callback on another thread may end later than this call."""
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()
@@ -90,7 +92,7 @@ def _load() -> Any:
 
 
 def _paths() -> Iterator[str]:
-    """Paths of the library: loaded already, of NVIDIA's wheels, of the toolkit."""
+    """Yield paths of the library: a loaded one, one of NVIDIA's wheels, one of the toolkit."""
     yield from _NAMES
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -1,4 +1,5 @@
-"""Operators of PyTorch: the tensors of the one that a thread runs, and which of them it writes, by its schema.
+"""Operators of PyTorch: the tensors of the operator that a thread runs, and which of them it writes according to its
+schema.
 
 A dispatch mode gets each operator before it runs. It costs some 5 us an operator, so it is entered when the program
 makes a stream: before, no wait can be missing. The threads of autograd have the modes of the thread that calls
@@ -17,26 +18,26 @@ from typing import Any, NamedTuple
 from streamalloc.cupti.kernels import Kernel
 
 Operand = tuple[int, int, bool]
-"""Memory of a tensor: first byte, end of the tensor, if it has no gaps, or of its first byte, and whether the operator
-writes it.
+"""Memory of a tensor: first byte, end, and whether the operator writes it. A tensor with gaps ends after its first
+byte.
 """
 Operands = list[Operand]
 
 
 class _Schema(NamedTuple):
     tensors: list[tuple[int, str, bool]]
-    """Arguments that are tensors: position, name, and whether they are written."""
+    """Position and name of each tensor argument, and whether the operator writes it."""
     has_lists: bool
     makes_results: bool
-    """Whether all that it returns is new."""
+    """Whether the operator returns only new tensors."""
 
 
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
-"""Operators that use parts of a tensor only, beside those with a tensor of indices."""
+"""Operators that use only a part of a tensor. Operators with a tensor of indices are not listed."""
 
 
 class Operators:
-    """A dispatch mode, without the base class of PyTorch's: this would have ``torch.compile`` give up."""
+    """A dispatch mode of PyTorch. It lacks PyTorch's base class, with which ``torch.compile`` would give up."""
 
     supports_higher_order_operators = True
 
@@ -45,31 +46,31 @@ class Operators:
         self._plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
         self._schemas: dict[Any, _Schema | None] = {}
         self._running: dict[int, list[Any] | None] = {}
-        """Operator, arguments, operands once they are known, and whether to add its results, by thread."""
+        """By thread: operator, arguments, operands (None until asked for), and whether to add the results."""
         self._of_thread = local()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """PyTorch asks: whether other modes must not see it."""
+        """Answer PyTorch: other modes may see this one."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """PyTorch asks: whether compiled code need not call it."""
+        """Answer PyTorch: compiled code need not call this mode."""
         return True
 
     def enter(self) -> None:
-        """Get the operators of this thread from now on.
+        """Receive the operators of this thread from now on.
 
         The mode goes below those of the program, which ends the last one of the stack.
         """
-        # While an operator runs, PyTorch has taken the mode from the stack: a second one would stay there.
+        # While an operator runs, PyTorch has taken the mode off the stack. A second one would stay there.
         if not (hasattr(self._of_thread, "entered") or self._running.get(get_ident())):
             self._of_thread.entered = True
             self._change([self])
 
     def close(self) -> None:
-        """Get no more operators. On other threads PyTorch still calls the mode."""
+        """Receive no more operators of this thread. On other threads PyTorch still calls the mode."""
         self._change([])
 
     def _change(self, lowest: list[Any]) -> None:
@@ -85,13 +86,13 @@ class Operators:
     ) -> Any:
         for kind in types:
             if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # its operators on the tensors within come next
+                return NotImplemented  # The tensor subclass calls operators on its inner tensors, which come next.
         thread, running = get_ident(), self._running
         now = running[thread] = [function, args, kwargs, None, False]
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
             if now[4]:
-                with contextlib.suppress(RuntimeError):  # a tensor without memory
+                with contextlib.suppress(RuntimeError):  # a tensor without memory raises this
                     self._add_results(now[3], result)
             return result
         finally:
@@ -103,7 +104,8 @@ class Operators:
                 found.append((low, low + one.nbytes, True))
 
     def operands(self, thread: int, kernel: Kernel, pointers: tuple[int, ...] | None) -> Operands:
-        """The tensors of the operator that a thread runs; empty if it runs none, or if it may use parts of them.
+        """Return the tensors of the operator that a thread runs. Empty if it runs none, or an operator that may use
+        parts of tensors.
 
         If the driver does not tell the arguments of the kernel, the results are added when the operator ends.
         """
@@ -114,12 +116,12 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        if schema is None or (schema.has_lists and kernel.is_known):  # long lists are not worth their time
+        if schema is None or (schema.has_lists and kernel.is_known):  # Long lists would take too long.
             return []
         if found is None:
             try:
                 found = self._operands(schema, args, kwargs or {})
-            except (RuntimeError, NotImplementedError):  # a tensor without memory
+            except (RuntimeError, NotImplementedError):  # a tensor without memory raises these
                 found = []
             running[3] = found
         operands: Operands = found
@@ -137,7 +139,7 @@ class Operators:
                         continue
                     return []
                 if not (write or (dtype := tensor.dtype).is_floating_point or dtype.is_complex):
-                    return []  # indices and masks, which choose parts of the others
+                    return []  # Indices and masks choose parts of the other tensors.
                 if low := tensor.data_ptr():
                     found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
         return found
@@ -147,8 +149,8 @@ _LISTS = (list, tuple)
 
 
 def _schema(function: Any) -> _Schema | None:
-    """The tensors of an operator; None if it may use parts of them: an operator of an extension may have a whole cache
-    as its argument.
+    """Return the tensors of an operator; None if it may use only parts of them. An operator of an extension may take a
+    whole cache as its argument.
     """
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.name.startswith("aten::") or schema.name in _OF_PARTS:
@@ -163,7 +165,7 @@ def _schema(function: Any) -> _Schema | None:
 
 
 def _extent(tensor: Any) -> int:
-    """Bytes of a tensor that is not in the order of its indices."""
+    """Bytes from the first to the last element of a tensor with gaps or another order."""
     steps = tensor.stride()
     reach = 1 + sum(map(mul, tensor.shape, steps)) - sum(steps)
     return int(tensor.nbytes if reach == tensor.numel() else tensor.element_size())

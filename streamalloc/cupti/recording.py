@@ -1,4 +1,4 @@
-"""Allocations and frees of a process in the order of time: of the driver, and of the blocks of PyTorch and CuPy."""
+"""Allocations and frees of a process in the order of time: of the driver and of the blocks of PyTorch and CuPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
 _MOST_ENTRIES = 5_000_000
-"""Entries of PyTorch's history that are kept: some GB of host memory."""
+"""Entries that PyTorch's history keeps: some GB of host memory."""
 ALLOCATIONS = frozenset(("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFree", "cuMemFreeAsync"))
 """Functions whose calls are recorded."""
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS
@@ -26,7 +26,7 @@ class Recording:
         self.libraries: Libraries = Libraries(stacks=None)
         self.libraries.most_entries = _MOST_ENTRIES
         self.failure: BaseException | None = None
-        """The error that has ended the recording before its time; None if all went well."""
+        """The error that ended the recording early; None if there was none."""
         self._calls: list[Call] = []
 
     def called(self, call: DriverCall) -> None:
@@ -34,7 +34,9 @@ class Recording:
         self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
 
     def calls(self) -> list[Call]:
-        """All allocations and frees. Those of blocks are calls of ``cuMemAllocAsync``; segments are left out."""
+        """Return all allocations and frees. A block of a library counts as a call of ``cuMemAllocAsync``; segments are
+        left out.
+        """
         blocks = []
         for event in self.libraries.events():
             stream = cuda.CUstream(event.stream)
@@ -61,7 +63,7 @@ class Recording:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record the process in the block."""
+        """Record the process in a ``with`` block."""
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate
         with self.libraries.followed():
@@ -71,7 +73,7 @@ class Recording:
             finally:
                 subscription.close()
                 self.failure = subscription.error
-                self._calls = self.calls()  # PyTorch forgets at the end of the block
+                self._calls = self.calls()  # now, because PyTorch forgets its history at the end of the block
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

@@ -1,4 +1,6 @@
-"""The segments of a library's allocator, split into live blocks, cached blocks and fragments; now and earlier."""
+"""The segments of a library's allocator, split into live blocks, cached memory and fragments, now and at an earlier
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,22 @@ from streamalloc.cupti.libraries import place_in_history
 from streamalloc.driver.internal import Stack
 
 Blocks = dict[int, tuple[int, Any]]
-"""Size and origin of live blocks by address."""
+"""Size and origin of each live block, by address."""
 
 
 class Split(NamedTuple):
-    """The bytes of segments."""
+    """The bytes of segments, split by use."""
 
     cached: int
     """Bytes of segments without a live block, which the allocator could give back to the driver."""
     fragments: int
-    """Bytes of free parts of the other segments."""
+    """Bytes of free parts of segments with a live block."""
     live: Counter[Any]
     """Bytes of live blocks, by origin."""
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
-    """Split segments (sizes by address)."""
+    """Split segments, given as sizes by address."""
     bases = sorted(segments)
     inside: Counter[int] = Counter()
     live: Counter[Any] = Counter()
@@ -40,7 +42,7 @@ def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
 
 
 class Torch:
-    """PyTorch's allocator as a snapshot of it tells."""
+    """PyTorch's allocator at the moment of a snapshot."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.segments: dict[int, int] = {}
@@ -61,13 +63,13 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """The allocator when its live blocks were largest between two times, in nanoseconds, while its segments had
-        this size in all; None if the history does not tell.
+        """Return the allocator at the moment between two times (nanoseconds) at which its live blocks were largest,
+        while its segments had ``nbytes`` in all. None if the history does not tell.
         """
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)
         for index in range(len(self._history), -1, -1):
-            # The history's clock is not that of the calls.
+            # The clocks of the history and of the calls differ slightly.
             before = self._history[index - 1]["time_us"] * 1000 if index else 0
             after = self._history[index]["time_us"] * 1000 if index < len(self._history) else stop
             if reserved == nbytes and before <= stop + _SKEW and after >= start - _SKEW:
@@ -86,7 +88,7 @@ class Torch:
         return at >= 0 and address < self._bases[at] + self.segments[self._bases[at]]
 
     def _before(self, index: int) -> Torch:
-        """The allocator before an entry of the history: later ones are undone."""
+        """Return the allocator before an entry of the history. Later entries are undone."""
         made = Torch({})
         segments, blocks, device_of = dict(self.segments), dict(self.blocks), dict(self.device_of)
         for entry in reversed(self._history[index:]):
@@ -101,7 +103,7 @@ class Torch:
                 segments[address] = nbytes
                 device_of[address] = entry["device"]
         origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
-        for entry in reversed(self._history[:index]):  # the frames of a block are those of its allocation
+        for entry in reversed(self._history[:index]):  # the entry of the allocation has the frames
             if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
                 found.frames = entry.get("frames") or ()
         made.segments, made.blocks, made.device_of = segments, blocks, device_of
@@ -112,7 +114,7 @@ class Torch:
         return {self.device_of.get(address, 0) for address in self.segments}
 
     def split(self, device: int) -> Split:
-        """The split of the segments of a device, with live blocks by the place of their allocation."""
+        """Split the segments of a device, with live blocks by the place of their allocation."""
         theirs = {one: size for one, size in self.segments.items() if self.device_of.get(one, 0) == device}
         found = split(theirs, self.blocks)
         live: Counter[Any] = Counter()
@@ -122,7 +124,7 @@ class Torch:
 
 
 def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
-    """Take a range out of segments: a mapping is a part of an expandable segment."""
+    """Remove a range from segments: a mapping is a part of an expandable segment."""
     for base, size in segments.items():
         if base <= address < base + size:
             segments.pop(base)
@@ -132,7 +134,7 @@ def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
 
 
 class _Origin:
-    """The frames of an allocation, which may be found later."""
+    """Stack frames of an allocation; they may be set later."""
 
     __slots__ = ("frames",)
 
@@ -144,7 +146,7 @@ class _Origin:
 
 
 _SKEW = 1_000_000
-"""Nanoseconds by which times of the history and of calls may differ."""
+"""Most nanoseconds by which the clocks of history and calls may differ."""
 _OF_BLOCKS = ("alloc", "free_completed")
 _SIGNS = {
     "alloc": 1,
@@ -154,4 +156,4 @@ _SIGNS = {
     "segment_map": 1,
     "segment_unmap": -1,
 }
-"""Entries that add to memory and that take from it."""
+"""Sign of the change in memory, by action of the history."""

@@ -1,4 +1,4 @@
-"""Driver calls of the whole process as events: who calls, with which arguments, on which line."""
+"""Driver calls of the whole process as events: the caller, the arguments and the line of each."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
 _PER_THREAD = 2
-"""Handle of the per-thread default stream, which 0 names in functions with these endings."""
+"""Handle of the per-thread default stream. In functions with the endings of ``_ENDING``, handle 0 means this stream."""
 _OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate"}
-"""Functions that have another name in the bindings."""
+"""Names in the bindings for functions whose names differ."""
 _SAME = (
     *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
     *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
 )
-"""Functions whose versions have the same arguments, or further ones that do not matter. Others are followed in the
-version that the bindings call.
+"""Functions whose older versions have the same arguments. All versions of them are followed; of other functions only
+the version that the bindings call.
 """
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
 _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
-"""Reads a ``CUpti_CallbackData``: site, (function's name), arguments, result, kernel's name, context."""
+"""Reads a ``CUpti_CallbackData``: site, address of the arguments, address of the result, name of the kernel,
+context.
+"""
 _launch = struct.Struct("QII24xQQ").unpack_from
 """Reads the arguments of ``cuLaunchKernel``: function, first two sizes of the grid, stream, arguments."""
 _launch_ex = struct.Struct("QQQ").unpack_from
@@ -58,30 +60,31 @@ class DriverCall(NamedTuple):
     function: str
     """Name of the function, as ``cuda.bindings.driver`` has it."""
     args: tuple[Any, ...]
-    """Arguments in the form of the bindings, structures as objects with the same fields. A launch of a kernel has only
+    """Arguments in the form of the bindings, structures as objects with the same fields. For a kernel launch, only
     function and stream.
     """
     answer: tuple[Any, ...]
-    """The answer, result first."""
+    """The answer in the form of the bindings, result code first."""
     thread: int
     context: int
-    """Current context of the thread."""
+    """Current context of the calling thread."""
     place: Stack
-    """Innermost frames of the program, without those of libraries: one for a launch. For threads of C++, which have
-    none, those of the main thread."""
+    """Innermost frames of the program, without those of libraries; for a launch only one. A thread of C++ has no
+    frames, so it gets those of the main thread.
+    """
     time: int
     """Nanoseconds since the epoch, when the call returned."""
     kernel: str = ""
     """Name of a launched kernel, as the compiler wrote it."""
     pointers: tuple[int, ...] | None = ()
-    """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
+    """Words of a kernel's arguments that may be addresses; None if the driver does not tell the arguments."""
     operands: Operands | tuple[()] = ()
-    """Tensors of the operator of PyTorch that launches the kernel: first byte, end, and whether it writes them. Only
-    :func:`check` asks PyTorch for them.
+    """Tensors of the PyTorch operator that launches the kernel: first byte, end, and whether the operator writes them.
+    Only :func:`check` asks PyTorch for them.
     """
     is_late: bool = False
-    """Whether the thread has gone on since the call, so that the place is where it is now: for calls that PyTorch makes
-    with a lock.
+    """Whether the thread has continued since the call. Then ``place`` is where it is now. PyTorch makes such calls
+    while it holds a lock.
     """
 
 
@@ -90,7 +93,7 @@ class Subscription:
 
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
-        """The first error of the listener or of this object; calls after it are not seen."""
+        """The first error of the listener or of this object. It ends the subscription."""
         self._listener = listener
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))
@@ -100,7 +103,7 @@ class Subscription:
         self._watch = _Watch()
         self._main = threading.main_thread().ident or 0
         self._waiting: Stack | None = None
-        """Place of the main thread while threads of C++ work for it."""
+        """Place of the main thread while a thread of C++ works for it."""
 
     def open(self) -> None:
         """Begin to listen."""
@@ -110,13 +113,13 @@ class Subscription:
             self._library.subscribe(self.gate.address, self.gate.user, self._functions)
             self._watch.open()
             undo.pop_all()
-        # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a lock
-        # of its own for which the next thread, which has Python's then, waits.
+        # A thread should keep Python's lock during a callback. Otherwise the next thread, which then has Python's lock,
+        # may wait for a lock that the calling library holds.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
     def close(self) -> None:
-        """End the subscription. Callbacks that have begun come to their end."""
+        """End the subscription, after the callbacks that have begun."""
         self._library.unsubscribe()
         with self.gate.asking():
             pass
@@ -126,7 +129,7 @@ class Subscription:
         sys.setswitchinterval(self._interval)
 
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
-        # Nothing may leave this function: ctypes would print it in the middle of the program's output.
+        # No exception may leave this function: ctypes would print it between the program's output.
         try:
             site, args, result, symbol, context = _data(memory, data)
             if site and self.error is None and not _is_child:  # the call has returned
@@ -143,19 +146,19 @@ class Subscription:
             self._fail(error)
 
     def catch_up(self) -> None:
-        """Take the calls that the gate has written down, outside of callbacks."""
+        """Pass on the calls that the gate has written down. Not for callbacks."""
         try:
             self._take_written()
         except Exception as error:
             self._fail(error)
 
     def _take_written(self) -> None:
-        # Their threads stand where they stand now.
+        # The threads have continued since, so their present frames are used.
         now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
             if one.result and name == "cuEventQuery":
-                continue  # allocators ask for the same event again and again
+                continue  # Allocators query the same event again and again.
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
             if one.thread not in places:
@@ -165,8 +168,8 @@ class Subscription:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            # It came in the middle of a callback, and is for the program.
-            timer = threading.Timer(SOON, _thread.interrupt_main)  # by the program's handler
+            # The signal arrived during a callback. Its exception belongs to the program.
+            timer = threading.Timer(SOON, _thread.interrupt_main)  # calls the program's handler
             timer.daemon = True
             timer.start()
         elif self.error is None and not isinstance(error, RaisedAgain):
@@ -188,7 +191,7 @@ class Subscription:
                 gate.left += 1
 
     def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
-        # A training step launches a hundred kernels: each line here counts.
+        # A training step launches a hundred kernels, so each line here counts.
         if _code(memory, result)[0]:
             return
         if name == "cuLaunchKernelEx":
@@ -205,33 +208,33 @@ class Subscription:
         self._listener(made(DriverCall, call))
 
     def _place(self, frame: FrameType | None, depth: int) -> Stack:
-        """The innermost frames of the program, from a frame outwards."""
+        """Return the innermost frames of the program, from a frame outwards."""
         found = frames_of(frame, depth)
         if found or not _is_of_native_thread(frame):
             self._waiting = None
             return found
-        # A thread of C++, such as autograd's: the main thread waits for it.
+        # A thread of C++, such as autograd's. The main thread waits for it, so its frames are used.
         if self._waiting is None:
             self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
         return self._waiting[:depth]
 
 
 def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
-    """Arguments with the handle of the per-thread default stream, if they mean that one by 0."""
+    """Replace stream handle 0 by that of the per-thread default stream if the function means that stream."""
     if per_thread and stream_at is not None and not given[stream_at]:
         return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
     return given
 
 
 def _is_of_native_thread(frame: FrameType | None) -> bool:
-    """Whether a thread of C++ has made a call: with no frame, or with those of a dispatch mode of this package."""
+    """Whether a thread of C++ made the call: it has no frame, or only frames of this package's dispatch mode."""
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def frames_of(frame: FrameType | None, depth: int) -> Stack:
-    """The innermost frames of the program, from a frame outwards."""
+    """Return the innermost frames of the program, from a frame outwards."""
     found = []
     while frame is not None:
         code = frame.f_code
@@ -247,7 +250,7 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
 
 
 _kinds: dict[str, bool] = {}
-"""Whether a file is of a library. Not by code objects, whose hash goes through all their instructions."""
+"""Whether a file belongs to a library, by name. Code objects as keys would be hashed with all their instructions."""
 
 
 @contextlib.contextmanager
@@ -283,8 +286,8 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
 
 
 class _Watch:
-    """Says that no thread of Python has run for a minute: a callback may wait for Python's lock, with a lock of its
-    library, while the thread that has Python's lock waits for the library's.
+    """Warns that no Python thread has run for a minute. A callback may then wait for Python's lock while its library
+    holds a lock that the thread with Python's lock waits for.
 
     No code of Python could say it. So a timer of C calls a function of C, unless a thread sets the timer again before.
     """
@@ -296,7 +299,7 @@ class _Watch:
         self._ended = threading.Event()
 
     def open(self) -> None:
-        """Begin to watch, where C has such timers."""
+        """Begin to watch, if the C library has timers."""
         if hasattr(self._c, "timer_create") and hasattr(self._c, "warnx"):
             text, function = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._text, self._c.warnx))
             event = struct.pack("QiiQ40x", text, 0, _SIGEV_THREAD, function)
@@ -316,25 +319,27 @@ class _Watch:
 
 
 _MOST_SILENT = 60.0
-"""Seconds without a thread of Python that are said to be a hang."""
+"""Seconds without a running Python thread after which the warning is printed."""
 _HANG = b"""streamalloc: no thread of Python has run for a minute. If the program hangs, a library has called the driver
 with a lock of its own, and its callback waits for Python's lock, whose thread waits for the library's."""
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class RaisedAgain(DriverMisuseError):
-    """Error that another thread raises in the main thread, in a callback, too, and again until a block ends."""
+    """An error that another thread raises in the main thread, repeatedly until a block ends, also in callbacks."""
 
 
 SOON = 0.001
-"""Seconds until an exception is raised in the main thread: a callback of that thread may run now."""
+"""Seconds until an exception is raised in the main thread, so that a running callback can end."""
 _SWITCH_INTERVAL = 0.1
-"""Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
+"""Seconds that a thread keeps Python's lock while another one waits for it. Python's default of 0.005 is shorter than
+some calls.
+"""
 made = tuple.__new__
-"""Makes a :class:`DriverCall` of all its fields, in a third of the time of the class."""
+"""Makes a :class:`DriverCall` from all its fields, in a third of the time that the class takes."""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
-"""Whether this process was forked: its subscriptions are the parent's."""
+"""Whether this process was forked. Its subscriptions belong to the parent."""
 
 
 def _after_fork() -> None:
@@ -349,13 +354,15 @@ _GENERATED = ("<frozen ", "<string>", "<eval_with_key>", "/torchinductor_", "/si
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame is of a library, of Python or of generated code, which say nothing of the program."""
+    """Whether a file belongs to a library, to Python or to generated code. Such frames say nothing about the
+    program.
+    """
     return file.startswith((_PACKAGE, _LIBRARY)) or any(part in file for part in _GENERATED)
 
 
 def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str, Layout, bool, int | None]]:
-    """The wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 is the per-thread default
-    stream, and index of the stream.
+    """Return the wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 is the per-thread
+    default stream, and index of the stream.
     """
     newest: dict[str, int] = {}
     parts = {}

@@ -66,7 +66,7 @@ def launch(state: State, executable: Executable, stream: TrackedStream, stack: S
             if state.addresses.find(node.range.base) is not node.range:
                 state.addresses.add(node.range)
         elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-            # The addresses may be mapped differently since the capture: the launch uses the present mapping.
+            # The addresses may be mapped differently since the capture. A launch uses the present mapping.
             node.pieces = uses.all_pieces(state, ((low, high - low, write) for (_, low, high), write in node.pieces))
     _run(state, stream, together, stack)
     if not any(node.kind == "step" for node in nodes):
@@ -172,7 +172,9 @@ def _use(state: State, touched: Iterable[Touch]) -> list[TrackedNode]:
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
-    """Before a call that adds a node: find freed memory in its arguments. The driver may refuse the call."""
+    """Find freed memory in the arguments of a call that adds a node, before the call. The driver may refuse
+    the call.
+    """
     return uses.stale_at_launch(state, name, touched(state, args[3]))
 
 
@@ -217,7 +219,7 @@ def _value_node(state: State, params: Any) -> list[TrackedNode]:
 
 def _child(state: State, handle: Any) -> list[TrackedNode]:
     graph = graph_of(state, handle)
-    graph.judge(state.on_hazard)  # the driver copies the graph as it is now
+    graph.judge(state.on_hazard)  # The driver copies the graph in its present state.
     return [replace(one, nested=True) for one in graph.nodes]
 
 
@@ -227,14 +229,14 @@ def _host_node(state: State, params: Any) -> list[TrackedNode]:
 
 
 class _Kind(NamedTuple):
-    """A kind of node: its name in call names and in CUgraphNodeType, and its field in CUgraphNodeParams."""
+    """A kind of node: its name in names of calls and in ``CUgraphNodeType``, and its field in ``CUgraphNodeParams``."""
 
     call: str
     type: str
     field: str
     make: Callable[[State, Any], list[TrackedNode]]
     sets: str = "Params"
-    """End of the name of the call that changes such a node; may be empty."""
+    """Last part of the name of the call that changes such a node; may be empty."""
 
 
 _KINDS = (
@@ -252,7 +254,7 @@ _KINDS = (
 
 
 def _node(state: State, params: Any) -> list[TrackedNode]:
-    """Nodes for ``CUgraphNodeParams``."""
+    """Return the nodes that a ``CUgraphNodeParams`` describes."""
     name = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     for kind in _KINDS:
         if kind.type == name:
@@ -282,7 +284,7 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
 def _sets(
     make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """A call that changes a node of a graph or an executable graph."""
+    """Rule for a call that changes a node of a graph or an executable graph."""
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
     made = make(state, params)
@@ -304,14 +306,16 @@ def _sets(
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """Remove reported kernels from nodes, after one of them got other arguments."""
+    """Remove the reported kernels from the nodes, after a call changed the arguments of one."""
     if any(one.what == uses.KERNEL for one in nodes):
         state.notes.add("nodes", "reported uses of a kernel that got other arguments")
     return [one for one in nodes if one.what != uses.KERNEL]
 
 
 def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
-    """Nodes with those of a handle replaced. If none has it, only the nodes whose operation is still known."""
+    """Replace the nodes of a handle. If no node has the handle, return only the nodes whose operation is
+    still known.
+    """
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is not None:
         rest = [one for one in nodes if one.handle != handle]
@@ -341,7 +345,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     executable, nodes = executable_of(state, args[0]), graph_of(state, args[1]).nodes
     old = executable.nodes
     if len(old) == len(nodes):
-        # The nodes keep the handles of the graph that was instantiated.
+        # The nodes keep the handles of the graph from which they were instantiated.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
     executable.nodes = list(nodes)

@@ -17,9 +17,9 @@ from streamalloc.driver.bindings import cuda, number_of
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
-"""Bytes per channel by the last part of the format's name; 16 otherwise."""
+"""Bytes per channel by the last part of the array format's name; 16 otherwise."""
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
-"""Kinds whose addresses stay reserved after a free."""
+"""Kinds of ranges whose addresses stay reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
@@ -37,7 +37,7 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
 
 
 def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Finish:
-    """Before a call, free ranges by the host. Call the result with the driver's answer."""
+    """Record before a call that the host frees ranges. The result must be called with the driver's answer."""
     thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
     ended = [one for one in ranges if one.ended is None]
@@ -97,7 +97,7 @@ def _current_pool(state: State, device: int | None) -> int:
 
 
 def _find_pool(state: State, pool: int, device: int) -> None:
-    """Record a pool that the driver or other code has made, with the access of devices that it has now."""
+    """Record a pool of the driver or of other code, with the access that devices have to it now."""
     if pool in state.pools:
         return
     grants = {device: 3}
@@ -146,13 +146,13 @@ def _frees(state: State, name: str, args: Arguments) -> Finish:
 
 
 def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
-    """A synchronous free, or a close of imported memory."""
+    """Rule for a synchronous free and for closing imported memory."""
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     if found is not None and found.opened > 1:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device, unless it is pool memory. No document says so.
+        # The driver waits for the device unless the memory is from a pool. No document says so.
         for use in ranges[0].last.values():
             if not state.timeline.may_be_known(use.actor.number, use.time):
                 state.notes.add("frees", f"{name} of {ranges[0].kind} that {use} uses")
@@ -164,14 +164,14 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     def finish(answer: Answer) -> None:
         ended(answer)
         if again and answer[0]:
-            # Only for registered memory: other addresses are refused before the call.
+            # Only registered memory needs this: the driver refuses other addresses.
             state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
 
     return finish
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
-    """An allocation. ``of_device``: other devices need peer access to its context."""
+    """Rule for an allocation. ``of_device``: memory that other devices reach only by peer access to its context."""
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
@@ -198,7 +198,7 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
-    """The current device gets or loses access to the plain memory of another context."""
+    """Rule for a change of the current device's access to plain memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
     device = state.ask.number("cuCtxGetDevice")
     if device is None:
@@ -236,9 +236,9 @@ def _ends_array(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A variable of a module or library. It lasts as long as these."""
+    """Rule for a call that finds a variable of a module or library. The variable lasts as long as these."""
     if None in answer[1:]:
-        return  # code of C asks for the address or the size alone
+        return  # C code may ask for the address or the size alone.
     there = state.addresses.find(int(answer[1]))
     if there is None or there.ended is not None:
         made = Range(int(answer[1]), int(answer[2]), "module variable", stack=state.place(), deferred=True)
@@ -267,7 +267,7 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
 
 def _ends_pool(state: State, grants: dict[int, int]) -> None:
     state.addresses.vacate(lambda one: one.grants is grants)
-    # The current pools of devices are among the known ones; the driver makes another one current.
+    # The current pools of devices are known by now, and the driver makes another pool current.
     state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
@@ -286,7 +286,9 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _device(args: Arguments) -> int | None:
-    """The device in a pool call's arguments: an ordinal, or a location and an allocation type. None for other pools."""
+    """Return the device in a pool call's arguments, which is an ordinal or a location and an allocation type. None for
+    a pool of host memory.
+    """
     location = getattr(args[0], "type", None)
     if location is None:
         return number_of(args[0])
@@ -294,7 +296,7 @@ def _device(args: Arguments) -> int | None:
 
 
 def granted(descriptors: Any) -> dict[int, int]:
-    """The access of devices in one or several ``CUmemAccessDesc``."""
+    """Return the access of devices in one or several ``CUmemAccessDesc``."""
     several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
@@ -348,7 +350,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # The handle was released, but the mapping keeps the memory.
+    # The handle was released, and the mapping keeps the memory.
     memory = TrackedMemory(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
@@ -419,13 +421,13 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
         return nothing
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # Uses through the object must have ended. The mappings themselves stay.
+    # Uses through the object must have ended. The mappings stay.
     end(state, target.mappings, name, "unmap")((1,))
 
     def finish(answer: Answer) -> None:
         if answer[0]:
             return
-        # The mappings share the list.
+        # All mappings share this list.
         bindings[:] = [
             one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
         ]

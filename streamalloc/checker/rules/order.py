@@ -1,4 +1,4 @@
-"""Calls that order operations: streams, events and values in memory. Also the life of contexts."""
+"""Calls that order operations: streams, events and values in memory. Also the creation and end of contexts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class HostCall:
 
     _state: State
     stays: bool
-    """Whether a graph contains it, so that it may be called again."""
+    """Whether a graph contains the function, so that it may be called again."""
     node: TrackedNode | None = None
-    """Node of a capture."""
+    """Node of the capture; None outside of captures."""
     cancelled: bool = False
     _queued: deque[tuple[TrackedStream, Obstacle, Obstacle]] = field(default_factory=deque)
-    """Queued calls: stream, end of the preceding work, and end of the call."""
+    """Queued calls, each with its stream, the end of the preceding work, and the end of the call."""
     _running: list[Obstacle] = field(default_factory=list)
 
     def queue(self, stream: TrackedStream) -> None:
@@ -49,7 +49,7 @@ class HostCall:
         """Begin the oldest queued call. The earlier work of its stream has ended."""
         timeline = self._state.timeline
         if not self._queued:
-            # Another library has launched the graph.
+            # Another library launched the graph, so no call was queued.
             timeline.notes.add("waits", "a graph that another library launched")
             timeline.host_observes(timeline.everything())
             return
@@ -67,7 +67,7 @@ class HostCall:
         self._state.thread().within = None
 
     def refused(self) -> None:
-        """Undo the queueing, because the driver refused the call."""
+        """Remove the call from the queue, because the driver refused it."""
         if self.stays:
             self.cancelled = True
         else:
@@ -80,7 +80,7 @@ class HostCall:
 
 
 def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStream], object]) -> bool:
-    """Whether a stream is captured: then each launch of the graph calls ``step`` with its stream."""
+    """Whether a stream is captured. If so, each launch of the graph calls ``step`` with its stream."""
     capture = state.capture_of(stream)
     if capture is not None:
         state.streams.name_nodes(stream, capture.step(step))
@@ -130,7 +130,9 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
-    """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
+    """Make a stream wait for an event. With ``external`` in a capture, each launch waits for an event outside of the
+    graph.
+    """
     if event.captured is not None:
         of, clock = event.captured
         if not of.ended:
@@ -161,13 +163,13 @@ def write_value(state: State, stream: TrackedStream, address: int, value: int, b
 
 
 def _is_shared(state: State, address: int) -> bool:
-    """Whether other processes may have the memory at an address open."""
+    """Whether other processes may have opened the memory at an address."""
     found = state.addresses.find(address)
     return found is None or found.bytes.shared
 
 
 def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Queue a use of a value in device memory. The memory must be allocated; the use races with no other."""
+    """Queue a use of a value in device memory. The memory must be allocated. Such a use races with no other use."""
     found = state.addresses.find(address)
     if found is None or found.kind in HOST_KINDS:
         return
@@ -191,7 +193,7 @@ def wait_value(state: State, stream: TrackedStream, address: int, value: int, fl
 
 
 def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Record that a waited-for value's memory is in use until the wait is over."""
+    """Record that the memory of a waited-for value is in use until the wait ends."""
     last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
     before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
     last[stream.number] = waiting
@@ -258,8 +260,8 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
         if answer[0]:
             return
         if from_package("ipc/"):
-            # If a stream is idle, the facade's host writes a shared value instead of the stream. Reports must not
-            # depend on that, so this query counts as a stream-ordered write of the value.
+            # The facade writes a shared value from the host if the stream is idle. Reports must not depend on that, so
+            # this query counts as a write of the value in stream order.
             state.sources.clear()
             state.timeline.published.learn(stream.clock if clock is None else clock)
             state.interprocess.drop_uses((stream.clock if clock is None else clock).after)
@@ -299,25 +301,25 @@ def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A context waits for an event. The streams of a green context are unknown, so all streams wait."""
+    """Rule for a context that waits for an event. The streams of a green context are unknown, so all streams wait."""
     for stream in state.streams.all(None if "Green" in name else number_of(args[0])):
         wait(state, stream, event_of(state, args[1]))
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Record an event after unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
+    """Rule for ``cuGreenCtxRecordEvent``: record an event after unknown streams of a green context."""
     event = event_of(state, args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.drop_uses(state.timeline.everything().after)
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """A wait for another library's semaphore. It counts as ordered after all earlier work."""
+    """Rule for a wait for another library's semaphore. It counts as ordered after all earlier work."""
     wait(state, state.stream(args[-1]), TrackedEvent(foreign=True))
 
 
 def _happened(state: State, name: str, args: Arguments) -> Finish:
-    """A call that shows the host that its arguments, which are events, have happened."""
+    """Rule for a call from which the host learns that the events in its arguments have happened."""
     state.sources.check()
     events = [event_of(state, handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
@@ -342,7 +344,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
-    """Before a call, check the memory of its value. Other processes may see a written value during the call."""
+    """Check the memory of a value before the call. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
         stream = state.stream(args[0])
         state.interprocess.notifies(stream)
@@ -363,7 +365,7 @@ def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """``cuStreamBatchMemOp``."""
+    """Rule for ``cuStreamBatchMemOp``."""
     batch_of_values(state, state.stream(args[0]), args[2])
 
 
@@ -390,7 +392,7 @@ def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
-    """A call that ends a context after its work. ``last``: only if it released the last reference."""
+    """Rule for a call that ends a context after its work. ``last``: only if it releases the last reference."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
         ended, stack = context(state, args), state.place()

@@ -38,7 +38,7 @@ def _export(state: State, range_: Range, name: bytes = b"") -> None:
 
 
 def _size_at(state: State, address: Any) -> int:
-    """The size of the allocation at an address; 1 if unknown to the driver."""
+    """Return the size of the allocation at an address; 1 if the driver does not know it."""
     return state.ask.number("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 
@@ -66,7 +66,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
-        # The driver counts opens of one address.
+        # The driver counts how often an address was opened.
         there.opened += 1
         return
     made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.context())
@@ -85,7 +85,7 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 
 
 def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
-    """Announce the recordings of an event under its export data, on this process's board."""
+    """Announce the recordings of an event on this process's board, under its export data."""
     event.elsewhere, event.name = True, data
     index = state.interprocess.index(event)
     if index is not None:
@@ -115,7 +115,7 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # The number of a fabric handle is the address of its bytes.
+    # For a fabric handle this argument is the address of its bytes, not a file descriptor.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if file is None:

@@ -30,7 +30,7 @@ _NEED_MEMORY = {
     "cuMulticastBindAddr_v2": 3,
     "cuPointerSetAttribute": 2,
 }
-"""Index of an address argument that must name memory."""
+"""For a call, the index of the address argument that must name memory."""
 
 
 def _checked(before: Before | None, at: int) -> Before:

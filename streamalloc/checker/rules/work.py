@@ -19,19 +19,19 @@ from streamalloc.driver.bindings import number_of
 # during the call or later.
 _AT_CALL, _ANY = 2, 3
 _ROWS = 1 << 15
-"""Rows of a plane that are checked at most."""
+"""Most rows of a plane that are checked."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A call that uses memory in a stream."""
+    """Rule for a call that uses memory in a stream."""
 
     stream_at: int | None
-    """Index of the stream argument; None for synchronous calls, on the legacy stream."""
+    """Index of the stream argument; None for synchronous calls, which use the legacy stream."""
     touched: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
-    """Reads and writes in stream order, as far as they are known."""
+    """Returns the known reads and writes in stream order."""
     sides: Callable[[Arguments], tuple[Any, ...]] = lambda args: ()
-    """Target and source of a copy, or target of a fill; None for arrays. The host may wait for the work."""
+    """Returns target and source of a copy, or target of a fill; None for arrays. The host may wait for such work."""
     then: Callable[[State, TrackedStream, Arguments], object] = lambda state, stream, args: None
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
@@ -40,12 +40,12 @@ class _Work:
     """Memory that must exist, but is neither read nor written."""
 
     def after(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
-        """Queue the work after the call has succeeded."""
+        """Queue the work after a successful call."""
         for address, nbytes, write in self.taken(state, args):
             uses.use_on_host(state, number_of(address), nbytes, write, name)
         stream = state.stream(self._stream(args))
         if self.stream_at is None and self._is_staged(state, args):
-            # The driver waits for earlier work, but the copied bytes may still be on their way when the call returns.
+            # The driver waits for earlier work, but the copied bytes may be in transit when the call returns.
             uses.host_waited_for(state, stream)
         for node in self._nodes(state, name, args, stream):
             uses.queue_use(state, stream, node)
@@ -58,7 +58,7 @@ class _Work:
         return [TrackedNode("use", name, state.place(), find(state, self.touched(state, args)))]
 
     def _stream(self, args: Arguments) -> Any:
-        """The handle of the stream, also from a launch configuration."""
+        """Return the stream's handle from an argument or a launch configuration."""
         given = 0 if self.stream_at is None else args[self.stream_at]
         return getattr(given, "hStream", given)
 
@@ -76,7 +76,7 @@ class _Work:
         return any(state.ask.is_host_memory(one) or state.ask.is_managed(one) for one in there)
 
     def _is_staged(self, state: State, args: Arguments) -> bool:
-        """Whether a copy goes from pageable memory to a device, through memory of the driver."""
+        """Whether the driver stages a copy: from pageable memory to a device."""
         sides = self.sides(args)
         if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
             return False
@@ -84,7 +84,7 @@ class _Work:
         return target is None or not (state.is_pageable(target) or state.ask.is_host_memory(target))
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
-        """Before the call, check for freed memory."""
+        """Check for freed memory before the call."""
         return uses.stale(state, self._stream(args), name, (*self.touched(state, args), *self.named(state, args)))
 
 
@@ -93,7 +93,7 @@ def _target(args: Arguments) -> tuple[Any]:
 
 
 def _fills(stream_at: int | None, width: int) -> _Work:
-    """A fill. A small fill is also a write of values that streams may wait for."""
+    """Rule for a fill. A small fill is also a write of values that streams may wait for."""
 
     def then(state: State, stream: TrackedStream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
@@ -124,7 +124,7 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """The rows of a plane; a single piece if they are contiguous."""
+    """Return the rows of a plane; a single piece if they are contiguous."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
     if height > _ROWS:
@@ -133,13 +133,13 @@ def rows(state: State, start: int, pitch: int, width: int, height: int, write: b
 
 
 def plane(state: State, copy: Any) -> list[Touch]:
-    """Both sides of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``."""
+    """Return both sides of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``."""
     depth, width, height = int(getattr(copy, "Depth", 1) or 1), int(copy.WidthInBytes), int(copy.Height)
     found: list[Touch] = []
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
-        # Zero means the smallest pitch or height.
+        # A pitch or height of 0 means the smallest one.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
@@ -154,7 +154,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
 
 
 def _array(state: State, handle: Any) -> TrackedArray | None:
-    """The array of a handle; None if it was not made through this driver."""
+    """Return the array of a handle; None if another driver object made it."""
     found = state.arrays.get(number_of(handle))
     if found is None:
         state.notes.add("memory", "an array")
@@ -162,7 +162,7 @@ def _array(state: State, handle: Any) -> TrackedArray | None:
 
 
 def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Touch]:
-    """The rows of a box of several planes with ``lines`` rows each. ``sizes``: width, height and depth."""
+    """Return the rows of a box of several planes, each with ``lines`` rows. ``sizes``: width, height and depth."""
     width, height, depth = sizes
     if lines == height:
         return rows(state, start, pitch, width, height * depth, write)
@@ -171,7 +171,7 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
 
 
 def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
-    """Both sides of each ``CUDA_MEMCPY3D_BATCH_OP``. ``at_call``: only sources that may be read before the call
+    """Return both sides of each ``CUDA_MEMCPY3D_BATCH_OP``. ``at_call``: only sources that may be read before the call
     returns.
     """
     found: list[Touch] = []
@@ -222,21 +222,23 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
 
 
 def _order(one: Any) -> int:
-    """The source access order of a copy in a batch."""
-    with contextlib.suppress(ValueError):  # the bindings' getter raises for unknown numbers
+    """Return the source access order of a copy in a batch."""
+    with contextlib.suppress(ValueError):  # The bindings' getter raises for unknown numbers.
         return int(getattr(one, "srcAccessOrder", 0) or 0)
     return 0
 
 
 def _reads(order: int, at_call: bool) -> bool:
-    """Whether a source with an access order may be read at the call, or else in stream order."""
+    """Whether the call may read a source with this access order; with ``at_call`` False, whether the stream
+    reads it.
+    """
     return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
 
 
 def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
     """Stream-ordered uses of a batch of copies. ``at_call``: only reads that may come before the call returns."""
     targets, sources, sizes, _, attributes, begins = args[:6]
-    # An attribute holds from its own index on.
+    # An attribute applies from its own index on.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
     found, order = [], 0
     for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
@@ -249,7 +251,7 @@ def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
 
 
 def _one(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-    """The same for ``cuMemcpyWithAttributesAsync``."""
+    """As :func:`_batch`, for ``cuMemcpyWithAttributesAsync``."""
     return _batch(at_call, state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
 
 
@@ -261,7 +263,7 @@ def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
 
 
 def _discarded(state: State, args: Arguments) -> list[Touch]:
-    """A discard counts as a write."""
+    """Rule for a discard, which counts as a write."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
@@ -273,13 +275,15 @@ def _fills_rows(stream_at: int | None, width: int) -> _Work:
 
 
 def _side(copy: Any, side: str) -> Any:
-    """The address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an array."""
+    """Return the address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an
+    array.
+    """
     kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
     return None if "ARRAY" in kind else getattr(copy, side + ("Host" if "HOST" in kind else "Device"))
 
 
 def _copies_plane(stream_at: int | None) -> _Work:
-    """A copy of a plane or box."""
+    """Rule for a copy of a plane or box."""
 
     def sides(args: Arguments) -> tuple[Any, Any]:
         return _side(args[0], "dst"), _side(args[0], "src")
@@ -292,7 +296,7 @@ class _Launch(_Work):
     """A kernel."""
 
     params_at: int | None = None
-    """Index of its arguments; without it the uses are unknown."""
+    """Index of the argument with the kernel's arguments; None if the uses are unknown."""
     function_at: int = 0
 
     def _launch(self, args: Arguments) -> tuple[Any, ...]:
