@@ -83,8 +83,6 @@ class Judge:
     ) -> Callable[[], None]:
         """Record a free, or the unmap or release that ``ending`` names. Report operations that may still use the
         memory. The returned function undoes this, for a free that the driver refused.
-
-        The returned function takes the free back, because the driver refused it.
         """
         order, before = self.timeline.order, (range_.ended, range_.freed_after)
 
@@ -135,8 +133,6 @@ class Judge:
     ) -> None:
         """Record a read or write of addresses. ``device``: check its access, which the driver does not check. ``races``
         is False for a use that a waited-for value orders with other uses.
-
-        ``races`` is False for a use that the waited-for value orders with other uses.
         """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:

@@ -34,8 +34,6 @@ After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
 Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 """Called before a call. Its result is called with the answer, even if the driver refuses the call. A free needs this,
 because another thread may get the memory as soon as the call is made.
-
-For example frees: after the call another thread may already get the memory.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
 """A part of memory: first byte, end, and whether it is written (None: unknown)."""
@@ -302,8 +300,6 @@ def _is_new(range_: Range, address: int) -> bool:
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
     """Report a kernel that goes beyond its memory; for copies and fills the driver refuses this. ``runs`` is False for
     a kernel in a graph, because memory may be mapped before the launch.
-
-    ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
     """
     for address, size, _ in touched:
         nbytes = int(size)
@@ -415,8 +411,6 @@ def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_
     """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
     refuses the call. ``in_order`` is False for a call outside of stream order. The result must be called with the
     driver's answer.
-
-    ``in_order`` is False for a call outside of stream order. Call the result with the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
     if not gone:

@@ -55,8 +55,6 @@ that converts such arguments raises them too.
 def _notification(delivers: bool = False) -> Callable[[F], F]:
     """Make a method run under the lock, or later if a finaliser calls it in the middle of a record. ``delivers``: the
     program makes the call, so hazards may be raised in it.
-
-    ``delivers``: the program makes the call, so that hazards may be raised in it.
     """
 
     def decorate(step: F) -> F:
@@ -130,9 +128,6 @@ class Recorder:
     def _alone(self, step: Callable[..., T], *args: Any) -> T:
         """Call a function under the lock, then record the calls that finalisers made meanwhile. A finaliser's call at
         the end of the previous record is recorded first, because it came before this call.
-
-        A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
-        call.
         """
         # A finaliser may run between any two lines of a step, on this thread, and free memory by a driver call. The
         # lock is reentrant, so the finaliser does not wait for its own thread. Its record waits, because the state is

@@ -26,9 +26,9 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
-"""Column title and number format of each further figure."""
+"""Title of the column and number format, for each figure other than the time."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
-"""Titles of target figures other than times."""
+"""Titles of figures in targets, other than times."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

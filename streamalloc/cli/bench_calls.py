@@ -23,11 +23,11 @@ CUPY_CACHING = "CuPy MemoryPool (caching)"
 _QUEUED = 200
 """Calls per block that queue work: a stream's queue holds about 1,000."""
 MOST_ALIVE = 1_000_000
-"""Live allocations, at most; a tenth of it with ``--quick`` and on a simulated driver."""
+"""Most live allocations; a tenth of it with ``--quick`` and on a simulated driver."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
-    """Return the setup of another library's variant; ``make`` gets the library's objects."""
+    """Return the setup of a variant of another library. ``make`` gets the library's objects."""
     return lambda bench: make(bench.library(kind))
 
 
@@ -35,7 +35,8 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0, drop: bool = False) -> Setup:
-    """Allocate and free, with so many other allocations alive; with ``streams``, on the next of so many each time.
+    """Allocate and free beside ``alive`` other allocations. With ``streams``, take the next of so many streams each
+    time.
 
     The raw calls are the bindings' functions with handle objects, results unchecked.
     """
@@ -48,7 +49,7 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0, dro
         stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
         buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
         bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
-        for one in those:  # the first allocation on each stream is made by the driver
+        for one in those:  # The driver makes the first allocation on each stream.
             allocator.allocate(nbytes, one).free()
         if drop:
             return partial(allocator.allocate, nbytes, stream)

@@ -53,13 +53,13 @@ _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class Stage(NamedTuple):
-    """Objects that a variant is set up with."""
+    """The objects that a variant uses."""
 
     bench: Bench
     worker: Worker
     pool: sa.MemoryPool
     variant: str
-    """Name of the variant, for both processes."""
+    """Name of the variant, the same in both processes."""
 
     def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
         """Send one end of a pipe or channel to the other process and return the other end."""
@@ -70,7 +70,7 @@ class Stage(NamedTuple):
         return ours
 
     def served(self, once: Call) -> Measured:
-        """Return the median time of ``once``; meanwhile the other process runs its counterpart of the variant."""
+        """Return the median time of ``once``. The other process runs its side of the variant meanwhile."""
 
         def measure(number: int) -> float:
             self.worker.begin("serve", self.variant, max(number, measuring.LEAST))
@@ -82,7 +82,7 @@ class Stage(NamedTuple):
 
 
 def _connection(worker: WorkerBase) -> Any:
-    """Return the other process's end of a pipe."""
+    """Return the other process's end of the pipe."""
     return multiprocessing.connection.Connection(worker.handles[0].detach())
 
 
@@ -148,7 +148,7 @@ def _serve_raw(worker: WorkerBase, shared: str) -> Call:
 
 
 def our_share(stage: Stage) -> Measured:
-    """Share with the library: the importer waits for the contents, and the free waits for the importer."""
+    """Share with this library. The importer waits for the contents, and the free waits for the importer."""
     channel = stage.connect(ipc.Channel.pair())
     pool, stream = stage.pool, stage.bench.stream
 
@@ -216,14 +216,14 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
     OUR_SHARE: (our_share, _serve_ours),
     CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
 }
-"""Setup functions of this process and of the other one."""
+"""For each variant, the setup of this process and of the other one."""
 
 
 class BenchActions(WorkerBase):
     """Actions of the other process."""
 
     def set_up(self, name: str, *arguments: Any) -> None:
-        """Set up this process's half of a variant."""
+        """Set up this process's side of a variant."""
         self.opened[name] = VARIANTS[name][1](self, *arguments)
 
     def serve(self, name: str, count: int) -> None:
@@ -235,7 +235,7 @@ class BenchActions(WorkerBase):
 
 
 def _need_sharing(bench: Bench) -> None:
-    """Start the other process and create the shared pool, for all variants."""
+    """Start the other process and make the shared pool. All variants use them."""
     need_shared_pools(bench.device)
     worker = bench.resources.enter_context(Worker(bench.chosen.driver, BenchActions))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
@@ -270,7 +270,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     def once() -> None:
         sent = make()
         queue.put(sent)
-        replies.recv_bytes()  # EOFError if the other process has ended
+        replies.recv_bytes()  # the other process has ended
         if isinstance(sent, sa.Buffer):
             sent.free()
 
@@ -306,7 +306,7 @@ EPOCH, LIKE = "streamalloc allocate_all, commit and open", "streamalloc like the
 
 
 def _need_store(bench: Bench) -> None:
-    """Start a server, for all variants."""
+    """Start a server, which all variants use."""
     need_virtual_memory(bench.device)
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", "streamalloc", "serve", name]
@@ -319,7 +319,7 @@ def _need_store(bench: Bench) -> None:
 
 
 def _attached(bench: Bench, *, again: bool) -> Measured:
-    """Map weights of the store, and with ``again`` those that were unmapped before."""
+    """Map weights of the store. With ``again``, map weights that were unmapped before."""
     store, key = bench.common, f"again {again}"
     with store.write(key, bench.device) as writer:
         for number in range(CHUNKS):
@@ -359,7 +359,7 @@ def _attached_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _epochs(bench: Bench, *, like: bool) -> Measured:
-    """Write an epoch, without contents, and have a reader take it. Three epochs of either variant are held at once."""
+    """Write an epoch without contents, and have a reader take it. Each variant holds three epochs at once."""
     store, key = bench.common, f"like {like}"
     count = TENSORS_SIMULATED if bench.chosen.is_simulated else TENSORS
     size = min(TENSOR, bench.device.memory_info().free // 8 // count)
@@ -388,14 +388,14 @@ def _epochs(bench: Bench, *, like: bool) -> Measured:
 _TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
 IMPORT = "import streamalloc; streamalloc.MemoryPool"
-"""Names a class, because the package loads modules on first use."""
+"""An import statement that names a class, because the package loads modules on first use."""
 
 
 def _import(statement: str) -> Setup:
     """Return the time of an import in a new process."""
 
     def setup(bench: Bench) -> Measured:
-        # Byte code goes to a folder of its own, because the environment may forbid writing it elsewhere.
+        # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
         compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
         variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -418,7 +418,7 @@ def _replay(name: str, trace: str) -> Setup:
 
     def setup(bench: Bench) -> Measured:
         made = _made(trace)
-        # A replay of its own: its figures are taken after each allocation, which takes time.
+        # A separate replay, because its figures are read after each allocation, which takes time.
         once = traces.replay(made, name, bench.device, rounds=1)
         found = {one: getattr(once, one) for one in _FIGURES}
         replay = bench.resources.enter_context(traces.prepare(made, name, bench.device))

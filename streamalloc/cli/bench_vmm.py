@@ -25,14 +25,14 @@ STEPS = 16
 STEP, STEP_SIMULATED = 64 << 20, 2 << 20
 """Bytes of a step."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
-"""Bytes evicted, at most; on a GPU an eighth of it with ``--quick``."""
+"""Most bytes that a row evicts; on a GPU an eighth of it with ``--quick``."""
 SEGMENTS = 32
-"""Segments that sleep together."""
+"""Number of segments that sleep together."""
 BLOCKS, BLOCKS_SIMULATED = 16384, 64
-"""Scattered blocks that are moved together; on a GPU an eighth of it with ``--quick``."""
+"""Number of scattered blocks that are moved together; on a GPU an eighth of it with ``--quick``."""
 GRANULARITY = 2 << 20
 PINNED = 2 << 30
-"""Bytes of pinned memory, at most: enough to measure the copy rate."""
+"""Most bytes of pinned memory: enough to measure the copy rate."""
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def _ours(bench: Bench, nbytes: int) -> Iterator[Call]:
 
 @contextlib.contextmanager
 def _copied(bench: Bench, nbytes: int) -> Iterator[Call]:
-    """Allocate a step more, copy, and free the old memory."""
+    """Allocate one step more, copy, and free the old memory."""
     driver, held, size = bench.driver, bench.driver.CUdeviceptr(0), 0
 
     def grow() -> None:
@@ -119,7 +119,9 @@ def _grown(kind: Callable[[Bench, int], contextlib.AbstractContextManager[Call]]
 
 
 def _both(names: tuple[str, str], kind: Callable[[Bench], tuple[Call, Call, int]]) -> dict[str, Setup]:
-    """Return two variants: two calls that undo each other. ``kind`` returns both, and the bytes that each copies."""
+    """Return two variants: two calls that undo each other. ``kind`` returns both calls, and the bytes that
+    each copies.
+    """
 
     def setup(bench: Bench, back: bool) -> Measured:
         call, undo, nbytes = kind(bench)
@@ -141,7 +143,7 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
     host, device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
 
     def copy(target: Any, source: Any) -> None:
-        # As many times as it takes to copy what is evicted.
+        # as many runs as it takes to copy the evicted bytes
         for _ in range(nbytes // size):
             value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
@@ -248,7 +250,7 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
 
 
 def _weights(bench: Bench, *, timed: str) -> Measured:
-    """Put weights to sleep, or wake them, with host memory of their own."""
+    """Put weights to sleep or wake them. Each time has host memory of its own."""
     keep_open, stream = bench.resources.enter_context, bench.stream
     tier = keep_open(vmm.HostTier(bench.device))
     group = keep_open(vmm.SleepGroup(bench.device, backup=tier))
@@ -286,7 +288,7 @@ def _weights(bench: Bench, *, timed: str) -> Measured:
 
 
 def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]]:
-    """Return device memory, and the indices of a half of its blocks in random order."""
+    """Return device memory, and the indices of half of its blocks in random order."""
     buffer = bench.resources.enter_context(bench.pool.allocate(2 * bench.common, bench.stream))
     count = bench.common // size
     return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
@@ -352,10 +354,10 @@ def _blocks(size: int) -> BenchRow:
 
 
 def _need_evicted(bench: Bench) -> None:
-    """Choose the bytes to evict. If device or host lack memory, they are less than configured."""
+    """Choose the number of bytes to evict: fewer than configured if device or host lack memory."""
     need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
-    # An eighth of the free memory: six variants have device buffers, and some have host copies.
+    # An eighth of the free memory, because six variants have device buffers, and some have host copies.
     spare = min(bench.device.memory_info().free, available_memory()) // 8
     while size > spare and size > EVICTED_SIMULATED:
         size //= 2
@@ -375,7 +377,7 @@ FIRST, PREPARED, FROZEN = "streamalloc first sleep", "streamalloc sleep after pr
 SAVE, LOAD = "streamalloc HostTier.save", "streamalloc HostTier.load"
 RAW_SAVE, RAW_LOAD = "raw calls, save a block at a time", "raw calls, load a block at a time"
 NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
-"""The pinned memory of a sleep: made and freed with it, kept from one sleep to the next, or none."""
+"""The pinned memory of a sleep: made for each sleep, kept between sleeps, or none."""
 
 ROWS = (
     BenchRow(

@@ -48,7 +48,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 _Ended = SystemExit | DriverMisuseError | None
 _Found = tuple[list[dict[str, Any]], list[str], _Ended]
-"""Hazards, notes of what was not checked, and how the program ended."""
+"""Hazards, notes of what was not checked, and the program's exit."""
 
 
 def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
@@ -64,7 +64,7 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # child processes read it
+    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # child processes read this variable
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
     ended = _ended(lambda: running.run_on(driver, options))
@@ -74,7 +74,7 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
 
 
 def _ended(program: Callable[[], object]) -> _Ended:
-    """Run the program. Returns its exit, or the error of the check that has ended it."""
+    """Run the program. Returns its exit, or the error that ended the check."""
     try:
         program()
     except (SystemExit, DriverMisuseError) as ended:

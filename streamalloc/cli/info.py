@@ -58,7 +58,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        # A row for each device: access to each device's memory.
+        # A row for each device, with its access to each device's memory.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
@@ -68,7 +68,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """Versions of this package and of all below it, to the driver; None for one that cannot be read."""
+    """Versions of this package and of all that it uses, down to the driver; None for a version that cannot be read."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert a capability to JSON: handle types become names."""
+    """Convert a capability to JSON. Handle types become names."""
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
@@ -115,7 +115,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
     version["python"] += f" ({sys.executable})"
     version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-    del version["cuda"]  # part of the driver's version
+    del version["cuda"]  # This is a part of the driver's version.
     terminal.table(version.items())
     for device in found["devices"]:
         _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
@@ -204,11 +204,11 @@ _PATTERN = 0x5A
 
 
 class _Differs(Exception):
-    """The driver accepted the request, but the result differs from it; the message says how."""
+    """The driver accepted the request, but the result differs from it. The message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
-    """Run a trial, which returns a description or raises; return the row with its result."""
+    """Run a trial and return its row. The trial returns a description or raises."""
     row["works"] = False
     try:
         row["found"] = trial(*arguments)

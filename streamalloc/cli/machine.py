@@ -13,11 +13,11 @@ from streamalloc.driver import Driver, simulated
 from streamalloc.driver.internal import default_or_simulated, read_choice
 
 KEEP_ALL = 2**64 - 1
-"""Release threshold in bytes at which a pool keeps all its memory."""
+"""Release threshold at which a pool keeps all its memory, in bytes."""
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _DEVICES_WITHOUT_A_GPU = 2
-"""Devices of the simulated machine by default: some parts need two."""
+"""Default number of devices of the simulated machine. Some parts need two."""
 
 
 def is_simulated(driver: Driver) -> bool:
@@ -31,7 +31,7 @@ class Chosen:
 
     driver: Driver
     not_found: str = ""
-    """Error text, if the simulated driver replaces a missing CUDA driver."""
+    """Error text if the simulated driver replaces a missing CUDA driver; else empty."""
 
     @property
     def is_simulated(self) -> bool:
@@ -98,7 +98,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     else:
         found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
         if why or devices is None:
-            # Without the remedy for programs.
+            # without the remedy, which is for programs
             return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 

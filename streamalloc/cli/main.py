@@ -32,15 +32,15 @@ _COMMANDS = {
     "memory": "run a program and show which library and line takes its device memory",
     "record": "run a program and record its allocations for replay",
 }
-"""Help text by module; modules are imported on use."""
+"""Help text of each command, by module. A module is imported when its command runs."""
 
 _WITHOUT_DRIVER = ("serve", "store")
-"""Commands that choose their own driver, if any."""
+"""Commands that choose their own driver, or use none."""
 
 _READER_LEFT = 128 + 13
-"""Exit code of a program ended by SIGPIPE: the reader has left."""
+"""Exit code after SIGPIPE: the reader of the output has left."""
 _INTERRUPTED = 128 + 2
-"""Exit code of a program that SIGINT ended."""
+"""Exit code after SIGINT."""
 
 _EPILOG = """\
 --driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
@@ -53,7 +53,7 @@ def _module(command: str) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that names the nearest word for one that it does not know."""
+    """A parser that suggests the most similar word for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Command(_Parser):
-    """The parser of a command, which refuses unknown arguments with the usage of the command."""
+    """The parser of one command. For unknown arguments it prints the usage of the command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -82,7 +82,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
     for name, about in _COMMANDS.items():
-        # A command may have its own meaning for an option of the driver.
+        # A command may define an option of the driver itself.
         command = commands.add_parser(name, help=about, conflict_handler="resolve")
         if name in words:
             module = _module(name)

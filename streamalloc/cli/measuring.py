@@ -26,11 +26,11 @@ from streamalloc.core.internal import raw_handle
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
 BLOCK = 0.01
-"""Seconds that one block of calls should take, and a fifth of it with ``--quick``."""
+"""Seconds that one block of calls should take; a fifth of it with ``--quick``."""
 LEAST = 20
-"""Transfers per block between processes, at least."""
+"""Fewest transfers between processes in a block."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
-"""Units of rows: name, and the number in a second."""
+"""Units of rows: name, and number of units in a second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
 """First words of other libraries' variants, which need a GPU."""
@@ -40,12 +40,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """A variant that measures itself."""
+    """A variant that measures its own time."""
 
     measure: Callable[[int], float]
-    """Runs it a number of times; returns the seconds of one run."""
+    """Runs the variant a number of times; returns the seconds of one run."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further figures by name, of the last run."""
+    """Further figures of the last run, by name."""
 
 
 def timed(call: Call) -> Measured:
@@ -55,7 +55,7 @@ def timed(call: Call) -> Measured:
 
 
 def repeated(once: Call, number: int) -> float:
-    """Return the median time of ``once``, of so many runs and :data:`LEAST` at least."""
+    """Return the median time of ``once`` of ``number`` runs, or of :data:`LEAST` runs if that is more."""
     return statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST)))
 
 
@@ -82,7 +82,7 @@ class Target:
     of: str
     limit: float
     to: str = ""
-    """Variant whose figure divides that of ``of``; empty: the limit is absolute."""
+    """Variant by whose figure the figure of ``of`` is divided; empty for an absolute limit."""
     figure: str = ""
     """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
 
@@ -98,12 +98,12 @@ class BenchRow:
     """Setup functions by name."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Calls per block, at most: a full GPU queue blocks."""
+    """Most calls in a block. A GPU's queue blocks when it is full."""
     unit: str = "us"
     rounds: tuple[int, int] = (25, 11)
-    """Rounds, and rounds with ``--quick``."""
+    """Number of rounds, and number of rounds with ``--quick``."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """Variant of the divisor, for variants that are not compared to the first."""
+    """For variants that are not compared with the first variant: the variant whose figure is the divisor."""
     need: Callable[[Bench], object] = lambda bench: None
     """Raises :class:`Unavailable` if the row cannot be measured."""
 
@@ -125,14 +125,14 @@ class Bench:
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that creates them."""
         self.common: Any = None
-        """Objects or sizes that the variants of the current row share; ``need`` of the row makes them."""
-        # Any: raw variants also use the bindings' classes, which every driver provides.
+        """Objects or sizes that the variants of the current row share. The row's ``need`` makes them."""
+        # Any, because raw variants also use the classes of the bindings, which every driver provides.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
         # Raw driver calls need a current context; the library's calls do not.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        # Not `handle`, which lends the stream: allocations on it would ask the driver.
+        # `handle` would lend the stream, and then each allocation on it would ask the driver.
         self.raw_stream: Any = raw_handle(self.stream)
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
@@ -293,7 +293,7 @@ def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in ready}
     shuffled = random.Random(0)
     for _ in range(row.rounds[bench.quick]):
-        # In random order, so that no variant always follows the same other.
+        # Random order, so that no variant always follows the same other one.
         for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
             times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit][1])

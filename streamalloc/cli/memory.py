@@ -24,9 +24,9 @@ from streamalloc.formats.html import escape, mib
 
 _MOST_LINES = 20
 _ROW = 20
-"""Height of a frame in pixels."""
+"""Height of a frame in the picture, in pixels."""
 _SMALLEST = 1 / 2000
-"""Share of the whole from which a frame is drawn."""
+"""Smallest share of the whole that is drawn as a frame."""
 _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
 
 
@@ -91,7 +91,7 @@ def _plain(moment: Moment) -> dict[str, Any]:
 
 
 def _lines(row: Row) -> list[tuple[str, int, str]]:
-    """File, line and function of the frames of a row, innermost first."""
+    """Return file, line and function of each frame of a row, innermost first."""
     return [(code.co_filename, line_of(code, at), getattr(code, "co_qualname", code.co_name)) for code, at in row.place]
 
 
@@ -130,7 +130,7 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
 
 
 def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
-    """Bytes at each moment by a key of the rows, most first."""
+    """Bytes at each moment, summed by a key of the rows; the largest sums first."""
     found: dict[Any, list[int]] = {}
     for number, moment in enumerate(moments):
         for row in moment.rows:
@@ -142,7 +142,7 @@ def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
 
 
 class Frame(NamedTuple):
-    """A frame of a flame graph: all memory of the lines below it."""
+    """A frame of a flame graph: the memory of all lines below it."""
 
     depth: int
     start: int
@@ -152,7 +152,9 @@ class Frame(NamedTuple):
 
 
 def frames(moment: Moment) -> list[Frame]:
-    """The frames of a moment: the whole, the GPU, the library, the kind of memory, and the lines, outermost first."""
+    """Return the frames of a moment, outermost first: the whole, the GPU, the library, the kind of memory, and the
+    lines.
+    """
     paths = []
     for row in moment.rows:
         lines = [f"{Path(file).name}:{line} {function}" for file, line, function in reversed(_lines(row))]
@@ -185,7 +187,7 @@ font-size:11px;padding:2px 4px;border:1px solid #fff;border-radius:2px}.g div:ho
 
 
 def page(program: str, moments: list[Moment]) -> str:
-    """A page with a flame graph of each moment, which needs no other file."""
+    """Return an HTML page with a flame graph for each moment. The page needs no other file."""
     parts = []
     for moment in moments:
         found = frames(moment)

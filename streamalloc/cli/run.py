@@ -18,7 +18,7 @@ from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
-"""The installed machine: threads and exit functions of the program use it after the last line."""
+"""The installed machine. Threads and exit functions of the program use it after the program's last line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="Python file, or module with -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    rest.required = False  # "required: program" where both lack
+    rest.required = False  # argparse names only this argument if both are missing
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
@@ -51,20 +51,24 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program with a machine in place of the functions of ``cuda.bindings``; return its variables."""
+    """Run the program on a machine that replaces the functions of ``cuda.bindings``. Returns the program's
+    variables.
+    """
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
         return run_program(options)
 
 
 def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
-    """Run a program, then call ``report``, also if it raises; not in a forked child that came to its end."""
+    """Run a program, then call ``report``, even after an exception. A forked child that reaches this point does not
+    report.
+    """
     process = os.getpid()
     try:
-        kept = program()  # its variables hold memory
+        kept = program()  # the program's variables hold memory
     except UsageError:
         raise
-    except BaseException:  # its traceback holds the variables of functions
+    except BaseException:  # the traceback holds the variables of functions
         if os.getpid() == process:
             report()
         raise
@@ -74,7 +78,7 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program in this process, as Python does; return its variables."""
+    """Run the program in this process as Python does. Returns its variables."""
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())

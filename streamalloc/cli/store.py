@@ -97,7 +97,7 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "spare": size_text,
     "address": hex,
 }
-"""Functions that write fields of an entry as text."""
+"""Column titles, and functions that format an entry's fields."""
 
 
 def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
 _ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
-"""Minimum columns of folded text, also in the last column of a table. Longer words are broken."""
+"""Fewest columns to which text is folded, also in the last column of a table. Longer words are broken."""
 
 
 class UsageError(Exception):
@@ -93,7 +93,7 @@ class Terminal:
             raise OutputError(error.strerror) from error
 
     def write_json(self, report: dict[str, Any]) -> None:
-        """Write a report to the file of ``--json``, with ``"-"`` to the output, with None nowhere."""
+        """Write a report to the file of ``--json``: ``"-"`` is the output, None writes nothing."""
         text = json.dumps(report, indent=2)
         if self._json == "-":
             self._print(text)
@@ -101,7 +101,7 @@ class Terminal:
             write_file(self._json, text + "\n")
 
     def fits(self, text: str) -> bool:
-        """Whether a line has room."""
+        """Whether a line still has room for this text."""
         return self._width is None or _width(text) <= self._width
 
     def heading(self, text: str) -> None:
@@ -172,7 +172,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
-        """Show the steps of a block on an error output that is a terminal.
+        """Show the steps of a ``with`` block on the error output, if that is a terminal.
 
         The block calls the function that it gets with the next step, and with how much of ``total`` is done. The line
         has an estimate of the rest once something is done.
@@ -206,12 +206,12 @@ def _time(seconds: float) -> str:
 
 
 def _width(text: str) -> int:
-    """Return the number of columns that a text takes on the screen."""
+    """Return the number of columns that a text occupies on the screen."""
     return max(map(len, _ESCAPES.sub("", text).split("\n")))
 
 
 def _least(column: Sequence[str], letter: str, header: bool) -> int:
-    """Return the columns that a column needs: those of its words, or of its figures and the words of its title."""
+    """Return the fewest columns that a column needs for its words, or for its figures and the words of its title."""
     folding = column if letter == "l" else column[:header]
     words = [word for text in folding for word in _ESCAPES.sub("", text).split()]
     figures = [_width(text) for text in column[len(folding) :]]

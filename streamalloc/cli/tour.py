@@ -31,13 +31,13 @@ _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 """Environment variable that permits multicast objects on shared NVSwitches."""
 
 Steps: TypeAlias = Iterator[tuple[str, object, object]]
-"""Steps of a part: a text, the result found, and the expected one; for an error, its class is expected."""
+"""Steps of a part: a text, the result, and the expected result. The expected result of an error is its class."""
 Part: TypeAlias = Callable[..., Steps]
-"""Generator function; its parameters name attributes of :class:`Tour`, its docstring is the heading."""
+"""Generator function of a part. Its parameters name attributes of :class:`Tour`; its docstring is the heading."""
 
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
-    """Copy memory to the host in stream order; return the different bytes in it."""
+    """Copy memory to the host in stream order; return the distinct byte values."""
     found: list[int] = np.unique(read(memory, stream)).tolist()
     return found
 
@@ -52,7 +52,7 @@ def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exce
 
 
 class Tour(contextlib.ExitStack):
-    """Objects that parts use, and the count of checks. Those of a part are closed at its end."""
+    """Objects that parts use, and the count of checks. A part's own objects are closed at its end."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Tour(contextlib.ExitStack):
 
     @property
     def multicast(self) -> Literal["auto", False]:
-        """Whether multicast objects may be made: on real GPUs only with permission."""
+        """Whether multicast objects may be made. On real GPUs this needs permission."""
         return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
@@ -146,7 +146,9 @@ class Tour(contextlib.ExitStack):
 
 
 def _code_by_line(part: Part) -> dict[int, list[str]]:
-    """Return the code of each step by the line of its ``yield``: the source from the ``yield`` before, or its check."""
+    """Return the code of each step by the line of its ``yield``: the source since the previous ``yield``, or the check
+    alone.
+    """
     lines, start = inspect.getsourcelines(part)
     tree = ast.parse(whole := "".join(lines)).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -273,7 +275,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Show the parts; return 0 if all results are as expected, else 1."""
     terminal.paragraph(terminal.bold(chosen.headline), 0)
-    # The checker records all objects, so that the last step finds what was not released.
+    # The checker records all objects, so that the last step finds objects that were not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
         terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
@@ -284,8 +286,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             for part in PARTS:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
-        gc.collect()  # after a failed part, its objects may be in a reference cycle with the error
-        tour.device.synchronize()  # releases dropped objects
+        gc.collect()  # after a failure, objects of the part may be in a cycle with the error
+        tour.device.synchronize()  # this releases dropped objects
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()

@@ -25,7 +25,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import choice_of
 
 SECONDS = 60.0
-"""Seconds to wait for it: contexts on a busy GPU take long."""
+"""Seconds to wait for the other process. Its contexts take long on a busy GPU."""
 
 
 def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
@@ -37,7 +37,7 @@ def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
 
 
 class WorkerError(RuntimeError):
-    """An error in the other process: its class and its text."""
+    """An error in the other process. The message has its class and text."""
 
 
 def environment(driver: Driver) -> dict[str, str]:

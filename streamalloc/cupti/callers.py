@@ -116,8 +116,6 @@ _UNKNOWN = (1 << 64) - 1
 def gpus() -> dict[str, Gpu]:
     """Return the GPUs by UUID; empty without NVML. This makes no driver call, because a program that forks before its
     first CUDA call must find CUDA uninitialised.
-
-    The driver itself is not called: a program that forks before its first CUDA call must find CUDA not initialised.
     """
     try:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")

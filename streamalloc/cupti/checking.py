@@ -62,8 +62,6 @@ _HOST, _DEVICE = cuda.CUmemorytype.CU_MEMORYTYPE_HOST, cuda.CUmemorytype.CU_MEMO
 class _Seen:
     """Stand-in for the driver that answers from the calls so far. The checker asks it in callbacks, which must make no
     driver call.
-
-    The checker asks in callbacks, which must not call the driver.
     """
 
     is_simulated = True
@@ -116,8 +114,6 @@ class _Found(RaisedAgain):
 class _Raising(threading.Thread):
     """Thread that raises the first hazard in the main thread, and again every half second until the block ends. It
     repeats because Python only prints an exception that arrives in a callback or a finaliser.
-
-    Where a callback or a finaliser begins in that thread, Python prints the exception and goes on.
     """
 
     def __init__(self) -> None:

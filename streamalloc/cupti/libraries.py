@@ -99,8 +99,8 @@ class Libraries:
     def _make_streams_in_turn(self, kind: Any) -> None:
         """Have threads wait without Python's lock while another thread makes PyTorch's first stream.
 
-        The first stream makes all those that PyTorch hands out, for which other threads would wait with Python's lock,
-        and the callbacks of the first thread for that.
+        PyTorch makes all streams of its pool with the first one. Other threads would wait for that while they hold
+        Python's lock, which the callbacks of the first thread need.
         """
         made, lock = kind.__dict__.get("__new__"), threading.RLock()
         if made is None:  # A later PyTorch makes streams in another way.

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class AllocatorSource(Protocol):
-    """A source of memory: a pool, another allocator of streamalloc, or a sleep group.
+    """A source of memory for another library: a pool, another allocator of streamalloc, or a sleep group.
 
     An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
     """
@@ -74,7 +74,7 @@ class AllocatorSource(Protocol):
 
 
 def library(name: str, session: Session | None = None) -> Any:
-    """Import another library. ``session``: of the memory that the library is to use.
+    """Import another library. ``session``: the session of the memory that the library is to use.
 
     Raises
     ------
@@ -99,13 +99,13 @@ def library(name: str, session: Session | None = None) -> Any:
 
 
 def check_driver(module: ModuleType | None, session: Session) -> None:
-    """Raise ValueError if a library is on the CUDA driver and the session on a simulated one.
-
-    A module without a ``__spec__`` is a test's stand-in, on whatever driver the test says.
+    """Raise ValueError if a library uses the CUDA driver and the session a simulated one. A module without a
+    ``__spec__`` stands in for a library in tests, and may use any driver.
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # A checked CUDA driver has settings, too. `testing.install` has wrapped the bindings' functions, which Numba calls.
+    # A checked CUDA driver has settings, too. ``testing.install`` wraps the functions of the bindings, which Numba
+    # calls.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(
@@ -114,7 +114,7 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Started bridges. They continue after they are dropped.
+# Bridges that were started. A bridge continues after its object is dropped.
 _started: set[Bridge] = set()
 
 
@@ -130,7 +130,7 @@ class Bridge(Closes, abc.ABC):
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         self.sources = sources
         self._callbacks = callbacks
-        """Whether the library calls Python even for pools, which have handles."""
+        """Whether the library calls Python even for pools."""
         self._undo: contextlib.ExitStack | None = None
 
     @abc.abstractmethod
@@ -173,13 +173,13 @@ class Bridge(Closes, abc.ABC):
 
 
 _Used: TypeAlias = "tuple[int, object, Stream, Callable[[int, Any], Memory]]"
-"""The stream that a library last used on a device: the library's handle and stream object, our stream, and the source's
-``allocate``.
+"""The stream that a library last used on a device: its handle and its stream object in the library, our stream, and the
+``allocate`` of the source.
 """
 
 
 class Sources:
-    """The sources of a bridge, one per device.
+    """The source of memory for each device of a bridge.
 
     Raises
     ------
@@ -207,7 +207,7 @@ class Sources:
         """Session of the sources' driver."""
         pooled = (MemoryPool, CachingAllocator)
         self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
-        """Whether dropped memory is only released at points of work, like virtual memory."""
+        """Whether dropped memory of a source is released only at points of work, as virtual memory is."""
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
         self._last: dict[int, _Used] = {}
@@ -246,7 +246,7 @@ class Sources:
         _, _, stream, allocate = used
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
-        # This stream has no other work: it only waits for events that the pool requires.
+        # This stream has no other work. It only waits for events that the pool requires.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
@@ -254,8 +254,8 @@ class Sources:
 
     def hold(self, memory: Memory) -> object:
         """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
-        # Other memory is released by its own finaliser: a cached buffer's makes no driver call, captured memory belongs
-        # to its graph, and virtual memory is unmapped after its users' work.
+        # Other memory has its own finaliser. A cached buffer makes no driver call, captured memory belongs to its
+        # graph, and virtual memory is unmapped after the work of its users.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -263,11 +263,12 @@ class Sources:
         if source is None:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
-        # Handle 0 depends on how the library was built. For all these libraries it is the legacy default stream.
+        # Whether handle 0 is the legacy or the per-thread default stream depends on the build of a library. For all
+        # these libraries it is the legacy stream.
         handle_there = handle or LEGACY
         stream: Stream | None = None
         if owner is not None and handle_there not in (LEGACY, PER_THREAD):
-            # The object's own entry in the table of library streams, as a cache keeps memory for that one.
+            # A cache keeps memory for the object that the session lists for this handle.
             with contextlib.suppress(TypeError):
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:
@@ -290,7 +291,7 @@ class _Held:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        # None: the stream is the same on every thread.
+        # None means that the stream is the same on every thread.
         self._thread = this_thread.number if buffer.stream.is_default else None
 
     def __del__(self) -> None:
@@ -302,9 +303,9 @@ def is_captured(stream: Stream) -> bool:
     """Whether work queued on a stream would be captured, or would invalidate a capture."""
     try:
         return not stream.closed and stream.capturing
-    except CaptureError:  # raised for the legacy stream while a blocking stream is captured
+    except CaptureError:  # The driver raises this for the legacy stream while a blocking stream is captured.
         return True
-    except CudaError:  # its owner has destroyed it
+    except CudaError:  # The owner has destroyed the stream.
         return False
 
 
@@ -335,7 +336,7 @@ def free_after_all(item: FreeAfterAll) -> None:
     The host does not wait: the free is queued at once, or deferred while a capture is under way.
     """
     queue = deferred_queue(item.session)
-    with contextlib.suppress(CudaError):  # the item stays in the queue
+    with contextlib.suppress(CudaError):  # The item stays in the queue.
         if unless_busy(functools.partial(queue.end, item), None, queue.beginning) is None:
             queue.submit(item)
 
@@ -354,7 +355,7 @@ class FreeAfterAll(Deferred):
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Add a buffer to this free; False if an attempt has begun."""
+        """Add a buffer to this free. Returns False if an attempt has begun."""
         # Threads are not switched between these lines.
         if self.sealed:
             return False
@@ -365,7 +366,7 @@ class FreeAfterAll(Deferred):
     def attempt(self) -> bool:
         """Free on a stream that waits for all others. The driver refuses this during a capture."""
         self.sealed = True
-        # No call here: of two threads that attempt the item, only one takes the buffers.
+        # Nothing is called here, so of two threads that attempt the item only one takes the buffers.
         buffers, self.buffers = self.buffers, []
         try:
             return not buffers or self._free(buffers)
@@ -392,7 +393,7 @@ class FreeAfterAll(Deferred):
 
 
 def _free_on(buffer: Buffer, stream: Stream) -> None:
-    with contextlib.suppress(ClosedError):  # another thread was faster
+    with contextlib.suppress(ClosedError):  # Another thread has taken the buffers.
         buffer.free(stream)
 
 
@@ -420,7 +421,7 @@ class Dropped:
             deferred_queue(session).submit(batch)
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
-            self.refused = True  # Even an ended batch stays in the queue until the next point of work.
+            self.refused = True  # Even an item that has ended stays in the queue until the next point of work.
 
 
 BATCH = 64
@@ -435,7 +436,7 @@ _asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
 
 
 def _aside_of(device: Device) -> Stream:
-    """The package's own stream for a device; a new one if the context of the last one was destroyed."""
+    """Return the package's own stream for a device; a new one if the context of the last one was destroyed."""
     streams = _asides(session_of(device))
     found = streams.get(device.ordinal)
     if found is not None:
@@ -469,8 +470,8 @@ class Ledger:
         return address in self._held
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at an address in stream order. ``handle``: the stream; None: that of the allocation. Returns
-        its bytes.
+        """Free the memory at an address in stream order, and return its bytes. ``handle``: the stream; None: the stream
+        of the allocation.
         """
         held = self._held.pop(address, None)
         if held is None:
@@ -479,7 +480,7 @@ class Ledger:
         nbytes = memory.nbytes
         same = handle is None or handle == own or (handle or LEGACY) == (own or LEGACY)
         if same and type(memory) is CachedBuffer:
-            return nbytes  # Its finaliser returns the block to the cache.
+            return nbytes  # The finaliser of the buffer returns the block to the cache.
         if not isinstance(memory, Buffer):
             # Virtual memory is unmapped after the present work of its devices.
             del held, memory

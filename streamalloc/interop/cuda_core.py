@@ -94,7 +94,7 @@ def resource_class(core: Any) -> Any:
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
-        """Device memory resource that allocates by callbacks."""
+        """Memory resource for device memory that calls Python for each allocation."""
 
         is_device_accessible, is_host_accessible, is_managed = True, False, False
         device_id = 0
@@ -120,7 +120,7 @@ def resource_class(core: Any) -> Any:
 
 
 def _error(error: OutOfMemoryError) -> Exception:
-    """The error as cuda.core's ``CUDAError``, which has no public name."""
+    """Return the error as cuda.core's ``CUDAError``, which has no public name."""
     try:
         kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):

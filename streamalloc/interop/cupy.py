@@ -85,7 +85,7 @@ def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable
             _, mode = exchange(RELAXED)
             return malloc(nbytes)
         finally:
-            exchange(mode or GLOBAL)  # None: the driver refused
+            exchange(mode or GLOBAL)  # None if the driver refused the change
 
     return allocate
 

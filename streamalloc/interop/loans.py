@@ -66,7 +66,7 @@ class _End(Deferred):
         self.user = user
         self.then = then
         self.thread: int | None = None
-        """Number of the thread that ended the use, if ``then`` may be used on it alone."""
+        """Number of the thread that ended the use. Set if ``then`` may be used only on that thread."""
         self._use: Fence | None = None
 
     def attempt(self) -> bool:

@@ -35,7 +35,7 @@ __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_m
 _HOOK_MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
 _NONE, _DISK = "none", "disk"
-_SLOTS, _MOST_BLOCK = 16, 64 << 20  # of the staging memory of a DiskTier
+_SLOTS, _MOST_BLOCK = 16, 64 << 20  # Slots in the staging memory of a DiskTier.
 _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 
 
@@ -68,11 +68,11 @@ class TorchMemorySaver:
         self._groups: dict[int, SleepGroup] = {}
         """Sleep groups by device ordinal."""
         self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
-        """Bridges by device, tag and kind, and for graphs by the pool that they stand in for."""
+        """Bridges by device, tag and kind. For graphs the key also has the pool that the bridge stands in for."""
         self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostMemory] = weakref.WeakKeyDictionary()
         """Backups in host memory, while they exist."""
         self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
-        """Backups on disk, which are removed with their buffers."""
+        """Backups on disk. A backup is removed with its buffer."""
         self._disks: dict[tuple[Device, Path], DiskTier] = {}
 
     def _ensure_initialized(self) -> None:
@@ -86,7 +86,7 @@ class TorchMemorySaver:
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
             whole.__enter__()
-            # Left in time: PyTorch's pools cannot be used once the interpreter is going.
+            # PyTorch's pools cannot be used while the interpreter exits, so the regions are left before.
             atexit.register(whole.__exit__, None, None, None)
 
     @contextlib.contextmanager
@@ -168,7 +168,7 @@ class TorchMemorySaver:
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # PyTorch allocates from the first of several active pools, which would be that of a region.
+        # PyTorch allocates from the first of several active pools, which would be the pool of a region.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
 
@@ -253,7 +253,7 @@ class TorchMemorySaver:
             group.device.synchronize()
             for buffer in () if self._retain else buffers:
                 self._hosts.pop(buffer, None)
-            work(session_of(group))  # releases the host memory
+            work(session_of(group))  # This releases the host memory.
 
     @property
     def enabled(self) -> bool:
@@ -355,7 +355,9 @@ class TorchMemorySaver:
         return f"{tag}:{(backend or self._backend) if on_host else _DISK if on_disk else _NONE}"
 
     def _bridge(self, tag: str, of: object = None) -> TorchBridge:
-        """Return the bridge of a tag for the current device; ``of``: the pool of graphs that it stands in for."""
+        """Return the bridge of a tag for the current device. ``of``: the pool of graphs that the bridge
+        stands in for.
+        """
         ordinal = int(library("torch").cuda.current_device())
         device = Device(ordinal, driver=self._driver)
         group = self._groups.get(ordinal) or self._groups.setdefault(ordinal, SleepGroup(device))
@@ -365,7 +367,7 @@ class TorchMemorySaver:
         return self._bridges[key]
 
     def _chosen(self, tag: str | None) -> dict[SleepGroup, dict[VirtualBuffer, str]]:
-        """Return the buffers of a tag, with their tags in the groups, by group. Empty groups are left out."""
+        """Return the buffers of a tag by group, each with its tag in the group. Empty groups are left out."""
         if tag is not None:
             checked_type("tag", tag, str)
         self._ensure_initialized()
@@ -383,7 +385,7 @@ class TorchMemorySaver:
             buffer.evict(self._place({}, buffer, tag))
 
     def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
-        """Return new host memory for those of the buffers of one device that need some."""
+        """Return new host memory for buffers of one device, as far as they need some."""
         made: dict[VirtualBuffer, HostMemory] = {}
         for kind in _BACKENDS:
             new = [one for one, tag in buffers.items() if tag.endswith(f":{kind}") and one not in self._hosts]
@@ -399,7 +401,7 @@ class TorchMemorySaver:
             return None
         if kind == _DISK:
             return self._on_disk(buffer)
-        if buffer not in made and buffer not in self._hosts:  # another thread has made it since
+        if buffer not in made and buffer not in self._hosts:  # Another thread has made it since.
             made |= self._made({buffer: tag})
         return (self._hosts.get(buffer) or made[buffer]).slots[0]
 
@@ -447,7 +449,7 @@ def _checked_backend(backend: str | None) -> str | None:
 
 
 def _remove(path: Path, process: int) -> None:
-    if process == os.getpid():  # a forked child leaves the files of its parent
+    if process == os.getpid():  # A forked child leaves the files to its parent.
         path.unlink(missing_ok=True)
 
 
@@ -464,7 +466,7 @@ def configure_subprocess() -> Iterator[None]:
 
 
 def sglang_plugin() -> None:
-    """Have SGLang use the saver of this process, if the environment has ``STREAMALLOC_MEMORY_SAVER=1``.
+    """Make SGLang use the saver of this process, if the environment has ``STREAMALLOC_MEMORY_SAVER=1``.
 
     :doc:`/docs/recipes/memory-saver` shows it. SGLang calls it in each process, by the package's entry point in the
     group ``sglang.srt.plugins``. It registers a hook around ``TorchMemorySaverAdapter.create``.
@@ -480,7 +482,7 @@ def sglang_plugin() -> None:
     adapters = library(_ADAPTERS)
 
     class Adapter(adapters.TorchMemorySaverAdapter):  # type: ignore[misc, name-defined]
-        """The adapter that SGLang calls, over this saver."""
+        """The adapter over this saver, with the interface that SGLang calls."""
 
         region = staticmethod(torch_memory_saver.region)
         cuda_graph = staticmethod(torch_memory_saver.cuda_graph)

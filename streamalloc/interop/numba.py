@@ -153,7 +153,7 @@ def array(
     """
     numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
-    # Without the entry "stream", which would make Numba synchronise the host.
+    # Without the entry "stream", because with it Numba would synchronise the host.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
     return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
 
@@ -167,7 +167,7 @@ def memory(array: Any, stream: Stream) -> Borrowed:
 
 
 def _drop(held: list[Memory]) -> None:
-    """Free memory for Numba's finaliser, which may run on any thread, even at process exit."""
+    """Free memory when Numba's finaliser drops it, on any thread and even at process exit."""
     memory = held.pop()
     if isinstance(memory, Buffer):
         dropped_of(session_of(memory)).add(memory)
@@ -181,5 +181,5 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _current(ordinal: int) -> Sources:
-    """Sources with the pool that is current on the device at Numba's first allocation."""
+    """Sources for Numba's variable: for each device the pool that is current at Numba's first allocation."""
     return Sources([MemoryPool.current(Device(ordinal))])

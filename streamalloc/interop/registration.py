@@ -111,7 +111,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     types, rdma, count = known.handle_types, known.gpu_direct_rdma, 1
     with device.current():
         if mapped:
-            # Attributes may differ between mappings, so query each.
+            # Attributes may differ between mappings, so each mapping is queried.
             count, at = 0, address
             while at < address + nbytes:
                 base, size = (int(value) for value in session.call("cuMemGetAddressRange", at))

@@ -125,7 +125,7 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts if the pool of a dropped bridge ends while in use.
+                # PyTorch aborts if the pool of a dropped bridge ends while the pool is in use.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -133,10 +133,10 @@ class TorchBridge(Bridge):
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
-        """A ``with`` block in which this thread allocates from the bridge. Blocks can be nested, also in themselves."""
+        """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also blocks of the same bridge."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # PyTorch uses the first of several active pools, so leave the outer one while this one is active.
+        # PyTorch uses the first of several active pools, so the outer pool is left while this one is active.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -176,8 +176,8 @@ class TorchBridge(Bridge):
             return before + _return_segments()
 
     def renew(self) -> None:
-        """Give later tensors new segments. Those of present tensors return to the sources when the tensors are dropped
-        and PyTorch's cache is emptied. A pool that a captured graph uses stays.
+        """Make later tensors use new segments. A present segment returns to its source when its tensors are dropped and
+        PyTorch's cache is emptied. A pool that a captured graph uses stays.
         """
         torch = self._prepare()
         unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
@@ -208,7 +208,7 @@ class TorchBridge(Bridge):
 
 
 def asleep(tag: str, groups: Iterable[SleepGroup]) -> bool:
-    """Whether a part of the memory of a tag is asleep: PyTorch may place no tensors there."""
+    """Whether memory of a tag is asleep. PyTorch may then place no tensors there."""
     return any(one == tag and buffer.evicted for group in groups for buffer, one in group.buffers.items())
 
 
@@ -248,18 +248,18 @@ class _Route:
         _active.discard(self)
 
 
-# Active routes of all threads, pools of closed bridges, and callbacks of all bridges, which are never freed.
+# Active routes of all threads, pools of closed bridges, and callbacks of all bridges. Callbacks are never freed.
 _active: set[_Route] = set()
 _ended: list[Any] = []
 _made: list[Callbacks] = []
-# Lock held for a snapshot and what follows from it, and the number of the latest: an older one lacks new segments.
+# Lock held while a snapshot is taken and used, and the number of the latest snapshot. An older one lacks new segments.
 _snapshots = RLock()
 _latest = [0]
 
 
 @contextlib.contextmanager
 def unrouted() -> Iterator[None]:
-    """A ``with`` block in which this thread allocates from no bridge."""
+    """Allocate from no bridge on this thread in a ``with`` block."""
     routes: list[_Route] = vars(_routes).get("all", [])
     if routes:
         routes[-1].leave()
@@ -272,7 +272,7 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """A ``with`` block in which this thread allocates from PyTorch's own memory, in a pool that ends with the block."""
+    """Allocate from PyTorch's own memory on this thread in a ``with`` block, in a pool that ends with the block."""
     cuda = library("torch").cuda
     with unrouted():
         pool = _immortal(cuda.MemPool())
@@ -319,7 +319,7 @@ def _return_segments() -> int:
         _latest[0] += 1
         mine = _latest[0]
         there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
-        # If a signal handler took another snapshot meanwhile, it has freed all.
+        # If the numbers differ, a signal handler took a later snapshot meanwhile, and freed the segments.
         return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
@@ -334,10 +334,10 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
     if group is None or not routes or torch.cuda.is_current_stream_capturing():
         return 0
     pool, nbytes = routes[-1]._pools[ordinal], 0
-    if pool.use_count() > 2:  # of a captured graph, whose memory may have no tensors, or of another thread
+    if pool.use_count() > 2:  # a pool of a captured graph, whose memory may have no tensors, or of another thread
         return 0
     tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}
-    _routes.stripping = True  # a segment that is taken needs no new memory
+    _routes.stripping = True  # `_allocate` refuses new segments meanwhile
     try:
         for segment in torch.cuda.memory_snapshot(include_traces=False):
             if segment["allocated_size"] or segment["stream"] != handle or segment["address"] not in tags:
@@ -359,7 +359,9 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 _taken: dict[object, list[Any]] = {}
 """Tensors in segments without memory, by the ids of their pools."""
 _routes = threading.local()
-"""The routes of a thread, outermost first, as its attribute ``all``; and whether it is in :func:`_strip`."""
+"""Attribute ``all``: the routes of a thread, outermost first. The other attribute: whether the thread is in
+:func:`_strip`.
+"""
 
 
 class Callbacks:
@@ -385,7 +387,7 @@ class Callbacks:
             return 0
         address = 0
         try:
-            # PyTorch also allocates segments during captures, and these must not become graph memory.
+            # PyTorch allocates segments during captures, too. They must not become graph memory.
             with self.ledger.sources.session.relaxed():
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
@@ -400,10 +402,10 @@ class Callbacks:
             _report(error, self._allocate)
         if address:
             self._free(address)
-        return 0  # PyTorch raises its own out-of-memory error
+        return 0  # PyTorch raises its own out-of-memory error.
 
     def free_gone(self, there: set[int]) -> int:
-        """Free the segments that an earlier snapshot had and this one lacks; return their size in bytes."""
+        """Free the segments that an earlier snapshot had and this one lacks, and return their bytes."""
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}
         return sum(map(self._free, gone))
@@ -425,7 +427,7 @@ def _interrupt_soon() -> None:
 def _report(error: BaseException, where: object) -> None:
     """Report an exception that cannot propagate into C code."""
     if isinstance(error, KeyboardInterrupt):
-        # Do not wait for the thread's start, because the interrupt would then come inside the C code.
+        # Do not wait until the thread has started: the interrupt would then come inside the C code.
         _thread.start_new_thread(_interrupt_soon, ())
         return
     details = SimpleNamespace(
@@ -507,7 +509,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         for name, (begin, one) in parts.items():
             strides = None if one.is_contiguous() else tuple(one.stride())
             about[name] = Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), strides, begin)
-        first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type is
+        first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type requires
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)
         if nbytes:
@@ -524,8 +526,8 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
-    """PyTorch's settings of its allocator, and the function that sets them, all at once."""
-    # Before PyTorch 2.10 the settings cannot be read, so use those of the environment.
+    """Return PyTorch's settings of its allocator, and the function that sets all of them at once."""
+    # Before PyTorch 2.10 the settings cannot be read, so the settings of the environment are used.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -546,9 +548,9 @@ def expandable() -> bool:
 
 @contextlib.contextmanager
 def without_expandable() -> Iterator[None]:
-    """A ``with`` block in which that option is off."""
+    """Turn the option ``expandable_segments`` off in a ``with`` block."""
     settings, write = _settings(library("torch"))
-    # Without the option that releases the lock, which a bridge has set, callbacks would deadlock.
+    # A bridge has set the option that releases the lock. Without that option callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"
     if _EXPANDABLE not in settings:
         yield

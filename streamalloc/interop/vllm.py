@@ -23,21 +23,21 @@ from streamalloc.vmm import SleepGroup, VirtualBuffer
 __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
 
 _INTERNAL = ("runtime", "cudagraph")
-"""Tags whose bytes are kept by each sleep."""
+"""Tags whose bytes each sleep keeps."""
 _DEFERRABLE = ("weights", "kv_cache")
-"""Tags that a wake with other tags leaves asleep."""
+"""Tags that stay asleep in a wake that names only other tags."""
 _NAME = "streamalloc"
 _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
 
 
 class AllocationData:
-    """One segment of PyTorch: a live view of a buffer. :attr:`CuMemAllocator.pointer_to_data` gives them."""
+    """A live view of one segment of PyTorch. :attr:`CuMemAllocator.pointer_to_data` gives them."""
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        self._buffer = weakref.ref(buffer)  # a view that is kept must not keep the memory
+        self._buffer = weakref.ref(buffer)  # a kept view must not keep the memory
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
-        """Device ordinal, size in bytes, address, and 0: the driver's handle stays with the package."""
+        """Device ordinal, size in bytes, address, and 0 in place of the driver's handle, which the package keeps."""
         self.tag: str = tag
         """Tag of the memory."""
 
@@ -74,7 +74,7 @@ class CuMemAllocator:
     instance: CuMemAllocator | None = None
     """The allocator of this process, once :meth:`get_instance` was called."""
     default_tag: str = "default"
-    """Tag of memory without another one."""
+    """Tag of memory that names none."""
     cudagraph_tag: str = "cudagraph"
     """Tag of the memory of captured graphs."""
 
@@ -87,12 +87,12 @@ class CuMemAllocator:
 
     def __init__(self) -> None:
         self.group: SleepGroup = SleepGroup(Device(int(library("torch").cuda.current_device())))
-        """The sleep group of the memory."""
+        """Sleep group with the memory."""
         self.current_tag: str = self.default_tag
-        """Tag of the innermost :meth:`use_memory_pool`."""
+        """Tag of the innermost block of :meth:`use_memory_pool`."""
         self._bridges: dict[str, TorchBridge] = {}
         self._kept: weakref.WeakKeyDictionary[VirtualBuffer, Any] = weakref.WeakKeyDictionary()
-        """Tensors with the kept bytes."""
+        """Tensors with the kept bytes, by buffer."""
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
@@ -103,7 +103,7 @@ class CuMemAllocator:
 
     @property
     def allocator_and_pools(self) -> dict[str, list[tuple[Any, Any]]]:
-        """PyTorch's pools by tag, each with the bridge in place of an allocator."""
+        """PyTorch's pools by tag, each paired with its bridge (vLLM pairs it with an allocator)."""
         return {tag: [(pool, one) for pool in one.pools.values()] for tag, one in self._bridges.items()}
 
     def get_current_usage(self) -> int:
@@ -138,7 +138,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def reuse_memory_pool(self, tag: str) -> Iterator[None]:
-        """As :meth:`use_memory_pool`, for a tag that was used before, and without a release of memory.
+        """Do as :meth:`use_memory_pool` for a tag that was used before, without releasing memory.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class CuMemAllocator:
         tag = self.cudagraph_tag
         if asleep(tag, [self.group]):
             raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
-        # PyTorch allocates from the first of several active pools, which would be that of a block around this one.
+        # PyTorch allocates from the first of several active pools, which would be the pool of an outer block.
         with self._tagged(tag), unrouted():
             yield self._bridge(tag).pool.id
 
@@ -276,7 +276,7 @@ class CuMemAllocator:
     def _trim(bridge: TorchBridge) -> None:
         """Release memory without tensors, unless PyTorch would abort."""
         if not library("torch").cuda.is_current_stream_capturing():
-            with contextlib.suppress(InUseError):  # another thread allocates
+            with contextlib.suppress(InUseError):  # Another thread is allocating.
                 bridge.trim()
 
 
@@ -374,7 +374,7 @@ def register() -> None:
     if os.environ.get("STREAMALLOC_VLLM") != "1":
         return
     install()
-    # Older versions of vLLM have no backends; ValueError: it is registered.
+    # Older versions of vLLM lack this module; a second registration raises ValueError.
     with contextlib.suppress(ModuleNotFoundError, ValueError):
         module = library(_BACKENDS)
         module.SleepModeBackend.register(SleepModeBackend)

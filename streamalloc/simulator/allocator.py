@@ -156,9 +156,6 @@ class PoolAddresses:
         """Find a block by rules 3 to 5; None if none is large enough. ``ordered`` (rule 3): for each other stream, the
         number of its operation that the allocating stream is ordered after; None skips the rule. ``done`` (rule 4): for
         each stream, the number up to which its frees have run.
-
-        ``ordered``, for rule 3: up to which operation of each other stream the allocating stream is ordered; None to
-        skip the rule. ``done``, for rule 4: up to which operation the frees of each stream have run.
         """
         block = None if ordered is None else self.best_left(size, ordered)
         if block is None:

@@ -227,8 +227,6 @@ def number(name: str, value: Any, cls: Any) -> int:
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
     """Return the number of an enum member in a struct's field. A number that is not in the enum gives ``otherwise``, or
     :class:`NotImplementedError` if ``otherwise`` is None.
-
-    If the field's number is not in its enum, return ``otherwise``; if that is None, raise ``NotImplementedError``.
     """
     try:
         return int(getattr(struct, name))

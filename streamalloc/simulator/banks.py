@@ -115,8 +115,6 @@ class Banks:
         """Release unused memory of other pools and of graphs. The pool that needs memory decides where: a device's pool
         releases memory of that device, a pool of a NUMA node memory of the host, another host pool memory of all
         devices. Observed on H200 (test_placements); the last case on a machine of one device.
-
-        Observed on H200 (test_placements); the last case on a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]

@@ -1,7 +1,5 @@
 """Fills and copies of rows, planes and boxes, single and in batches. A call checks ranges, alignment and access. The
 operation checks that the memory exists when it moves the bytes.
-
-Ranges, alignment and access are checked at the call. The existence of the memory is checked when the bytes are moved.
 """
 
 from __future__ import annotations

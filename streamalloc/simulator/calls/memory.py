@@ -66,9 +66,6 @@ def _range_start(allocation: allocations.LiveMemory) -> int:
 def _ordinal(allocation: allocations.LiveMemory) -> int:
     """The device of the memory, even if mapped; 0 for a device that is not visible to the process; the opening device
     for a ``cuIpc*`` import. These values were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
-
-    For a ``cuIpc*`` import it is the opening device. This was read from libcuda directly, because cuda-bindings 13.3
-    return 0 for every pointer.
     """
     if allocation.device is not None:
         return max(allocation.device, 0)
