@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.internal import Deferred, deferred_queue
+from streamalloc.core.session import session_of
 from streamalloc.testing import Gate, settle
 
 
@@ -33,3 +37,19 @@ def test_says_what_waits(device: sa.Device, stream: sa.Stream, gate: Gate) -> No
     gate.open()
     stream.synchronize()
     assert settle() == before
+
+
+def test_raises_what_a_signal_handler_raises(device: sa.Device) -> None:
+    class Interrupted(Deferred):
+        raised = False
+
+        def attempt(self) -> bool:
+            if not self.raised:
+                self.raised = True
+                raise TimeoutError("by a signal handler")
+            return True
+
+    deferred_queue(session_of(device)).submit(Interrupted())
+    with pytest.raises(TimeoutError):
+        settle()
+    settle()
