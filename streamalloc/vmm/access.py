@@ -59,11 +59,13 @@ def structs_of(rights: Rights) -> list[object]:
 
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
-"""Work to wait for: an event, a stream or several; ``()`` for none; None for all work of devices with access."""
+"""Work to wait for: an event, a stream, or several of these; ``()`` waits for nothing, None for all work of devices
+with access.
+"""
 
 
 def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
-    """Return the ordinals of the devices to which at least one of these dictionaries of permissions gives access."""
+    """Return the ordinals of the devices that at least one of these permissions gives access to."""
     return {
         location.id
         for rights in access

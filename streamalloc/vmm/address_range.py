@@ -104,17 +104,17 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range is at the preferred address; None without a preference."""
+        """Whether the range is at the preferred address; None if none was given."""
         return self.address == self._asked if self._asked else None
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """The mappings, in the order of addresses."""
+        """The mappings of the range in the order of addresses."""
         return tuple(Mapping(self, entry) for entry in self._node.table())
 
     @property
     def mapped_bytes(self) -> int:
-        """Mapped bytes of the range."""
+        """Bytes of the range that are mapped."""
         return sum(entry.nbytes for entry in self._node.table())
 
     @property
@@ -169,7 +169,7 @@ class AddressRange(OwnsNode):
         stop: int | None = None,
         after: After = None,
     ) -> None:
-        """Set permissions on a part of the range: on all its mappings, or after an error on none (``cuMemSetAccess``).
+        """Set permissions on a part of the range (``cuMemSetAccess``). After an error no mapping has changed.
 
         Parameters
         ----------
@@ -352,7 +352,7 @@ def drawn(range: AddressRange) -> Html:
 
 
 class RangeView(Memory):
-    """Mapped bytes of an address range, in one or several adjacent mappings; made by :meth:`AddressRange.view`.
+    """Bytes of an address range in one or several adjacent mappings; made by :meth:`AddressRange.view`.
 
     The view is valid while the bytes are mapped. Operations that name no stream use the default stream of the first
     mapping's device.
@@ -380,7 +380,7 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """Default stream of the memory's device. For host memory, that of the first device with access."""
+        """Default stream of the memory's device; for host memory, of the first device with access."""
         entries = self._entries()
         places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
         devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
@@ -388,7 +388,7 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; with several mappings that of the first."""
+        """Location of the memory; of the first mapping if there are several."""
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
 
@@ -404,7 +404,7 @@ class RangeView(Memory):
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU has access to all of it."""
+        """Whether the CPU has access to all bytes."""
         return all(self._allowed(MemLocation.host()))
 
     @property
@@ -485,17 +485,17 @@ class Mapping(RangeView, Closes):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The mapped :class:`PhysicalMemory` or multicast object, which may be closed."""
+        """The mapped :class:`PhysicalMemory` or multicast object. It may be closed."""
         return self._mapped.memory
 
     @property
     def closed(self) -> bool:
-        """Whether it was unmapped."""
+        """Whether the memory was unmapped."""
         return self._mapped.gone
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, as set by this object or its range."""
+        """Permissions by location, as this object or its range set them."""
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 
     def access(self, who: Place) -> MemAccess:
@@ -558,7 +558,7 @@ class LoneMapping(Mapping):
     __slots__ = ()
 
     def _check_own(self) -> None:
-        """Allow everything: the mapping owns its range."""
+        """Allow everything, because the mapping owns its range."""
 
     def close(self, after: After = None) -> None:
         """Wait for ``after`` (see :class:`AddressRange`), unmap the memory and free the addresses; idempotent."""
@@ -575,4 +575,4 @@ def mappings_text(count: int) -> str:
 granularity: PerDriver[int] = PerDriver(
     lambda session: spec_of(session, MemAllocationProp(location=MemLocation.device(0))).granularity
 )
-"""Granularity in bytes of addresses: the one of device memory without options."""
+"""Granularity of addresses in bytes: that of device memory without options."""

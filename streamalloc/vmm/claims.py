@@ -26,14 +26,14 @@ Self = TypeVar("Self", bound="Claimable")
 
 
 class Claimable:
-    """Object that one call at a time changes."""
+    """An object whose mappings only one call at a time changes."""
 
     _claim: Claim | None
-    """Claim of the last call; None before the first."""
+    """Claim of the latest call; None before the first."""
 
 
 class Claim:
-    """The claims of one call; made by :func:`claiming`."""
+    """The claims that one call holds, made by :func:`claiming`."""
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
@@ -41,13 +41,13 @@ class Claim:
         self._process = _process
         self._thread = get_ident()
         self._end = Lock()
-        """Locked until the end of the call."""
+        """Lock that is held until the call ends."""
         self._end.acquire()
         self.ended: bool = False
 
     def take(self, things: Collection[Claimable], *, wait: bool = True) -> bool:
-        """Claim all of these once no other call has a claim on one. Without ``wait``, return False if another call has
-        one.
+        """Claim these objects once no other call claims one of them. Without ``wait``, return False if another call
+        does.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class Claim:
                 pass
 
     def _other(self, things: Collection[Claimable]) -> Claim | None:
-        """Return another call's claim on one of these; None if there is none."""
+        """Return the claim of another call on one of these objects; None if there is none."""
         for thing in things:
             other = thing._claim
             if other is not None and not other.ended and self._is_before(other):
@@ -81,13 +81,13 @@ class Claim:
         return None
 
     def _is_before(self, other: Claim) -> bool:
-        """Whether another call must end first. A forked child does not wait for calls of its parent."""
+        """Whether the other call must end first. A forked child does not wait for calls of its parent."""
         return other is not self and not other.ended and other._process is _process
 
 
 _thread = local()
-"""The claims of a thread's innermost call, as its attribute ``claim``."""
-_lock = RLock()  # reentrant: a signal handler may claim while its thread claims
+"""Attribute ``claim``: the claims of the thread's innermost call."""
+_lock = RLock()  # Reentrant, because a signal handler may claim while its thread claims.
 _process = object()
 
 
@@ -100,7 +100,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
-    """Claim these, call ``act(claim)``, and release them; returns the result.
+    """Claim these objects, call ``act(claim)``, release the claims, and return the result.
 
     ``level``: 0 for groups and buffers, 1 for arenas. Calls of arenas do not wait for groups and buffers. A nested call
     has at least the level of the outer one.

@@ -1,4 +1,4 @@
-"""A cache that reserves hardly more memory than is in use, made of virtual memory.
+"""A cache that reserves hardly more memory than is in use, because its memory can move to other addresses.
 
 *One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
 request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
@@ -61,16 +61,18 @@ from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 
 _ALLOWANCE = 1.03
-"""Factor of the most bytes in use. With 1, each growth would move chunks."""
+"""Factor of the most bytes in use. With 1, each growth of the cache would move chunks."""
 _ADDRESSES = 4
-"""Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
+"""Multiple of the device's memory that is reserved as addresses. A moved chunk leaves addresses without memory."""
 _SMALLEST_SHARE = 96
-"""A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and each chunk takes calls."""
+"""A new chunk has at most this part of the memory. Large chunks waste memory behind the last block, small ones need
+more calls.
+"""
 _LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
-"""Blocks of up to the first size are cut from slabs of the second one."""
+"""Blocks of up to the first size are cut from slabs of the second size."""
 _QUERIES = 1 << 8
-"""Event queries before memory is released: enough for an idle stream. A busy stream is not waited for."""
+"""Number of event queries before memory is released. An idle stream needs no more; a busy stream is not waited for."""
 
 
 class _Segment:
@@ -84,29 +86,29 @@ class _Segment:
         self.range._owned = True
         self.base: int = self.range.address
         self.most: int = self.range.nbytes
-        """Bytes of the addresses."""
+        """Bytes of reserved addresses."""
         self._rights: Rights = {device.location: MemAccess.READWRITE}
         self._structs = structs_of(self._rights)
         self.top: int = 0
-        """End of the addresses that were ever used."""
+        """End of the addresses that were used at any time."""
         self.gaps: list[tuple[int, int]] = []
-        """Parts below the top without memory, in order."""
+        """Parts below ``top`` without memory, in order."""
         self.starts: list[int] = []
         """First offsets of the chunks, in order."""
         self.chunks: dict[int, MappedBytes] = {}
         """Chunks by first offset."""
         self.left: deque[tuple[Event, MappedBytes, bool]] = deque()
-        """Mappings to unmap once an event has completed, and whether to release their memory: that of a moved chunk is
-        mapped elsewhere.
+        """Mappings to unmap once an event has completed, and whether to release their memory. The memory of a moved
+        chunk is also mapped elsewhere, so it stays.
         """
         self.leaving: int = 0
-        """Bytes to be released."""
+        """Bytes of chunks whose release waits for an event."""
         self.reserved: int = 0
         """Bytes of all chunks."""
         self.reserved_high: int = 0
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Parts without memory, in whole pages."""
+        """Return the parts without memory between two offsets, in whole pages."""
         start, stop = start - start % self.page, stop + -stop % self.page
         at = bisect_left(self.gaps, (stop,))
         found = []
@@ -116,29 +118,29 @@ class _Segment:
         return found
 
     def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Parts with memory between two offsets."""
+        """Return the parts with memory between two offsets."""
         edges = [start, *(edge for gap in self.missing(start, stop)[::-1] for edge in gap), stop]
         return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
 
     def gap_at(self, offset: int) -> tuple[int, int]:
-        """The part without memory around an offset."""
+        """Return the part without memory around an offset."""
         return self.gaps[bisect_left(self.gaps, (offset + 1,)) - 1]
 
     def all_gaps(self) -> list[tuple[int, int]]:
-        """Parts without memory; the last one ends where the addresses end."""
+        """Return the parts without memory. The last one ends where the addresses end."""
         gaps = self.gaps[:]
         first = gaps.pop()[0] if gaps and gaps[-1][1] == self.top else self.top
         return [*gaps, (first, self.most)]
 
     def extend(self, stop: int) -> None:
-        """Use addresses up to an offset."""
+        """Extend the used addresses to an offset."""
         top = stop + -stop % self.page
         if top > self.top:
             self.add_gap(self.top, top)
             self.top = top
 
     def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
-        """The last chunk of at most ``most`` bytes that lies within a part."""
+        """Return the last chunk of at most ``most`` bytes inside a part."""
         at = bisect_left(self.starts, stop) - 1
         while at >= 0 and self.starts[at] >= start:
             chunk = self.chunks[self.starts[at]]
@@ -164,7 +166,7 @@ class _Segment:
         return entry
 
     def move(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
-        """Map a chunk at another offset, too, without access. The old addresses are unmapped once an event has
+        """Map a chunk also at another offset, without access. The old addresses are unmapped once an event has
         completed.
         """
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
@@ -185,8 +187,8 @@ class _Segment:
 
     @contextlib.contextmanager
     def mapping(self) -> Iterator[list[MappedBytes]]:
-        """A ``with`` block that fills a list with adjacent new mappings. They get access by one call
-        (``cuMemSetAccess``); after an error all are undone.
+        """Give access to new adjacent mappings, which a ``with`` block adds to a list, in one call
+        (``cuMemSetAccess``). After an error all mappings are undone.
         """
         entries: list[MappedBytes] = []
         try:
@@ -202,13 +204,13 @@ class _Segment:
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
-        """Have :meth:`unmap_left` release a chunk once an event has completed."""
+        """Release a chunk in :meth:`unmap_left`, once an event has completed."""
         self._leave(chunk)
         self.left.append((after, chunk, True))
         self.leaving += chunk.nbytes
 
     def unmap_left(self) -> None:
-        """Unmap what has left its addresses, up to the first whose event has not completed (``cuMemUnmap``)."""
+        """Unmap the chunks whose event has completed, up to the first whose event has not (``cuMemUnmap``)."""
         passed: dict[Event, bool] = {}
         ready = []
         for one in self.left:
@@ -218,7 +220,7 @@ class _Segment:
             if not passed[event]:
                 break
             ready.append(one)
-        # In ascending order: adjacent ones take one call.
+        # In ascending order, because one call unmaps adjacent chunks.
         self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=attrgetter("offset")))
         for _, chunk, releases in ready:
             self.left.popleft()
@@ -228,7 +230,7 @@ class _Segment:
                 chunk.close()
 
     def is_left(self, start: int, stop: int) -> bool:
-        """Whether something that has left is still mapped in a part."""
+        """Whether a moved or released chunk is still mapped in a part."""
         return any(one.offset < stop and one.stop > start for _, one, _ in self.left)
 
     def drop(self) -> None:
@@ -251,7 +253,7 @@ class _Segment:
         self.add_gap(start, stop)
 
     def add_gap(self, start: int, stop: int) -> None:
-        """Record a part without memory, together with the gaps beside it."""
+        """Record a part without memory, merged with the adjacent gaps."""
         at = bisect_left(self.gaps, (start,))
         low, high = at, at
         if at and self.gaps[at - 1][1] == start:
@@ -271,26 +273,30 @@ class _Ranges(StreamCache):
     def __init__(self, cache: CacheState, stream: Stream) -> None:
         self.ranges = FreeRanges()
         self.small = FreeRanges()
-        """Free parts of slabs, for small blocks. Elsewhere these would keep much larger memory from being moved."""
+        """Free parts of slabs, for small blocks. In other free ranges, small blocks would keep large chunks from being
+        moved.
+        """
         self.free_lists: tuple[list[int], list[list[CachedBlock]]] = [], []
-        """Sizes of the classes, in order, and their free lists. Set at once, as some callers have no lock."""
+        """Sizes of the classes, in order, and their free lists. Both are set at once, because some callers have no
+        lock.
+        """
         super().__init__(cache, stream)
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
-        """Take a free block of the size, or cut one from a free range with memory. None if there is none."""
+        """Take a free block of the size, or cut one from a free range with memory. Returns None if there is neither."""
         if self.returning:
             self.collect()
         self.serve(nbytes, wanted.free)
         if wanted.free:
-            with contextlib.suppress(IndexError):  # another thread took it
+            with contextlib.suppress(IndexError):  # Another thread has taken it.
                 return wanted.free.pop()
         return self.cache.cut(self, wanted)
 
     def filled(self, least: int) -> Iterator[list[CachedBlock]]:
-        """The free lists with blocks of at least ``least`` bytes."""
+        """Return the free lists that have blocks of at least ``least`` bytes."""
         sizes, free_lists = self.free_lists
         if len(sizes) != len(self.classes):
-            classes = dict(sorted(self.classes.items()))  # the end of the stream on another thread removes them
+            classes = dict(sorted(self.classes.items()))  # the end of the stream on another thread may remove them
             sizes, free_lists = [*classes], [one.free for one in classes.values()]
             self.free_lists = sizes, free_lists
         return filter(None, free_lists[bisect_left(sizes, least) :])
@@ -316,13 +322,13 @@ class _Ranges(StreamCache):
                     one.count -= 1
                     state.used -= nbytes
                     add(address - base, address - base + nbytes)
-            except IndexError:  # another thread took the last one
+            except IndexError:  # Another thread has taken the last one.
                 continue
         if not least:
             self._join_small(_SLAB)
 
     def _join_small(self, least: int) -> None:
-        """Move the free parts of slabs that have at least ``least`` bytes to the free ranges."""
+        """Move free parts of slabs that have at least ``least`` bytes to the free ranges."""
         for part in self.small:  # the largest first
             if part[1] - part[0] < least:
                 break
@@ -330,7 +336,7 @@ class _Ranges(StreamCache):
                 self.ranges.add(*part)
 
     def idle(self) -> Event | None:
-        """A completed event after all work of the stream; None if there is none."""
+        """Return a completed event after all work of the stream; None if there is none."""
         stream = self.stream()
         if stream is not None and not self.per_thread:
             with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
@@ -349,7 +355,7 @@ class _Ranges(StreamCache):
         return super().attempt()
 
     def release(self, ordered: Stream) -> None:
-        """Leave all free ranges to other streams once the work of ``ordered`` has completed."""
+        """Give all free ranges to the other streams once the work of ``ordered`` has completed."""
         self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:
@@ -372,16 +378,16 @@ class _State(CacheState):
         super().__init__(pool)
         self.segment = _Segment(Device(pool.location.id, driver=self.session.driver))
         self.ended: deque[tuple[Event, FreeRanges]] = deque()
-        """Free ranges of ended streams, with events after their work."""
+        """Free ranges of ended streams, each with the event after the stream's work."""
         self.limit: int = 0
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
-        """The most bytes of all blocks, as of the last merge."""
+        """The most bytes of all blocks up to the last merge."""
         self.peak: int = 0
-        """The most bytes in use, as of the last merge."""
+        """The most bytes in use up to the last merge."""
         self.busy: bool = False
-        """Whether memory is being searched: a signal handler's allocation must not search, too."""
+        """Whether a call searches for memory. A signal handler's allocation must then not search, too."""
         self.segment.spec.allocations.arenas.add(self)
         self._shut_after_fork()
         self.session.shut_with_me(self)
@@ -389,9 +395,11 @@ class _State(CacheState):
     def _shut_after_fork(self) -> None:
         """Create the locks anew, because a forked child lacks the threads that held the old ones."""
         self.lock = RLock()
-        """Guards the free ranges; no call that may take long is made under it."""
+        """Guards the free ranges. No call that may take long is made under it."""
         self.growing = RLock()
-        """Guards the segment. Taken before the other lock, and only by who needs or releases memory of the driver."""
+        """Guards the segment. It is taken before ``lock``, and only by calls that need or release memory of
+        the driver.
+        """
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
@@ -415,11 +423,11 @@ class _State(CacheState):
             return self._new_block(self.segment.base + start, wanted)
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Do nothing: :meth:`buy` keeps it."""
+        """Do nothing, because :meth:`buy` keeps the allowance."""
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
-        """Merge free blocks, and cut one from a range with memory; otherwise move or create memory. None if there is no
-        memory.
+        """Merge free blocks and cut one from a range with memory; else move or create memory. Returns None if there is
+        no memory.
         """
         cache: _Ranges = wanted.owner
         if wanted.nbytes > self.segment.most:
@@ -442,7 +450,8 @@ class _State(CacheState):
     def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
         self.peak = max(self.peak, self.used - sum(one.listed for one in self.live()) + nbytes)
-        # Small blocks are merged, and more is reserved than is allowed, only if there is no other memory.
+        # First without small blocks and within the allowance. Only if there is no other memory, merge small blocks and
+        # reserve more.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
             with self.lock:
                 cache.merge(least)
@@ -462,13 +471,13 @@ class _State(CacheState):
 
     @property
     def most(self) -> int:
-        """Bytes that may be reserved while there is memory that can be moved."""
+        """Return the most bytes that may be reserved while there is memory that can be moved."""
         most = int(self.peak * _ALLOWANCE) + self.segment.page
         return min(most, self.limit - self.segment.leaving) if self.limit else most
 
     def _borrowed(self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream) -> CachedBlock | None:
-        """A block from another stream's free ranges, for whose work the stream waits: a range that is large enough, or
-        all ranges, joined to the stream's own.
+        """Return a block from another stream's free ranges: from one that is large enough, or from all, merged with the
+        stream's own. The stream waits for the other stream's work.
         """
         others = [one for one in self.live() if one is not cache and not one.per_thread]
         for all_ranges in (False, True):
@@ -492,7 +501,7 @@ class _State(CacheState):
         return None
 
     def _give(self, to: _Ranges, parts: Iterable[tuple[int, int]]) -> None:
-        """Add free ranges to a stream's."""
+        """Add free ranges to those of a stream."""
         with self.lock:
             for start, stop in parts:
                 to.ranges.add(start, stop)
@@ -500,7 +509,8 @@ class _State(CacheState):
             self.queue.submit(to)
 
     def _after(self, owner: _Ranges, stream: Stream) -> Event | None:
-        """An event of a stream after the work of a memory's owner, for which the stream waits; None if it cannot.
+        """Make a stream wait for the work of a memory's owner, and return the event; None if the stream cannot wait.
+        Take the memory before this call: memory that the owner frees later has later work.
 
         Take the memory first: what the owner frees later comes after the event.
         """
@@ -528,7 +538,7 @@ class _State(CacheState):
     def _extended(
         self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream, limit: int
     ) -> CachedBlock | None:
-        """Join free ranges by memory below the addresses between them, or behind the last one."""
+        """Join free ranges: put memory at the addresses between them, or behind the last one."""
         ranges, segment = cache.ranges, self.segment
         segment.unmap_left()
         with self.lock:
@@ -552,7 +562,8 @@ class _State(CacheState):
         return self.cut(cache, wanted) if backed else None
 
     def _place(self, ranges: FreeRanges, nbytes: int) -> int | None:
-        """The offset from which on so many bytes are free and lack the least memory; None if the addresses are used up.
+        """Return the offset of ``nbytes`` free bytes that lack the least memory; None if no addresses are left. Unused
+        addresses at the end count as the last gap.
 
         The addresses that were never used are the last gap.
         """
@@ -560,7 +571,7 @@ class _State(CacheState):
         gaps, page, place, least = segment.all_gaps(), segment.page, None, segment.most
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
-            if last < segment.most and stop - nbytes >= first:  # the end of the gap is enough
+            if last < segment.most and stop - nbytes >= first:  # The end of the gap is large enough.
                 start = (stop - nbytes) // page * page
             end, lacking, number = start + nbytes, 0, at
             while lacking < least:
@@ -576,7 +587,7 @@ class _State(CacheState):
         return place
 
     def _take_parts(self, ranges: FreeRanges, start: int, stop: int) -> None:
-        """Remove the free ranges between two offsets; the rest of the last one stays."""
+        """Remove the free ranges between two offsets. The last one is cut, and its rest stays free."""
         while start < stop:
             end = ranges.end_of(start)
             if end > start:
@@ -586,8 +597,8 @@ class _State(CacheState):
             start = end if end > start else self.segment.gap_at(start)[1]
 
     def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
-        """Put memory below all of a part; the rest of its last page becomes a free range. Returns whether there was
-        enough.
+        """Put memory at all of a part. The rest of its last page becomes a free range. Returns whether there was enough
+        memory.
         """
         segment = self.segment
         while missing := segment.missing(start, stop):
@@ -615,8 +626,8 @@ class _State(CacheState):
         return True
 
     def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> tuple[list[tuple[MappedBytes | None, int]], bool]:
-        """Chunks to be moved, which are taken out of free ranges, and sizes of chunks to be created, that together put
-        memory below a part; and whether there is enough. The caller holds the lock.
+        """Choose the memory for a part: chunks to move, taken out of free ranges, and sizes of chunks to create. Also
+        return whether that is enough. The caller holds the lock.
         """
         segment = self.segment
         steps: list[tuple[MappedBytes | None, int]] = []
@@ -639,7 +650,7 @@ class _State(CacheState):
 
     def _taken(self, cache: _Ranges, most: int) -> MappedBytes | None:
         """Take a chunk of at most ``most`` bytes out of a free range."""
-        # During captures the record of an event might go into one.
+        # During a capture the event would be recorded in the capture.
         for part in () if self.queue.paused else cache.ranges:
             if part[1] - part[0] < self.segment.page:
                 break
@@ -650,7 +661,7 @@ class _State(CacheState):
         return None
 
     def _created(self, at: int, nbytes: int) -> MappedBytes | None:
-        """Create memory below an offset; None if there is none."""
+        """Create memory below an offset. Returns None if there is none."""
         with contextlib.suppress(OutOfMemoryError):
             return self.segment.create(at, nbytes)
         return None
@@ -662,8 +673,8 @@ class _State(CacheState):
         return bool(self.make_room())
 
     def make_room(self, keep: int = 0) -> int:
-        """Release the chunks of free addresses whose work has completed, but keep some bytes; return how many were
-        released. For arenas, too, which run out of memory: the host waits neither for work nor for another thread.
+        """Release the chunks of free addresses whose work has completed, but keep ``keep`` bytes. Returns the bytes
+        released. Arenas that run out of memory call this too, so it waits neither for work nor for another thread.
         """
         return unless_busy(functools.partial(self._release_spare, keep), 0, self.growing)
 
@@ -700,7 +711,7 @@ class _State(CacheState):
                 segment.release(chunk, event)
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Bytes at a location that no mapping counts: none."""
+        """Return the bytes at a location that no mapping counts: none."""
         return 0
 
     def forget_peaks(self) -> None:
@@ -781,14 +792,14 @@ class ExpandableCache(CachingAllocator):
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
-        self._free = end_plain  # of what leaves the cache
+        self._free = end_plain  # statistics of the blocks that leave the cache
 
     def _make_state(self) -> _State:
         return _State(self.pool)
 
     @property
     def limit(self) -> int:
-        """The most bytes of the cache's own memory; 0 for none. It can be assigned."""
+        """The most bytes of the cache's own memory; 0 for no limit. Assignable."""
         return self._state.limit
 
     @limit.setter
@@ -796,7 +807,7 @@ class ExpandableCache(CachingAllocator):
         self._state.limit = checked_size("limit", nbytes)
 
     def statistics(self) -> CacheStatistics:
-        """Return the figures of the cache's own memory, without the pool's."""
+        """Return the figures of the cache's own memory. The pool's are not included."""
         state = self._state
         state.collect_dropped()
         segment, cached = state.segment, state.cached
@@ -805,7 +816,7 @@ class ExpandableCache(CachingAllocator):
         return CacheStatistics(segment.reserved, segment.reserved_high, *figures)
 
     def reset_peaks(self) -> None:
-        """Set the high-water marks to what is reserved and used now."""
+        """Set the high-water marks to the present figures."""
         state = self._state
         state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
 
@@ -828,10 +839,10 @@ class ExpandableCache(CachingAllocator):
         return self.pool.allocate(nbytes, ordered)
 
     def _limit_allows(self, nbytes: int) -> bool:
-        return True  # the search for memory keeps the limit
+        return True  # The search for memory keeps the limit.
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Have a buffer's memory return to the cache by another buffer, whose stream can be assigned."""
+        """Make a buffer's memory return to the cache by another buffer, whose stream can be assigned."""
         shared, block = shared_state(buffer), buffer._ptr
         if isinstance(shared, SharedBehind):
             return shared.behind

@@ -12,17 +12,17 @@ _OFFSET = (1 << _SHIFT) - 1
 class FreeRanges:
     """Free ranges with memory, by size and by address, as offsets in bytes.
 
-    The list by size alone says what is free. A range leaves it first and enters it last, so an exception of a signal
-    handler in between loses the range, and never hands it out twice.
+    The list by size alone says which ranges are free. A range leaves it first and enters it last, so an exception of a
+    signal handler in between loses the range, and never hands it out twice.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """Sorted numbers of size and offset: numbers are compared without a call of Python code."""
+        """Sorted numbers made of size and offset. Python compares numbers faster than tuples."""
         self._starts: dict[int, int] = {}
-        """First offsets by last ones, perhaps with entries of lost ranges."""
+        """First offset of each range, by its last one. May have entries of lost ranges."""
         self._stops: dict[int, int] = {}
-        """Last offsets by first ones, perhaps with entries of lost ranges."""
+        """Last offset of each range, by its first one. May have entries of lost ranges."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -38,7 +38,7 @@ class FreeRanges:
         return self._sizes[-1] >> _SHIFT if self._sizes else 0
 
     def cut(self, nbytes: int) -> int | None:
-        """Remove the first bytes of the smallest range that has so many; return their offset."""
+        """Remove the first bytes of the smallest sufficient range, and return their offset."""
         sizes = self._sizes
         at = bisect_left(sizes, nbytes << _SHIFT)
         if at == len(sizes):
@@ -68,7 +68,7 @@ class FreeRanges:
         insort(self._sizes, (stop - start) << _SHIFT | start)
 
     def remove(self, start: int, stop: int) -> bool:
-        """Remove a whole range; False if it is not free."""
+        """Remove a whole range. Returns False if it is not free."""
         sizes, key = self._sizes, (stop - start) << _SHIFT | start
         at = bisect_left(sizes, key)
         found = at < len(sizes) and sizes[at] == key
@@ -79,7 +79,7 @@ class FreeRanges:
         return found
 
     def without(self, part: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-        """Remove the bytes between two offsets from a range; return what is left before them."""
+        """Remove the bytes between two offsets from a range, and return what is left before them."""
         if self.remove(*part):
             if part[0] < start:
                 self.add(part[0], start)
@@ -88,12 +88,12 @@ class FreeRanges:
         return part[0], start
 
     def start_of(self, stop: int) -> int:
-        """First offset of the range that ends at ``stop``; ``stop`` if there is none."""
+        """Return the first offset of the range that ends at ``stop``; ``stop`` if there is none."""
         start = self._starts.get(stop, stop)
         return start if self._is_free(start, stop) else stop
 
     def end_of(self, start: int) -> int:
-        """Last offset of the range that begins at ``start``; ``start`` if there is none."""
+        """Return the last offset of the range that begins at ``start``; ``start`` if there is none."""
         stop = self._stops.get(start, start)
         return stop if self._is_free(start, stop) else start
 

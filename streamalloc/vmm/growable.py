@@ -1,4 +1,4 @@
-"""Buffers that grow and shrink in place, map chunks by name, or are striped over several devices."""
+"""Buffers of virtual memory: grown in place, striped over devices, or composed of chunks by name."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class GrowableBuffer(VirtualBuffer):
             self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
         elif release and size <= self._nbytes and needed < self._mapped:
-            # The driver unmaps whole chunks only.
+            # The driver unmaps only whole chunks.
             spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
             if spare:
                 wait_for_users(after, self._session, (entry.rights for entry in spare))
@@ -289,6 +289,6 @@ class RemappableBuffer(VirtualBuffer):
                 entries = self.range._map_all(made, end, self._rights, self._structs)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
-                made.clear()  # the buffer owns them now
+                made.clear()  # The buffer owns the chunks now.
             for entry in going:
                 entry.close()

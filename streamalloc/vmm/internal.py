@@ -38,7 +38,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
-    """Return the memory between two offsets of a range, in the order of addresses, with open handles, and its offsets.
+    """Return the memory between two offsets of a range, with its offsets, in the order of addresses. The returned
+    objects have open handles.
 
     Raises
     ------
@@ -85,7 +86,7 @@ def check_mappable(memory: PhysicalMemory) -> None:
 
 
 def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Notify a watcher of each mapping on a driver from now on."""
+    """Notify a watcher of each later mapping on a driver."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers += (watcher,)
@@ -99,7 +100,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether this process created memory that was just mapped, and the memory has no other mapping."""
+    """Whether this process created memory that was just mapped and has no other mapping."""
     if not isinstance(memory, GenericAllocation):
         return True  # a page
     state = memory._state

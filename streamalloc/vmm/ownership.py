@@ -51,13 +51,13 @@ class Kind(enum.Enum):
     OBJECT_MAPPING = enum.auto()
     """A mapping of a multicast object."""
     OBJECT = enum.auto()
-    """The handle of a multicast object, or a sparse array."""
+    """The handle of a multicast object or a sparse array."""
     MAPPING = enum.auto()
     """A mapping of physical memory."""
     MEMORY = enum.auto()
     """The handle of physical memory."""
     TEAM = enum.auto()
-    """A multicast object together with all memory that is bound to it."""
+    """A multicast object together with all memory bound to it."""
     RANGE = enum.auto()
     """A reserved range of addresses."""
 
@@ -66,8 +66,8 @@ _latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
 
 
 def _fence_since(session: Session, dropped: int) -> Fence:
-    """A fence behind all work that known streams had queued at a time of ``time.monotonic_ns``, perhaps behind later
-    work.
+    """Return a fence behind all work that known streams had queued at a time of ``time.monotonic_ns``; it may include
+    later work.
 
     Items dropped before it was made share it, so a thousand items need one record per stream.
     """
@@ -85,14 +85,16 @@ class Node:
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
         self.given_up: bool = False
-        """True once the owner has closed or dropped it."""
+        """Whether the owner has closed or dropped it."""
         self.gone: bool = False
-        """True once it is released."""
+        """Whether it is released."""
         self.first: dict[Node, None] = {}
-        """Nodes that are released before this one. Several threads add to it."""
+        """Nodes that must be released before this one. Several threads add to it."""
         self._busy = False
         self._dropped: int | None = None
-        """When the owner was dropped, in nanoseconds; None if it was closed, after the work that may use it."""
+        """Time at which the owner was dropped, in nanoseconds. None if it was closed, which happens after the work that
+        may use it.
+        """
         self._fence: Fence | None = None
 
     @property
@@ -126,14 +128,14 @@ class Node:
         self.given_up = True
 
     def unmap_owned(self) -> None:
-        """Unmap or unbind the nodes that this one owns, as far as possible now. Must not block."""
+        """Unmap or unbind the nodes that this node owns, as far as possible now. Must not block."""
 
     def release(self) -> None:
         """Release the resource and set :attr:`gone`, or leave it unset for a later attempt. Must not block."""
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the released node from the tables that list it; idempotent."""
+        """Remove the node from the tables that list it; idempotent."""
 
 
 class Team(Node):
@@ -166,11 +168,11 @@ class AllocationState:
         self.handle: int = 0
         """Number of the driver handle."""
         self.exported: bool = False
-        """True if a shareable handle was exported."""
+        """Whether a shareable handle was exported."""
         self.imported: bool = False
-        """True if another process created it."""
+        """Whether another process created it."""
         self.handles: dict[AllocationHandle, None] = {}
-        """One node for each object that holds the handle."""
+        """A node for each object that holds the handle."""
         self.mappings: dict[Node, None] = {}
         """Mappings in this process."""
         self.bindings: dict[Any, None] = {}
@@ -239,7 +241,7 @@ class AllocationHandle(HandleNode):
         self.used_unmapped: tuple[int, ...] = ()
         """Ordinals of devices that may use the memory without a mapping."""
         self.kept: dict[Node, object] = {}
-        """Objects of the user that stay alive until a multicast object is released, by their binding."""
+        """Objects of the user that must live as long as a multicast object's binding to them, by binding."""
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
@@ -267,13 +269,13 @@ class AllocationHandle(HandleNode):
         return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
 
     def unmap_owned(self) -> None:
-        """Unbind the memory of a multicast object, then unmap the object where its mappings were given up."""
+        """Unbind the memory of a multicast object, then unmap the object's mappings whose owner has given them up."""
         if self.kind is Kind.OBJECT:
             self.allocations.attempt_all(self.preceding(Kind.BINDING))
             self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
 
     def release(self) -> None:
-        """Call ``cuMemRelease`` unless other code does."""
+        """Call ``cuMemRelease`` unless other code releases the handle."""
         if self.borrowed:
             self._raw, self.gone = None, True
         else:
@@ -319,7 +321,7 @@ class Allocations:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.arenas: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Pages of each arena; ``make_room()`` releases the unused ones and returns their bytes."""
+        """Page stocks of all arenas. ``make_room()`` releases the unused pages of one and returns their bytes."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
@@ -329,7 +331,7 @@ class Allocations:
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to move a handle from a mapping to an object, to change watchers, and to begin a release."""
+        """Held to move a handle from a mapping to an object, to change the watchers, and to begin a release."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""
@@ -361,7 +363,7 @@ class Allocations:
         return work(self.session)
 
     def drop(self, node: Node) -> None:
-        """Submit a node to be released after the work that is queued now; for finalisers."""
+        """Submit a node for release after the work that is queued now. For finalisers."""
         node._dropped = time.monotonic_ns()
         self.deferred.submit(_Later(self, node))
 
@@ -384,7 +386,8 @@ class Allocations:
             self.deferred.submit(_Later(self, node))
 
     def attempt(self, node: Node) -> bool:
-        """Unmap what a node owns, then release it, unless work or other nodes come first. Returns whether it is gone.
+        """Unmap the nodes that a node owns, then release it, unless work or other nodes must come first. Returns
+        whether it is released.
 
         One thread at a time attempts a node: two would call the driver twice with one handle.
         """
@@ -404,12 +407,12 @@ class Allocations:
         return node.gone
 
     def attempt_all(self, nodes: Iterable[Node]) -> None:
-        """Attempt all of these nodes, even if the driver refuses one."""
+        """Attempt all of these nodes, even if the driver refuses to release one."""
         undo_all(functools.partial(self.attempt, node) for node in nodes)
 
 
 class _Later(Deferred):
-    """The release of a node whose owner was dropped, or for which other nodes come first."""
+    """Queue item for a node whose owner was dropped, or which other nodes precede."""
 
     __slots__ = ("_allocations", "_node")
 
@@ -433,7 +436,7 @@ allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
 
 
 def check_exported(number: int) -> int:
-    """Return a descriptor's number unless it is surely none that a driver has exported: closed, a file, a socket.
+    """Return a descriptor's number, unless no driver can have exported it: a closed descriptor, a file, a socket.
 
     Raises
     ------
@@ -464,7 +467,7 @@ class GenericAllocation(OwnsNode, Shareable):
     nbytes: int
     """Size in bytes."""
     _granularity: int
-    """Bytes; mapping offsets are multiples of it."""
+    """Granularity in bytes. Mapping offsets are multiples of it."""
     _handle_types: MemHandleType
     """Handle types for :meth:`export`."""
     _mark: str
@@ -527,7 +530,7 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @property
     def driver(self) -> Driver:
-        """Driver that it belongs to."""
+        """Driver that the object belongs to."""
         return self._session.driver
 
     @property
@@ -573,7 +576,7 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @abc.abstractmethod
     def _check_mappable(self) -> None:
-        """Raise if it cannot be mapped."""
+        """Raise if the object cannot be mapped."""
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:

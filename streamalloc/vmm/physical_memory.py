@@ -55,10 +55,10 @@ T = TypeVar("T")
 
 
 class MemorySpec:
-    """Creator of physical memory with one set of properties, which is checked once."""
+    """Properties of physical memory, checked once, and the creation of such memory."""
 
     def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
-        """``exists``: the memory exists already, perhaps on a device that this process cannot see."""
+        """``exists``: the memory already exists; its device may be invisible to this process."""
         if not exists:
             self._check(session, prop)
         self.session: Session = session
@@ -70,10 +70,10 @@ class MemorySpec:
         self.struct: Any = prop.to_driver()
         """``CUmemAllocationProp``."""
         place = prop.location
-        # The driver is not asked about memory of a device that this process does not see.
+        # The driver cannot be asked about memory of a device that this process does not see.
         asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
         self.granularity: int = granularity_of(session, asked)
-        """Bytes; sizes are multiples of it."""
+        """Granularity in bytes. Sizes are multiples of it."""
         needs = {
             MemLocationType.DEVICE_LOCALITY_DOMAIN: DOMAIN_NEEDS,
             MemLocationType.HOST_NUMA: f"location={place}: is there such a NUMA node?",
@@ -137,7 +137,7 @@ class MemorySpec:
         self.create(owner, nbytes)
 
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Call ``cuMemCreate`` as :meth:`obtain` does, but do not attempt the deferred releases first."""
+        """Call ``cuMemCreate`` as :meth:`obtain` does, without attempting the deferred releases first."""
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
             if not result:
@@ -150,8 +150,8 @@ class MemorySpec:
                 raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
-        """Return the memory of a mapping as an object. If only the mapping holds the handle, the object takes it
-        over.
+        """Return the memory of a mapping as an object. If only the mapping holds the handle, the object takes the
+        handle over.
         """
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._belong(self, mapped.nbytes)
@@ -159,7 +159,7 @@ class MemorySpec:
         state = handle.state
         with self.allocations.lock:
             raw = mapped._raw
-            # None if the handle was released, or if another thread has made the object.
+            # None if the handle was released, or another thread has made the object.
             number = state.handle = 0 if raw is None else int(raw)
             if not mapped.gone:
                 state.mappings[mapped] = None
@@ -176,7 +176,7 @@ class MemorySpec:
         return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
-        """Add the requested, free and total bytes of the device to an error."""
+        """Add to an error the requested bytes, and the free and total bytes of the device."""
         figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
@@ -210,8 +210,8 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """Return the properties for these arguments. ``where`` may be complete properties; then no other argument is
-    allowed.
+    """Return the properties for these arguments. ``where`` may be complete properties, which exclude the other
+    arguments.
     """
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
@@ -225,7 +225,7 @@ def properties_for(
 
 
 def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
-    """Swap the first two arguments of a public call if the size comes first, with a ``DeprecationWarning``."""
+    """Swap the first two arguments of a public call if the size comes first. This gives a ``DeprecationWarning``."""
     if isinstance(where, int) and not isinstance(nbytes, int):
         warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning)
         return nbytes, where
@@ -298,7 +298,7 @@ class PhysicalMemory(GenericAllocation):
         self._node.known()
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
-        """Set everything but the handle."""
+        """Set all attributes but the handle."""
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
@@ -333,7 +333,7 @@ class PhysicalMemory(GenericAllocation):
         memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
-        handle.allocations.mapped_at(place, 1)  # lists the handle if only a mapping holds it
+        handle.allocations.mapped_at(place, 1)  # this lists the handle if only a mapping holds it
         raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         memory._hold(raw, f"address={address:#x}: the handle")
         location = memory.location
@@ -411,7 +411,7 @@ class PhysicalMemory(GenericAllocation):
         known = node.allocations.by_handle.get(number)
         if is_ours(owner) and known is not None:
             raise refuse_second_owner(f"an object with the handle {number:#x}")
-        node.borrowed = True  # until all is checked: after an error the handle is still the caller's
+        node.borrowed = True  # until all checks have passed: after an error the caller keeps the handle
         node.kept[node] = owner
         try:
             memory._hold(handle, f"handle={number:#x}")
@@ -425,7 +425,7 @@ class PhysicalMemory(GenericAllocation):
         node._raw = raw
         known = node.allocations.by_handle.get(int(raw))
         with undoing(self.close):
-            # First of all: a handle that is known to be the object's is released after the object.
+            # Check this first. If the object's own handle were taken over, it would be released after the object.
             if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
                 raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
             node.known()
@@ -444,7 +444,7 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def properties(self) -> MemAllocationProp:
-        """Properties that it was created with."""
+        """Properties with which the memory was created."""
         return self._spec.prop
 
     def query(self) -> MemAllocationProp:
@@ -466,7 +466,7 @@ class PhysicalMemory(GenericAllocation):
             raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
 
     def _check_access(self, rights: Rights) -> None:
-        # The driver would grant the other requested permissions before it refuses this one.
+        # The driver would grant the other permissions of the call before it refuses this one.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 
@@ -497,7 +497,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 def _most_bytes(memory: PhysicalMemory) -> int:
-    """The most bytes that an allocation in the place of ``memory`` can have."""
+    """Return the most bytes that an allocation mapped where ``memory`` is mapped can have."""
     place = memory.location
     if place.type is MemLocationType.DEVICE and place.seen:
         return Device(place.id, driver=memory.driver).memory_info().total
@@ -505,7 +505,7 @@ def _most_bytes(memory: PhysicalMemory) -> int:
 
 
 def _size_among(session: Session, raw: Any, sizes: Sequence[int]) -> int:
-    """Return the first of ascending sizes in which the driver maps memory, at new addresses; 0 if there is none."""
+    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps none."""
     if not sizes:
         return 0
     trial = Reservation(session, sizes[-1])
@@ -522,7 +522,7 @@ def _size_among(session: Session, raw: Any, sizes: Sequence[int]) -> int:
             if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
                 raise error
     finally:
-        # What the driver refuses to release is released later.
+        # A release that the driver refuses is repeated later.
         with undoing(lambda: trial.allocations.drop(trial)):
             trial.allocations.end(trial)
     return 0

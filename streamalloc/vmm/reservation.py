@@ -29,7 +29,7 @@ class MappedBytes(Node):
     __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "spec", "state", "stop")
 
     state: AllocationState
-    """State of the memory; set when an object takes the handle."""
+    """State of the memory. It is set when an object takes the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights, spec: Any = None) -> None:
         super().__init__(Kind.MAPPING)
@@ -37,7 +37,7 @@ class MappedBytes(Node):
         self.offset: int = offset
         self.stop: int = stop
         self.rights: Rights = rights
-        """Permissions; never modified in place, as several mappings share them."""
+        """Permissions. The dictionary is never modified, because several mappings share it."""
         self.spec: Any = spec
         """:class:`MemorySpec` of the memory; None if an object holds the handle."""
         self._memory: GenericAllocation | None = None
@@ -51,7 +51,7 @@ class MappedBytes(Node):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The memory as an object, which owns the handle from now on. It may be closed."""
+        """The memory as an object, which takes the handle over. The object may be closed."""
         return self.spec.adopt(self) if self._memory is None else self._memory
 
     @property
@@ -93,15 +93,15 @@ class MappedBytes(Node):
             watcher.mapped(address, self.memory)
 
     def hold(self) -> None:
-        """Hold a handle, so that the memory outlives its unmapping, even if its object is closed
-        (``cuMemRetainAllocationHandle``).
+        """Take a handle of the memory (``cuMemRetainAllocationHandle``), so that the memory outlives its unmapping even
+        if its object is closed.
         """
         if self._raw is None:
             address = int(self.reservation.raw) + self.offset
             self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", address)
 
     def map_again(self) -> None:
-        """Map the memory again after it was unmapped, without permissions. Does nothing if it is mapped."""
+        """Map the memory again after an unmap, without permissions. Does nothing if it is mapped."""
         if self.gone:
             self.reservation.add(self)
             self.gone = False
@@ -119,7 +119,7 @@ class MappedBytes(Node):
         self.release_handle()
 
     def unmap(self) -> None:
-        """Call ``cuMemUnmap``. If a signal handler raised after an earlier call, the driver accepts this one, too."""
+        """Call ``cuMemUnmap``. A signal handler may have raised after an earlier call, so a repeated call succeeds."""
         reservation = self.reservation
         reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
@@ -147,7 +147,9 @@ class MappedBytes(Node):
                 self._memory.close()
 
     def undo(self, first: BaseException) -> None:
-        """Undo a mapping that failed with ``first`` and was not used yet. Errors are attached to ``first``."""
+        """Undo a mapping that failed with error ``first`` before its first use. Errors of the undo are attached to
+        ``first``.
+        """
         try:
             if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
                 self.unmapped()
@@ -186,16 +188,22 @@ class Reservation(HandleNode):
         super().__init__(allocations_of(session), Kind.RANGE)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
-        """Mappings in the order of addresses; if :attr:`stale`, unmapped ones too. The list object stays the same."""
+        """Mappings in the order of addresses. If :attr:`stale`, it has unmapped ones too. The list object stays the
+        same.
+        """
         self.stale: bool = False
-        """True if :attr:`entries` lists unmapped entries."""
+        """Whether :attr:`entries` has unmapped entries."""
         self.copies: Fence | None = None
-        """The last copies to the range that may run when it is dropped, perhaps on a stream that nobody else knows."""
+        """Fence behind the last copies to the range, which may run on a stream that nobody else knows when the range is
+        dropped.
+        """
 
     def table(self) -> list[MappedBytes]:
-        """Return the mappings, in the order of addresses. First forget unmapped entries, with their memory objects."""
+        """Return the mappings in the order of addresses, after unmapped entries and their memory objects were
+        forgotten.
+        """
         if self.stale:
-            self.stale = False  # before the scan: another thread may unmap an entry meanwhile
+            self.stale = False  # before the scan, because another thread may unmap an entry meanwhile
             try:
                 self.entries[:] = [entry for entry in self.entries if not entry.gone]
             except BaseException:
@@ -204,7 +212,7 @@ class Reservation(HandleNode):
         return self.entries
 
     def add(self, entry: MappedBytes) -> None:
-        """List an entry before it is mapped, so that a signal handler that raises cannot lose the mapping."""
+        """List an entry before it is mapped. Otherwise an exception of a signal handler could lose the mapping."""
         entries = self.table()
         at = len(entries)
         if entries and entries[-1].stop > entry.offset:
@@ -213,8 +221,8 @@ class Reservation(HandleNode):
 
     @contextlib.contextmanager
     def adding(self, entry: MappedBytes) -> Iterator[None]:
-        """A ``with`` block that maps an entry, which is listed first. If the block fails, the entry is unmapped and
-        leaves the list.
+        """List an entry, then map it in a ``with`` block. If the block fails, the entry is unmapped and leaves the
+        list.
         """
         try:
             self.add(entry)
@@ -277,11 +285,11 @@ class Reservation(HandleNode):
             entry.rights = {**entry.rights, **rights}
 
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        """Set permissions of all mappings, or of none after an error. If a device loses a permission, first wait for
-        ``after``.
+        """Set permissions of all mappings. After an error no mapping has changed. If a device loses a permission, first
+        wait for ``after``.
         """
         for entry in entries:
-            if entry._memory is not None:  # buffers check the permissions of their own memory
+            if entry._memory is not None:  # The buffers check the permissions of their own memory.
                 entry._memory._check_access(rights)
         losing = accessing(
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
@@ -289,7 +297,7 @@ class Reservation(HandleNode):
         if losing:
             wait(after, self.allocations.session, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
-        # A call that driver 580 refuses may have changed some mappings.
+        # Driver 580 may change some mappings in a call that it refuses.
         undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
         with undoing(lambda: undo_all(undos)):
             self.grant(entries, rights)
@@ -316,7 +324,7 @@ class Reservation(HandleNode):
         except CudaError:
             raise
         except BaseException:
-            # A signal handler raised: the driver may or may not have unmapped the run. The handles stay open, so that
+            # After a signal handler raised, the driver may have unmapped the run or not. The handles stay open, so that
             # the caller can map the memory again.
             for entry in run:
                 (entry.unmapped if entry.gone else entry.unmap)()
@@ -335,7 +343,7 @@ class Reservation(HandleNode):
         return super().in_use(session) or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
-        """Give up the mappings, too. The memory objects have finalisers of their own."""
+        """Give up the mappings, too. The memory objects have their own finalisers."""
         for entry in () if self.given_up else self._live():
             entry.given_up, entry._memory = True, None
             for team in list(entry.state.teams) if hasattr(entry, "state") else ():
@@ -343,7 +351,7 @@ class Reservation(HandleNode):
         super().give_up()
 
     def unmap_owned(self) -> None:
-        """Unmap everything that no other node precedes, and release the handles of the mappings."""
+        """Unmap all mappings that no other node precedes, and release their handles."""
         self.allocations.attempt_all(self._live())
 
     def release(self) -> None:
@@ -354,6 +362,6 @@ class Reservation(HandleNode):
     def forget(self) -> None:
         """Remove it from the table of reservations, and break the reference cycle with its entries."""
         for entry in self._live():
-            entry.gone = True  # the driver or the context is gone
+            entry.gone = True  # The driver or the context no longer exists.
         self.allocations.reservations.pop(self, None)
         self.entries.clear()

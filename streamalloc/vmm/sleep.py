@@ -210,7 +210,7 @@ class Votes:
         """Whether this rank has voted."""
 
     def agree(self) -> None:
-        """Vote for the call; returns when all ranks have done so.
+        """Vote for the call, and return when all ranks have voted for it.
 
         Raises
         ------
@@ -221,7 +221,9 @@ class Votes:
         self._vote("")
 
     def run(self, act: Callable[[], T]) -> T:
-        """Call ``act``, which calls :meth:`agree` before its last step. If it raises before, vote against the call."""
+        """Call ``act``, which calls :meth:`agree` before its last step. If ``act`` raises before, vote against the
+        call.
+        """
         try:
             return act()
         except BaseException as first:
@@ -233,7 +235,7 @@ class Votes:
             raise
 
     def _vote(self, refusal: str) -> None:
-        """Exchange the votes. An empty ``refusal`` is a vote for the call."""
+        """Exchange the votes. An empty ``refusal`` votes for the call."""
         if self._ranks is None:
             return
         self._voted = True
@@ -255,12 +257,12 @@ class _Members(Closes, Claimable):
         self.location: MemLocation = device.location
         """Location of the memory of :meth:`allocate`."""
         self.closed: bool = False
-        """True if :meth:`close` was called."""
+        """Whether :meth:`close` was called."""
         self._claim: Claim | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         self._measured: dict[str, int] = {}
-        """Bytes that :meth:`measure` has found, by owner."""
+        """Bytes that :meth:`measure` found, by owner."""
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group. It can be used at once on any stream.
@@ -332,7 +334,7 @@ class _Members(Closes, Claimable):
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
         """Buffers and their tags, in the order in which they were added."""
-        # keyrefs() copies the keys in one step: another thread may add buffers meanwhile.
+        # keyrefs() copies the keys in one step, because another thread may add buffers meanwhile.
         found = [reference() for reference in self._members.keyrefs()]
         tags = {buffer: self._members.get(buffer) for buffer in found if buffer is not None and not buffer.closed}
         return {buffer: tag for buffer, tag in tags.items() if tag is not None}
@@ -356,7 +358,7 @@ class _Members(Closes, Claimable):
 
     @staticmethod
     def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
-        """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
+        """Raise for a tag that no buffer has, because a misspelt tag would lose bytes."""
         unknown = [tag for tag in tags if checked_type("tag", tag, str) not in buffers.values()]
         if unknown:
             known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
@@ -458,7 +460,9 @@ class SleepGroup(_Members):
 
     @property
     def backup(self) -> Any:
-        """Pool or tier for the kept bytes; the first use makes the tier of the device's NUMA node, if there is none."""
+        """Pool or tier for the kept bytes. If none was given, the first use makes the tier of the device's
+        NUMA node.
+        """
         self._check_open()
         return self._backup or self._near_tier()
 
@@ -475,7 +479,7 @@ class SleepGroup(_Members):
     def prepare(
         self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
     ) -> Future[int]:
-        """Pin host memory for the next sleep, because that takes longer than the copy; see :meth:`HostTier.prepare`.
+        """Pin host memory for the next sleep, because to pin takes longer than to copy; see :meth:`HostTier.prepare`.
 
         Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
 
@@ -620,9 +624,9 @@ class SleepGroup(_Members):
 
         def steps() -> Steps:
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
-            # Not claimed earlier: hooks may use, close and evict the buffers.
+            # Claimed only here, because hooks may use, close and evict the buffers.
             claim.take(chosen)
-            # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
+            # Other threads may have removed or evicted some buffers. Evicted ones take part only with ``stored``.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
             kept = kept_of(going)
@@ -632,10 +636,10 @@ class SleepGroup(_Members):
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
             lacking = {one: tag for one, tag in going.items() if one not in kept}
             yield functools.partial(_hold_all, lacking, hold, saved), functools.partial(drop_all, saved)
-            # With ``stored``, buffers that sleep already get the stored bytes.
+            # With ``stored``, buffers that already sleep get the stored bytes.
             new = {one: saved[one] for one in saved if one in entries}
             yield from unmapping(entries, new | kept, {} if stored else new, ordered)
-            # The vote is the last step before memory is released: until then all ranks can undo.
+            # All ranks can undo until the vote, so it is the last step before memory is released.
             yield agree, nothing
 
         run(steps())
@@ -739,7 +743,7 @@ class SleepGroup(_Members):
             def steps() -> Steps:
                 yield from mapping(evictions, ordered)
                 yield _hook_step(self._after_wake, list(evictions))
-                # The vote is the last step before the backups are dropped: until then all ranks can undo.
+                # All ranks can undo until the vote, so it is the last step before the backups are dropped.
                 yield votes.agree, nothing
 
             run(steps())
@@ -977,7 +981,7 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = {one: one._frozen for one in buffers if one._frozen is not None}
 
     def thaw(buffer: VirtualBuffer) -> None:
-        # First of all: where the undo fails, too, a buffer that may be written has no valid backup.
+        # First, so that a buffer which may be written has no valid backup even if the undo fails.
         buffer._frozen = None
         if not buffer.evicted:
             protect(buffer, buffer.rights)
@@ -993,7 +997,7 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
-    """Return the offset, and the array as bytes, after a check that both fit the buffer."""
+    """Check that offset and array fit the buffer. Returns the offset, and the array as bytes."""
     start = checked_size("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
@@ -1005,7 +1009,7 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
 
 
 def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Step:
-    """A step that calls hooks. A hook that raised is not undone."""
+    """Return a step that calls hooks. A hook that raised is not undone."""
     undos = contextlib.ExitStack()
 
     def call() -> None:
@@ -1021,7 +1025,7 @@ def _hold_all(tags: Mapping[VirtualBuffer, str], hold: Hold, saved: dict[Virtual
     """Reserve room for the bytes of the buffers, tag by tag."""
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
-        # Not strict: without bytes to keep there are no backups.
+        # Not strict, because there are no backups without bytes to keep.
         for buffer, one in zip(buffers, hold(tag, buffers) if buffers else (), strict=False):
             if one is not None:
                 saved[buffer] = one

@@ -40,14 +40,14 @@ from streamalloc.vmm.properties import ArrayMapInfo
 _LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_*
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _TILE = 1 << 16  # bytes
-_MOST_NOTED = 64  # streams with noted work, before the completed work is forgotten
-_TAIL, _WHOLE = -1, -2  # level numbers in _Tile of the mip tail, and of an array that is mapped as a whole
+_MOST_NOTED = 64  # Number of streams with recorded work at which completed work is forgotten.
+_TAIL, _WHOLE = -1, -2  # Level numbers in _Tile: of the mip tail, and of an array that is mapped as a whole.
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
 
 Region: TypeAlias = Sequence[slice] | None
-"""Part of a level: a slice in elements per dimension; None for all."""
+"""Part of a level: for each dimension a slice in elements. None: the whole level."""
 
 
 class MipTail(NamedTuple):
@@ -61,7 +61,7 @@ class MipTail(NamedTuple):
     nbytes: int
     """Size in bytes, for each layer unless :attr:`single`."""
     single: bool
-    """True if all layers share one tail."""
+    """Whether all layers share one tail."""
 
 
 class TilePool(Closes):
@@ -128,8 +128,8 @@ class TilePool(Closes):
         self._free = deque((tile, None, None) for tile, *_ in self._free)
 
     def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
-        """Take tiles for use on ``stream``. Tiles that were free longest come first, unless they are to lie in a
-        row.
+        """Take tiles for use on ``stream``. The tiles that have been free longest come first, unless ``row`` asks for
+        adjacent ones.
         """
         self._check_open()
         if in_a_row:
@@ -147,7 +147,7 @@ class TilePool(Closes):
         return taken
 
     def _begin_with_row(self, count: int) -> None:
-        """Have the free tiles begin with the first ``count`` of them that lie in a row."""
+        """Reorder the free tiles so that the first ``count`` of them are adjacent."""
         ordered = sorted(self._free, key=operator.itemgetter(0))
         for first in range(len(ordered) - count + 1):
             if ordered[first + count - 1][0] - ordered[first][0] == count - 1:
@@ -165,7 +165,7 @@ class TilePool(Closes):
 
 
 _FreeTile: TypeAlias = "tuple[int, Stream | None, Fence | None]"
-"""A tile, its last stream, and the work after which it is free; None if it is free at once."""
+"""A tile, its last stream, and the work after which it is free; None instead of work if it is free at once."""
 
 
 class _Array(HandleNode):
@@ -178,22 +178,24 @@ class _Array(HandleNode):
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         """Mapped tiles, each with its pool and its index there."""
         self.last: dict[weakref.ref[Stream], Fence] = {}
-        """The last map, unmap or copy, by stream. Handles would be wrong keys: the driver reuses them, and
+        """By stream, a fence behind its last map, unmap or copy. Handles cannot be keys: the driver reuses them, and
         the handle of the per-thread default stream names another stream on each thread.
         """
 
     def use(self, pool: TilePool) -> None:
-        """Order the release of the array before the release of a pool."""
+        """Have the array released before a pool."""
         pool.memory._node.first[self] = None
 
     def done(self, pool: TilePool) -> None:
-        """Remove the order of :meth:`use` once the array has no tiles of the pool."""
+        """Undo :meth:`use` once the array has no tiles of the pool."""
         if all(user is not pool for user, _ in self.map.values()):
             pool.memory._node.first.pop(self, None)
 
     @property
     def users(self) -> tuple[int, ...]:
-        """The device of the array: the driver does not document that ``cuArrayDestroy`` waits for queued work."""
+        """The device of the array, because the driver does not document that ``cuArrayDestroy`` waits for
+        queued work.
+        """
         return (self.device.ordinal,)
 
     def release(self) -> None:
@@ -210,9 +212,7 @@ class _Array(HandleNode):
 
 
 class _Tile(NamedTuple):
-    """A tile of a level; or 64 KiB of a mip tail or of a whole array, with ``level=_TAIL`` or ``_WHOLE`` and the index
-    in ``x``.
-    """
+    """A tile of a level. With ``level=_TAIL`` or ``_WHOLE``, block ``x`` of 64 KiB in a mip tail or a whole array."""
 
     level: int
     layer: int
@@ -274,7 +274,7 @@ class SparseArray(OwnsNode):
         self.device: Device = device
         """Device of the array."""
         self.deferred: bool = bool(deferred)
-        """Whether it is mapped as a whole."""
+        """Whether the array is mapped as a whole."""
         self.shape: tuple[int, ...] = tuple(checked_size("shape", extent) for extent in shape)
         """Shape of level 0, in elements."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)
@@ -282,7 +282,7 @@ class SparseArray(OwnsNode):
         self.channels: int = channels
         """Channels per element."""
         self.layered: bool = bool(layered)
-        """True if the first dimension counts layers."""
+        """Whether the first dimension counts layers."""
         self.levels: int = checked_size("levels", levels)
         """Number of mipmap levels; 0 if the array is not mipmapped."""
         self._node = _Array(device, bool(self.levels))
@@ -311,12 +311,12 @@ class SparseArray(OwnsNode):
         descriptor.Flags = (_DEFERRED if self.deferred else _SPARSE) | (_LAYERED if self.layered else 0)
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         self.nbytes: int = 0
-        """Memory of an array that is mapped as a whole, in bytes; 0 of others."""
+        """Memory of an array that is mapped as a whole, in bytes; 0 for other arrays."""
         self.mip_tail: MipTail | None = None
         """Levels that share memory; None if there are none."""
         self.tile: tuple[int, ...] = self.level_shape()
-        """Shape of a tile in elements: (height, width) or (depth, height, width); of one that is mapped as a whole, all
-        of it.
+        """Shape of a tile in elements: (height, width) or (depth, height, width). The whole shape if the array is
+        mapped as a whole.
         """
         with self.device.current():
             if self.levels:
@@ -370,7 +370,7 @@ class SparseArray(OwnsNode):
         return tuple(max(extent >> level, 1) for extent in extents)
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return an array with one element per tile of a level: whether the tile is mapped."""
+        """Return an array that tells for each tile of a level whether it is mapped."""
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.full(grid, self.deferred and bool(self._node.map))
@@ -487,7 +487,7 @@ class SparseArray(OwnsNode):
         """Wait for queued maps, unmaps and copies, destroy the array (``cuArrayDestroy``) and return its tiles.
         Idempotent.
         """
-        # The driver does not document that destroying an array waits for queued work.
+        # The driver does not document that ``cuArrayDestroy`` waits for queued work.
         for fence in self._node.last.values():
             fence.synchronize()
         if self._node.raw is not None:
@@ -505,7 +505,7 @@ class SparseArray(OwnsNode):
         elif tile.level != _WHOLE:
             shape, steps = self.level_shape(tile.level), self.tile
             starts = [index * step for index, step in zip(tile[-len(steps) :], steps, strict=True)]
-            # The last tile ends where the level does.
+            # The last tile ends where the level ends.
             extents = [min(step, extent - start) for start, step, extent in zip(starts, steps, shape, strict=True)]
             common |= {"level": tile.level, "layer": tile.layer}
             common |= {"offsets": (*starts[::-1], 0)[:3], "extents": (*extents[::-1], 1)[:3]}
@@ -517,7 +517,7 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Fence:
-        """Return a fence behind the latest work on a stream, for :meth:`close` and for the reuse of tiles."""
+        """Return a fence behind the latest work on a stream. :meth:`close` and the reuse of tiles wait for it."""
         last, key = self._node.last, weakref.ref(of_this_thread(stream))
         if len(last) > _MOST_NOTED:
             for done in [other for other, its in last.items() if its.done()]:

@@ -29,11 +29,11 @@ from streamalloc.vmm.stores.disk import DiskTier, tier_of
 from streamalloc.vmm.stores.host import HostTier, saved_in
 
 _BATCH = 64 << 20
-"""Bytes per batch: unmapped after their copy, while later copies run."""
+"""Bytes of a batch, which is unmapped after its copy while later copies run."""
 
 
 Backup: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Saved | None"
-"""A place for the bytes of one buffer. :class:`Saved` is what a tier has reserved; None discards the bytes."""
+"""Place for the bytes of one buffer. :class:`Saved` is room that a tier has reserved; None discards the bytes."""
 
 
 class ChunkSpec(NamedTuple):
@@ -59,7 +59,9 @@ class Eviction(NamedTuple):
     saved: Saved | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
-    """Unmapped memory with the bytes, if an eviction and its undo failed. :meth:`VirtualBuffer.restore` maps it."""
+    """Unmapped memory that still has the bytes, because an eviction and its undo failed. :meth:`VirtualBuffer.restore`
+    maps it again.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +70,11 @@ class Eviction(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """State of a buffer that may only be read, and whose backup stays valid while it is awake."""
+    """State of a buffer that is read-only, and whose backup stays valid while it is awake."""
 
     saved: Saved
     rights: Rights
-    """Permissions while it is awake: reading, for those who have access."""
+    """Permissions while the buffer is awake: read access for all locations that have access."""
 
 
 class VirtualBuffer(Memory, Closes, Drawn, Claimable):
@@ -112,7 +114,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._mapped = 0
         self._nbytes = 0
         self.eviction: Eviction | None = None
-        """The released memory and its backup; None unless evicted."""
+        """The released memory and its backup; None while the buffer is mapped."""
         self._frozen: Frozen | None = None
         self._remedy = RESTORE
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
@@ -142,8 +144,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def mapped_bytes(self) -> int:
-        """Mapped physical memory in bytes: :attr:`nbytes` rounded up to whole chunks, and the memory that a shrink has
-        left mapped; 0 while the buffer is evicted.
+        """Mapped physical memory in bytes: :attr:`nbytes` rounded up to whole chunks, and memory that a shrink left
+        mapped. 0 while the buffer is evicted.
         """
         return 0 if self.eviction else self._mapped
 
@@ -159,7 +161,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; with several devices that of the first."""
+        """Location of the memory; with several devices, of the first."""
         return self._location
 
     @property
@@ -199,7 +201,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def _session(self) -> Session:
-        return session_of(self.device)  # not of the stream: to name the default stream makes it one in use
+        return session_of(self.device)  # Not the stream's device: to name the default stream puts it in use.
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
@@ -272,7 +274,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return the mappings; raise if their memory cannot be released."""
+        """Return the mappings. Raises if their memory cannot be released."""
         self._check_open()
         if self.eviction:
             raise EvictedError(f"{self!r} is evicted already")
@@ -294,7 +296,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return entries
 
     def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
-        """Unmap the buffer's memory, whose handles stay open: from now on the buffer is evicted."""
+        """Unmap the buffer's memory and keep its handles open. From now on the buffer is evicted."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self.eviction = Eviction(chunks, saved)
         self.range._node.unmap(entries)
@@ -382,7 +384,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if not chunks:
             return []
         start, node = chunks[0].offset, self.range._node
-        # A failed call or a shrink may have left memory mapped there, and the driver refuses to map over it.
+        # A failed call or a shrink may have left memory mapped here, and the driver refuses to map over it.
         self._release_from(start)
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
@@ -402,7 +404,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             entry.close()
 
     def _release_from(self, start: int) -> None:
-        """Unmap and release the memory behind an offset: a shrink cuts it off, or a failed call has left it mapped."""
+        """Unmap and release the memory behind an offset. A shrink cuts it off, or a failed call left it mapped."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
@@ -486,7 +488,7 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 # Eviction and restore of several buffers: each is a list of steps, which :func:`run` does or undoes as a whole.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
-"""An act and its undo. The undo is called for a step that failed, too: it looks at what was done."""
+"""An act and its undo. The undo is also called for a step that failed, so it checks what was done."""
 Steps: TypeAlias = "Generator[Step, None, None]"
 
 
@@ -495,9 +497,8 @@ def nothing() -> None:
 
 
 def run(steps: Steps) -> None:
-    """Do steps in order. If one fails, undo that one and those before, the last first: then nothing has changed.
-
-    All undos are called, even if some fail. Their errors are attached to the first one.
+    """Do steps in order. If one fails, undo it and the steps before, the last first, so that nothing has changed. All
+    undos are called, even if some fail. Their errors are attached to the first error.
     """
     undos: list[Callable[[], object]] = []
     try:
@@ -514,14 +515,14 @@ def run(steps: Steps) -> None:
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers that are copied one after the other, and the event after their copies."""
+"""Buffers that are copied in sequence, and the event after their copies."""
 
 
 def copying(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
     """Queue the copies of buffers to their backups. The buffers behind the last batch have no event."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
-    # Those of one backup end before others begin: each has staging memory while it is written to a file.
+    # The copies to one backup end before those to the next begin, because each file has its own staging memory.
     for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
         with stored.moving(stream, out=True) as move:
             for buffer, one in several:
@@ -578,7 +579,7 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # Drop the memory objects, because handles exported from them would keep the memory.
+        # Drop the memory objects, because handles that were exported from them would keep the memory.
         buffer.range._node.table()
 
 
@@ -595,7 +596,7 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
             by_backup.setdefault(eviction.saved and eviction.saved.stored, []).append(buffer)
 
     def create(buffer: VirtualBuffer, move: Move | None) -> None:
-        _release_awaited(buffer, buffer.range._node.table())  # a restore and its undo may have failed
+        _release_awaited(buffer, buffer.range._node.table())  # A restore and its undo may have failed.
         eviction = evictions[buffer]
         made[buffer] = buffer._create_chunks(eviction.pieces)
         if eviction.saved is not None and move is not None:
@@ -615,8 +616,8 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
         for buffer in made:
             buffer.eviction = asleep.get(buffer)
 
-    # The first copies run while further memory is created. Where a step fails, :func:`run` closes this generator: that
-    # abandons the copies, without a wait for the threads that read files.
+    # The first copies run while further memory is created. If a step fails, :func:`run` closes this generator, which
+    # abandons the copies without waiting for the threads that read files.
     for stored, buffers in by_backup.items():
         with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
             for buffer in buffers:
@@ -624,7 +625,7 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
     yield note_copies, nothing
     frozen = {buffer: buffer._frozen.rights for buffer in evictions if buffer._frozen is not None}
     if frozen:
-        yield stream.synchronize, nothing  # the copies write the memory
+        yield stream.synchronize, nothing  # The copies write the memory.
         for buffer, rights in frozen.items():
             yield functools.partial(protect, buffer, rights), nothing
     for buffer, eviction in evictions.items():
@@ -634,7 +635,7 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
 
 
 def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:
-    """Release memory after the work that may use it, such as that of a hook of a wake that failed."""
+    """Release memory after the work that may use it, for example of a hook of a failed wake."""
     several = list(entries)
     if several:
         wait_for_users(None, session_of(buffer), (entry.rights for entry in several))
@@ -642,7 +643,7 @@ def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> N
 
 
 def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
-    """Unmap the memory of :attr:`Eviction.held`, and keep it."""
+    """Unmap the memory of :attr:`Eviction.held`, and keep its handles."""
     mapped = [entry for entry in eviction.held if not entry.gone]
     wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
     buffer.eviction = eviction
@@ -655,7 +656,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 
 def kept_of(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the valid backups of those buffers that are frozen."""
+    """Return the valid backups of the frozen ones among these buffers."""
     return {buffer: buffer._frozen.saved for buffer in buffers if buffer._frozen is not None}
 
 
@@ -680,7 +681,7 @@ def device_rights(
     devices: Sequence[Device] = (),
     location: MemLocation | None = None,
 ) -> Rights:
-    """Convert an argument to permissions on memory of a location; ``devices`` have read and write access."""
+    """Convert an argument to permissions on memory of a location. Each of ``devices`` has read and write access."""
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
         if where.type is not MemLocationType.DEVICE and allowed and not (location and location.on_host):

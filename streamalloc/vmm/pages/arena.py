@@ -30,9 +30,9 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that no space uses."""
     parked: int
-    """Released pages still in use or being cleared. If several of them share memory, each page counts."""
+    """Released pages that are still in use or being cleared. Pages that share memory count separately."""
     kept: int
-    """Released and cleared pages that stay mapped until another page needs their memory."""
+    """Released and cleared pages that stay mapped until their memory is needed for another page."""
 
 
 class PageArena(Closes):
@@ -92,18 +92,18 @@ class PageArena(Closes):
         if patience is not None and not patience >= 0:
             raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
         self.budget: PageBudget | None = budget
-        """Limit shared with other arenas; None for none."""
+        """Limit shared with other arenas; None if there is none."""
         self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)
         self.device: Device = device
         """Device of the memory."""
         self.location: MemLocation = device.location
         """Location of the memory."""
         self.driver: Driver = device.driver
-        """Driver that it belongs to."""
+        """Driver that the arena belongs to."""
         self.page_size: int = physical.size
         """Size of a page in bytes."""
         self.limit: int | None = physical.limit
-        """Most bytes of all physical pages; None for no limit."""
+        """Most bytes of all physical pages; None if there is no limit."""
 
     @property
     def closed(self) -> bool:
@@ -172,7 +172,7 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the statistics. First, parked pages whose work has completed are released."""
+        """Return the statistics, after parked pages whose work has completed were released."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
@@ -232,7 +232,7 @@ class PageTable(Closes):
         if kind not in (np.dtype(np.int32), np.dtype(np.int64)):
             raise TypeError(f"dtype={kind}: allowed are int32 and int64")
         self.space: PageSpace = space
-        """The space."""
+        """Space that the table describes."""
         self.stream: Stream = space.stream if stream is None else as_stream(stream, session_of(space))
         """Stream of the table."""
         self._lock = RLock()
@@ -243,7 +243,7 @@ class PageTable(Closes):
 
     @property
     def entries(self) -> TypedView[Any]:
-        """The table: an array with an element for each page.
+        """The table as an array with one element for each page.
 
         Raises
         ------

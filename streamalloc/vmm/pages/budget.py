@@ -37,11 +37,11 @@ T = TypeVar("T")
 MEMBERS = 256
 _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
-_MEMBER = struct.Struct("<QQQ")  # bytes of its pages; requested bytes of unused pages; requested bytes of any pages
+_MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pages, requests for any pages.
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 _TABLE_LOCK = 0  # byte of the file
-_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between looks for requests
-_AGAIN, _STEP = 0.05, 0.002  # seconds: between requests, between attempts
+_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests
+_AGAIN, _STEP = 0.05, 0.002  # seconds between two requests, and between two attempts
 
 
 class Member(NamedTuple):
@@ -50,9 +50,9 @@ class Member(NamedTuple):
     used: int
     """Its pages."""
     wanted: int
-    """Bytes that others requested from this member's unused pages."""
+    """Bytes that other members requested from this member's unused pages."""
     asked: int
-    """Bytes that others requested from all of the member's pages, because it has more than its share."""
+    """Bytes that other members requested from all pages of this member, which has more than its share."""
 
 
 class PageBudget(Closes):
@@ -102,7 +102,7 @@ class PageBudget(Closes):
         """Whether it was closed."""
         self._on_ask = on_ask
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Pages of arenas (:class:`PageStock`)."""
+        """Page stocks of the arenas that use this object."""
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
         """Ends the thread that answers requests; None before the first arena."""
@@ -149,7 +149,7 @@ class PageBudget(Closes):
                 lock(number, _TABLE_LOCK, fcntl.F_WRLCK, wait=True)
                 return act()
             finally:
-                # This line is the first call of the block, so a signal handler cannot raise before the unlock.
+                # No call precedes this line in the block, so a signal handler cannot raise before the unlock.
                 fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
 
     def _members(self) -> dict[int, Member]:
@@ -161,7 +161,7 @@ class PageBudget(Closes):
             raise ValueError(f"the budget at {self.path} was truncated")
         found = {}
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
-            # A record of zeros has nothing to count or to free, whether its member lives or not.
+            # A record of zeros needs no check whether its member lives.
             if any(words) or at == self._at:
                 if at == self._at or is_locked(self._file.fileno(), 1 + at):
                     found[at] = Member(*words)
@@ -196,9 +196,10 @@ class PageBudget(Closes):
             self._users.add(user)
 
     def settle(self, asking: object = None) -> bool:
-        """Write the bytes of this process to the file; return False if they have grown and the limit has no room.
+        """Write the bytes of this process to the file. Returns False, and writes nothing, if the bytes have grown and
+        exceed the limit.
 
-        Then nothing is written, and memory is requested from the other processes. With ``asking``, the unused pages of
+        Then memory is requested from the other processes. With ``asking``, the unused pages of
         this process's other arenas are also released, followed by a second attempt.
         """
 
@@ -219,7 +220,7 @@ class PageBudget(Closes):
         return sum([one.make_room() for one in others]) > 0 and self._in_table(publish)
 
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
-        """Request bytes from other processes and block until so many are free, or the time is over. Returns whether
+        """Request bytes from other processes, and block until so many are free or the time is over. Returns whether
         they are free.
 
         Another process may take the free bytes first. Unused pages that arenas of this process keep count as used: call
@@ -265,7 +266,7 @@ class PageBudget(Closes):
         self._end_of_thread = end
 
     def answer(self) -> int:
-        """Release the bytes that other processes have requested; returns how many. For the budget's thread."""
+        """Release the bytes that other processes requested, and return how many. For the budget's thread."""
         wanted, asked = self._requests()
         if not (wanted or asked):
             return 0
@@ -273,12 +274,12 @@ class PageBudget(Closes):
         if given < asked and self._on_ask is not None:
             self._on_ask(asked - given)
             given += self._give(asked - given)
-        # Requests made meanwhile are repeated if the released bytes are not enough.
+        # Another process repeats its request if the released bytes are not enough.
         self._in_table(lambda: self._write_requests(self._at, 0, 0))
         return given
 
     def _requests(self) -> tuple[int, int]:
-        """Read the bytes that others requested, without the lock of the table: a request is one write."""
+        """Read the bytes that others requested. No lock is needed, because one write makes a request."""
         with self._lock:
             self._check_open()
             data = os.pread(self._file.fileno(), _MEMBER.size, _HEADER.size + self._at * _MEMBER.size)
@@ -347,7 +348,7 @@ _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
 def _left_behind() -> None:
     """In a forked child: close the file. Otherwise the child would hold the parent's lock after the parent's death."""
     for budget in list(_here):
-        budget._end_of_thread = None  # its lock may be held by the thread, which the child lacks
+        budget._end_of_thread = None  # The thread, which the child lacks, may hold its lock.
         budget._end()
 
 

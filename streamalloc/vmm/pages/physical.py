@@ -34,12 +34,12 @@ class Page(HandleEnd):
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
-        """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
+        """Number of places that hold the page. :attr:`PhysicalPages.lock` protects it."""
         self.watched_at: int = 0
-        """Address of the committed place at which watchers count the page; 0 for none."""
+        """Address at which watchers count the page; 0 if they do not."""
 
     def forget(self) -> None:
-        """Forget the handle without a driver call, because the driver is gone."""
+        """Forget the handle without a driver call, because the driver no longer exists."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -61,11 +61,11 @@ class PageStock(abc.ABC):
         self.size: int = self.spec.checked(page_size, name="page_size")
         """Size of a page in bytes."""
         self.nbytes: int = self.size
-        """The same, under the name that observers read."""
+        """As :attr:`size`, under the name that observers read."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
-        """Bytes of all pages; None for no limit."""
-        # A weak reference: the arena keeps the budget. The table of reservations keeps this object, and so a strong
-        # reference would keep the budget, its function ``on_ask``, and an arena that the function refers to.
+        """Most bytes of all pages; None if there is no limit."""
+        # A weak reference. The arena keeps the budget. The table of reservations keeps this object, so a strong
+        # reference would keep the budget, its function ``on_ask``, and an arena to which that function refers.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
         """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
@@ -73,7 +73,7 @@ class PageStock(abc.ABC):
         self.count: int = 0
         """Number of pages that exist or are being created."""
         self._granted: int = 0
-        """Number of pages that were requested from the budget and are not created yet."""
+        """Number of pages that the budget granted and that are not created yet."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
         self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
@@ -94,7 +94,7 @@ class PageStock(abc.ABC):
         """Describe the use of the pages that are not spare, for errors."""
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Bytes of all pages at a location, including the page of zeros."""
+        """Return the bytes of all pages at a location, including the page of zeros."""
         zeros = self.zero.raw is not None
         return (self.count + zeros) * self.size if self.location == location else 0
 
@@ -136,7 +136,7 @@ class PageStock(abc.ABC):
         whole = MappedBytes(addresses._node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
         addresses._node.add(whole)
         try:
-            with addresses:  # after an error its end waits for the device before it unmaps
+            with addresses:  # after an error the end of this block waits for the device before it unmaps
                 for place, page in enumerate(pages):
                     try:
                         session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
@@ -155,8 +155,8 @@ class PageStock(abc.ABC):
 
     @contextlib.contextmanager
     def _room(self, count: int) -> Iterator[list[None]]:
-        """A ``with`` block that creates at most ``count`` pages, after the budget has granted them. It gets a list with
-        one item for each page that may still be created; :meth:`_create` removes items.
+        """Create at most ``count`` pages in a ``with`` block, after the budget has granted them. The block gets a list
+        with one item for each page that it may still create; :meth:`_create` removes items.
         """
         room = [None] * max(count, 0)
         budget = self.budget()
@@ -179,11 +179,11 @@ class PageStock(abc.ABC):
                 budget.settle()
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Queue zeros on a stream (``cuMemsetD8Async``)."""
+        """Queue a fill with zeros on a stream (``cuMemsetD8Async``)."""
         self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
 
     def add_users(self, pages: Iterable[Page]) -> None:
-        """Count another user of each page."""
+        """Count one more user of each page."""
         with self.lock:
             for page in pages:
                 page.users += 1
@@ -194,7 +194,7 @@ class PageStock(abc.ABC):
         with self.lock:
             for page in dropped:
                 page.users -= 1
-            # Without an `if` in a loop: see the module `locks` of the driver.
+            # A loop without an `if`: see the module `locks` of the driver.
             unused = [*filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
             if not self.closed:
                 self.spare += unused
@@ -224,7 +224,7 @@ class PageStock(abc.ABC):
         return page
 
     def _check_limit(self, missing: int) -> None:
-        """Raise if the limit has no room for this many more pages."""
+        """Raise if the limit has no room for ``count`` more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
         why = (

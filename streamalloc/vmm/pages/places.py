@@ -60,9 +60,9 @@ T = TypeVar("T")
 _STREAMS = 16
 """Most streams that clear pages. Each may be waiting for other work."""
 _CLEARING = 0.05
-"""Most seconds that ``make_room`` waits for pages to be cleared."""
+"""Most seconds that ``make_room`` waits until pages are cleared."""
 _STEP = 5e-5
-"""Seconds between queries of the work of parked pages."""
+"""Seconds between two queries of the work of parked pages."""
 
 
 def _finish(parkings: Iterable[Parking], _: Claim) -> None:
@@ -71,7 +71,7 @@ def _finish(parkings: Iterable[Parking], _: Claim) -> None:
 
 
 class Places(MappedBytes):
-    """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
+    """The places of a space. As a node it stands for all mappings of the space, which one ``cuMemUnmap`` ends."""
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         rights = {physical.device.location: MemAccess.READWRITE}
@@ -89,8 +89,8 @@ class Places(MappedBytes):
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
         self.broken: set[int] = set()
-        """Places at which the driver may map a wrong page or permission, because a call and its undo have failed. The
-        next call of :meth:`locked` repairs them.
+        """Places where a call and its undo failed, so that the driver may map a wrong page or permission. The next call
+        of :meth:`locked` repairs them.
         """
         physical.spaces.add(self)
 
@@ -133,7 +133,7 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split places that hold a page: first the places whose release would leave their page without a user, then the
+        """Split places that hold a page in two lists: places whose release would leave their page without a user, and
         places whose page other places would still use.
         """
         alone: list[int] = []
@@ -147,7 +147,7 @@ class Places(MappedBytes):
         return alone, shared
 
     def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
-        """Map these pages at these places and commit the places. A place that gets :attr:`zero` then holds no page.
+        """Map these pages at these places and commit the places.
 
         The places of ``ready`` are committed with the pages that they already hold. With ``parking``, the places of
         ``pages`` are parked instead of committed. Either all places change or none. The caller has counted one user of
@@ -190,7 +190,7 @@ class Places(MappedBytes):
             attach(first, later)
 
     def put(self, pages: Mapping[int, Page]) -> None:
-        """Map pages at places, without undo."""
+        """Map pages at places. An error is not undone."""
         zero = self.physical.zero
         zeros = [place for place, page in pages.items() if page is zero]
         others = [place for place in pages if pages[place] is not zero] if zeros else pages
@@ -211,7 +211,7 @@ class Places(MappedBytes):
                 if not refused:
                     mapped[run.start : run.stop] = [None] * len(run)
                     for place in run:
-                        # Record the page before the call: if a signal handler raises, the driver may have mapped it.
+                        # Record the page before the call: the driver may have mapped it when a signal handler raises.
                         page = mapped[place] = pages[place]
                         result = map_page(start + place * size, size, 0, page.raw, 0)[0]
                         if result:
@@ -236,7 +236,7 @@ class Places(MappedBytes):
         parking.places |= dict.fromkeys(places)
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
-        """Park places, including those without a page, until contents have been copied to them."""
+        """Park places until contents have been copied to them. They may have no page."""
         self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
@@ -244,7 +244,9 @@ class Places(MappedBytes):
             self.park([*places], parking)
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
-        """Notify the session's listener that places were released, or are used again. Their pages stay mapped."""
+        """Notify the session's listener that places were released, or that they are used again. Their pages stay
+        mapped.
+        """
         listener = self.physical.session.listener
         if listener is not None:
             for run in adjacent(places):
@@ -262,7 +264,7 @@ class Places(MappedBytes):
                     self._watch(page, place)
                 self.parked.pop(place, None)
 
-    # Watchers count a page once, at the address of one committed place that holds it.
+    # Watchers count a page once, at the address of one committed place.
 
     def _watch(self, page: Page, place: int) -> None:
         if not page.watched_at:
@@ -297,11 +299,13 @@ class Places(MappedBytes):
             del self.physical.kept[page]
 
     def retire(self, places: Collection[int]) -> None:
-        """Map zeros at places that hold a page, and remove one user of each page. Either all places change or none."""
+        """Map zeros at places that hold a page, and remove one user of each of these pages. Either all places change or
+        none.
+        """
         self.exchange(dict.fromkeys(places, self.physical.zero))
 
     def keep(self, places: Collection[int]) -> None:
-        """Record that the pages of released places are cleared."""
+        """Record that the pages of released places have been cleared."""
         with self.physical.lock:
             for place in places:
                 page = self.backing[place]
@@ -310,17 +314,17 @@ class Places(MappedBytes):
                 self.parked.pop(place, None)
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
-        """Queue zeros for places, one call for each run of adjacent ones."""
+        """Queue a fill with zeros for places, one call for each run of adjacent places."""
         with stream.device.current():
             for run in adjacent(places):
                 self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
-        """Return the parkings of those of these places that are parked."""
+        """Return the parkings of these places; places that are not parked have none."""
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap all places, unless another thread is changing mappings or a page is being cleared."""
+        """Unmap all places, unless another thread changes mappings or a page is being cleared."""
 
         def unmap() -> None:
             if all(parking.fence.done() for parking in set(self.parked.values())):
@@ -335,7 +339,7 @@ class Places(MappedBytes):
         self.unmapped()
 
     def unmapped(self) -> None:
-        """Return the pages to the arena; idempotent."""
+        """Return the pages to the arena, after they were unmapped; idempotent."""
         if not self.gone:
             super().unmapped()
             with self.physical.lock:
@@ -345,7 +349,7 @@ class Places(MappedBytes):
             drop_contents(stored)
 
     def _without_pages(self) -> list[Page]:
-        """Forget the pages; returns them."""
+        """Forget the pages of all places, and return them."""
         pages = [page for page in self.backing if page is not None]
         self.numbers[:] = -1
         for place, held in enumerate(self.backing):
@@ -367,30 +371,30 @@ class Parking(Deferred):
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
         self._owner_places = owner
         self.before: Fence = fence if before is None else before
-        """The work that uses the pages; the zeros are queued after it."""
+        """The work that uses the pages. The zeros are queued after it."""
         self.fence: Fence = fence
         """The work that the places wait for: :attr:`before`, or the zeros."""
         self.cleared: bool = False
         """Whether :attr:`fence` is behind the zeros."""
         self.refused: Exception | None = None
-        """Error of the driver because of which no zeros were queued."""
+        """Error because of which the driver queued no zeros; None if it queued them."""
         self.places: dict[int, None] = {}
-        """The places, perhaps with some that were committed again: :attr:`Places.parked` decides."""
+        """The places. Some may be committed again: :attr:`Places.parked` decides."""
 
     def attempt(self) -> bool:
         """Call :meth:`finish`, unless another call is changing mappings; then the queue attempts it again."""
         return self._owner_places.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """Keep the pages that are cleared and unmap the others. If the work has not completed, do nothing and return
-        False.
+        """Keep the pages that are cleared and unmap the others. Returns False, and does nothing, if the work has not
+        completed.
 
         Call within :meth:`Places.locked`.
         """
         owner, physical = self._owner_places, self._owner_places.physical
         if owner.gone or owner.given_up:
             physical.clearing.pop(self, None)
-            return True  # the release of the space unmaps the pages
+            return True  # The release of the space unmaps the pages.
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.fence.done():
             return False
@@ -403,7 +407,8 @@ class Parking(Deferred):
         return True
 
     def clear(self, behind: Stream | None) -> Parking | None:
-        """Queue zeros for the unshared pages, and return the new parking of their places; None if nothing was queued.
+        """Queue zeros for the pages that are not shared, and return the new parking of their places; None if nothing
+        was queued.
 
         Call within :meth:`Places.locked`. ``behind``: the stream with all work that uses the pages. With None, the
         zeros are queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after
@@ -430,7 +435,7 @@ class Parking(Deferred):
                     ahead.cleared = True
                     owner.notify(alone, released=True)
                 except (CudaError, ClosedError) as error:
-                    self.refused = error  # some zeros may be queued
+                    self.refused = error  # Some zeros may have been queued.
             finally:
                 ahead.fence.queueing = 0
             ahead.fence.record()
@@ -453,7 +458,7 @@ class PhysicalPages(PageStock, Claimable):
         self.patience: float | None = patience
         """Most seconds that :meth:`changing` waits for parked pages; None for no limit."""
         self.kept: dict[Page, tuple[Places, int]] = {}
-        """Released and cleared pages that are still mapped, each with its place; the oldest first."""
+        """Released and cleared pages that are still mapped, each with its place, oldest first."""
         self.newly_watched: dict[int, None] = {}
         """Addresses of newly committed pages that watchers are not yet notified of."""
         self.clearing: dict[Parking, None] = {}
@@ -462,7 +467,7 @@ class PhysicalPages(PageStock, Claimable):
         """Places of each space."""
         self._claim = None
         self._streams: dict[Stream, Fence] = {}
-        """Streams that clear pages, each with the fence of its last zeros."""
+        """Streams that clear pages, each with a fence behind its last zeros."""
         super().__init__(device, page_size, limit, budget)
         self.allocations.arenas.add(self)
         if budget is not None:
@@ -471,7 +476,7 @@ class PhysicalPages(PageStock, Claimable):
     def _shut_after_fork(self) -> None:
         super()._shut_after_fork()
         self._background: ThreadPoolExecutor | None = None
-        """The background thread; None before its first use."""
+        """Executor of the background thread; None before its first use."""
 
     def usage(self) -> str:
         """Count pages in use and parked ones, without those that a committed place shares."""
@@ -484,7 +489,7 @@ class PhysicalPages(PageStock, Claimable):
 
     @property
     def parked(self) -> int:
-        """Number of places that wait for the work that uses them."""
+        """Number of places that wait for work that uses them."""
         return sum(len(places.parked) for places in members(self.spaces))
 
     def notify_watchers(self) -> None:
@@ -493,7 +498,7 @@ class PhysicalPages(PageStock, Claimable):
             try:
                 at, _ = self.newly_watched.popitem()
             except KeyError:
-                return  # another thread has taken the last address
+                return  # Another thread has taken the last address.
             for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
@@ -507,7 +512,9 @@ class PhysicalPages(PageStock, Claimable):
         return len(self.spare) + len(self.kept)
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, to clear pages; None if all are busy. Call within :meth:`changing`."""
+        """Return a stream without queued work, to clear pages; None if all such streams are busy. Call within
+        :meth:`changing`.
+        """
         for stream, fence in self._streams.items():
             if fence.done():
                 return stream
@@ -518,7 +525,7 @@ class PhysicalPages(PageStock, Claimable):
         return stream
 
     def used(self, stream: Stream, fence: Fence) -> None:
-        """Record the last work of a stream, if the stream is one that the arena made to clear pages."""
+        """Record the last work of a stream if the arena made the stream to clear pages."""
         if stream in self._streams:
             self._streams[stream] = fence
 
@@ -543,7 +550,7 @@ class PhysicalPages(PageStock, Claimable):
                 return act()
             except OutOfMemoryError as error:
                 if error.call == "cuMemCreate":
-                    # Listed here, because no other thread can end a parking between the failure and this line.
+                    # This line comes before the wait, because another thread can end a parking after the failure.
                     every = {one for places in members(self.spaces) for one in places.parked.values()}
                     parked[:] = [one for one in every if one not in waited and one.fence.queueing != get_ident()]
                 raise
@@ -557,7 +564,7 @@ class PhysicalPages(PageStock, Claimable):
                 done = self._first_done(parked, until)
                 if not done:
                     raise
-                # The driver may refuse to end a parking. It is not waited for again.
+                # The driver may refuse to end a parking, which is then not waited for again.
                 waited.update(done)
                 self.allocations.work()
                 # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
@@ -565,7 +572,7 @@ class PhysicalPages(PageStock, Claimable):
                     claiming((self,), functools.partial(_finish, done), level=1)
 
     def _first_done(self, parked: Collection[Parking], until: float) -> list[Parking]:
-        """Wait until the work of some of these has completed; return those. None at the time ``until``.
+        """Wait until the work of some of these parkings has completed, and return those; None at the time ``until``.
 
         Queries, because any of them may be the first, and others may wait for an act of this thread.
         """
@@ -576,8 +583,8 @@ class PhysicalPages(PageStock, Claimable):
         return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
-        deferred items, which must not wait.
+        """Call ``act`` as :meth:`changing` does. While another call is changing mappings, return ``otherwise``, because
+        deferred items must not wait.
         """
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
@@ -631,15 +638,15 @@ class PhysicalPages(PageStock, Claimable):
                     self.drop([self._create(room)])
 
         while self.available < count and not self.closed:
-            # Claimed, so that take() on another thread does not find a page that counts but is not spare yet.
+            # The claim keeps :meth:`take` on another thread from finding a page that is counted and not spare yet.
             self.changing(create)
         return self.available
 
     def finish_clearing(self, *, wait: bool = False) -> None:
-        """Keep the pages that are cleared by now. Call within :meth:`changing`.
+        """Keep the pages that have been cleared. Call within :meth:`changing`.
 
-        With ``wait``, instead only wait until zeros are written that no earlier work delays. Call that form without
-        locks and outside of :meth:`changing`.
+        With ``wait``, only wait until those zeros are written that no earlier work delays. Call that form without locks
+        and outside of :meth:`changing`.
         """
         for parking in list(self.clearing):
             if not wait:

@@ -44,11 +44,11 @@ Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 
 T = TypeVar("T")
 _BATCH = 64
-"""Pages that are mapped before their contents are copied."""
+"""Number of pages that are mapped before their contents are copied."""
 
 
 class _ParkedAgainError(Exception):
-    """Another thread has parked some of the places since the wait, so the caller must wait again."""
+    """Another thread has parked some of the places since the wait. The caller must wait again."""
 
 
 class SpaceMemory(Memory, Closes):
@@ -78,7 +78,8 @@ class SpaceMemory(Memory, Closes):
             self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
+        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses. ``after`` None
+        waits for all work of the device. Idempotent.
 
         Default: all work of the device. Idempotent.
         """
@@ -119,7 +120,7 @@ class SpaceMemory(Memory, Closes):
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Indices of uncommitted pages that still have memory, in ascending order. Committing these is cheap."""
+        """Indices of released pages that still have memory, in ascending order. To commit these is cheap."""
         self._check_open()
         with self._physical.lock:
             mine = [place for places, place in self._physical.kept.values() if places is self._places]
@@ -215,7 +216,7 @@ class SpaceMemory(Memory, Closes):
         return self.address + np.array(places, np.int64) * self.page_size
 
     def _chosen(self, pages: Pages) -> list[int]:
-        """Check indices of pages; return them in the given order."""
+        """Check indices of pages, and return them in the given order."""
         count = self.page_count
         if isinstance(pages, np.ndarray):
             if pages.dtype.kind not in "iu":
@@ -236,7 +237,7 @@ class SpaceMemory(Memory, Closes):
         return sorted(set(self._chosen(pages)))
 
     def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
-        """Wait for ``after`` and for the work of parked places, then call ``act``, which changes places."""
+        """Wait for ``after`` and for the work of parked places, then call ``act`` to change places."""
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
@@ -296,11 +297,11 @@ class SpaceMemory(Memory, Closes):
         return None
 
     def _single(self, ends: Sequence[Any] | None) -> Stream | None:
-        """Return the stream on which released pages can be cleared; None if ``ends`` is not one such stream."""
+        """Return the one stream in ``ends``, if released pages can be cleared on it; else None."""
         if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
             return None
         stream = as_stream(ends[0], self._session)
-        # Not PER_THREAD: deferred items run on any thread, and the handle names another stream there.
+        # PER_THREAD is excluded: a deferred item runs on any thread, where the handle names another stream.
         mine = stream.device.ordinal == self.device.ordinal and int(raw_handle(stream)) != PER_THREAD
         return stream if mine and not stream.capturing else None
 
@@ -350,17 +351,17 @@ class SwapSpace(SpaceMemory):
         places = self._places
         others = listed(after)
         ends = [*ends_or_all(others, self.device)]
-        Fence(self._session, ends).done()  # raises for work of a capture while no page is changed yet
+        Fence(self._session, ends).done()  # raises for work of a capture before a page is changed
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
-        # Without a lock, because the allocation of host memory or disk space takes long.
+        # Without a lock, because it takes long to allocate host memory or disk space.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
             committed = [place for place in chosen if places.numbers[place] >= 0]
             tier._take(len(committed), stored)
-            # Before park(), so that no contents are lost if a signal handler raises in between.
+            # Before park(), so that a signal handler that raises in between loses no contents.
             kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
             places.park(committed, parking)
@@ -370,11 +371,11 @@ class SwapSpace(SpaceMemory):
             if kept:
                 places.locked(lambda: self._forget_stored(kept, parking, ordered))
 
-        # in_use(), because another thread may release the pages before the copies are queued.
+        # ``in_use()`` is needed, because another thread may release the pages before the copies are queued.
         with self._alone(ordered, *ends) as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
-                # Without a lock, because writes to a disk take long.
+                # Without a lock, because it takes long to write to a disk.
                 stored.save(self._addresses(committed), ordered, ordered.device == self.device)
                 parking.fence.queueing = 0
             places.locked(lambda: self._begin(parking, clear_on))
@@ -383,8 +384,8 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
-        """A ``with`` block that moves contents. The block gets a parking. Until the end of the block and of the work,
-        other calls wait before they use places that are parked with it.
+        """Move contents in a ``with`` block, which gets a parking. Other calls do not use places parked with it before
+        the block and its work end.
         """
         fence = Fence(self._session, ends, queueing=True)
         try:
@@ -401,7 +402,7 @@ class SwapSpace(SpaceMemory):
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # another thread has released the others
+        if len(mine) < len(kept):  # Another thread has released the others.
             parking.fence.queueing = 0
             self._begin(parking)
         return mine
@@ -430,7 +431,7 @@ class SwapSpace(SpaceMemory):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # no other page is waited for
+        chosen = [*self._swapped(self._unique(pages))]  # No other page is waited for.
         ordered = self._copying_stream(stream)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):
@@ -453,7 +454,7 @@ class SwapSpace(SpaceMemory):
             with undoing(lambda: self._give_back(left, parking, ordered)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
-                    # While the copies of one batch run, the next batch is mapped. Both take equally long.
+                    # The next batch is mapped while the copies of one batch run. Both take equally long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
                         places.locked(functools.partial(places.exchange, batch, parking=parking))
@@ -481,7 +482,7 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """A ``with`` block. An error for damaged contents gets the index of the page instead of the block."""
+        """In a ``with`` block, give an error for damaged contents the index of the page in place of the block."""
         try:
             yield
         except DamagedBackupError as error:
@@ -629,7 +630,7 @@ class PageSpace(SwapSpace):
         places, physical, made = self._places, self._physical, 0
 
         def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
-            # Skip parked places without a page: swap_in() on another thread gives them one.
+            # Parked places without a page are skipped: ``swap_in()`` on another thread gives them one.
             new = [place for place in batch if places.backing[place] is None]
             new = [place for place in new if place not in places.stored and place not in places.parked]
             parking = Parking(places, Fence(self._session, ()))
@@ -689,8 +690,8 @@ class PageSpace(SwapSpace):
 
         places.locked(release)
         if zeros is not None and now:
-            # An error of the stream is suppressed: the user's next call raises it. A captured stream does not wait for
-            # these zeros.
+            # An error of the stream is suppressed here, because the user's next call raises it. A captured stream does
+            # not wait for these zeros.
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.fence.precede, self.stream), mine=True)
         drop_contents(dropped)
@@ -801,7 +802,7 @@ class PageSpace(SwapSpace):
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
-        """Copy pages through a separate mapping, which other threads cannot unmap. Blocks the host."""
+        """Copy pages through a separate mapping, which no other thread can unmap. Blocks the host."""
         nbytes = len(sources) * self.page_size
         with self._physical.mapped([*sources, *targets], stream) as address:
             ordinal = self.device.ordinal

@@ -41,16 +41,18 @@ from streamalloc.vmm.access import After, copying_stream, ends_of
 T = TypeVar("T")
 LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 _FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
-"""Blocks of the first launch: it takes longer than the host needs for the next one. And the most blocks of a launch."""
+"""Number of blocks in the first launch, which takes longer than the host needs for the next one; and most blocks of a
+launch.
+"""
 _SMALL = 16 << 10
-"""Most bytes of a block for which the preparation takes long beside the copies."""
+"""Most bytes of a block whose copy is short beside its preparation."""
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
 Indices: TypeAlias = "Sequence[int] | Addresses"
 Kept: TypeAlias = "tuple[Stored, int]"
-"""A :class:`Stored` with the contents of a place, and the index of their block in it."""
+"""The contents of a place: a :class:`Stored`, and the index of the block in it."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
 
@@ -62,7 +64,7 @@ class Copies(NamedTuple):
     addresses: Addresses
     """The device address of each block."""
     side: CopySide | None = None
-    """The buffer with these addresses, if it is one."""
+    """The buffer at these addresses; None if there is none."""
     kernels: bool = False
     """Whether kernels of the stream's device may use the memory at all these addresses."""
 
@@ -83,15 +85,15 @@ class Chunk:
         """Address of the first block; unique within the store."""
         self._every = address + np.arange(count) * step
         self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
-        """Free addresses, with the last copies from or to them. The addresses returned last are taken first."""
+        """Free addresses, each with the last copies from or to it. The addresses returned last are taken first."""
 
     @property
     def left(self) -> int:
-        """Number of blocks without contents."""
+        """Return the number of blocks without contents."""
         return sum(len(addresses) for addresses, _ in list(self._free))
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
-        """Take at most ``most`` addresses; return them and their last copies. No addresses if no room is left."""
+        """Take at most ``most`` addresses. Returns them and their last copies; empty if there is no room."""
         parts, last = [], dict[Fence, None]()
         with contextlib.suppress(IndexError):
             while most:
@@ -104,13 +106,15 @@ class Chunk:
         return parts[0] if len(parts) == 1 else np.concatenate((self._every[:0], *parts)), tuple(last)
 
     def end(self) -> None:
-        """End a chunk of one :class:`Stored` without contents. The chunks of a :class:`BlockTier` stay."""
+        """Release a chunk that was made for one :class:`Stored`, once it has no contents. The chunks of a
+        :class:`BlockTier` stay.
+        """
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
-        """Make addresses free again. They are reused after the copies ``fences``."""
+        """Make addresses free again. They are reused after the copies of ``fences``."""
         self._free.append((addresses, fences))
         if self.left == self.count:
-            # Taken off the list first: a signal handler that takes room meanwhile cannot take the same.
+            # First, so that a signal handler that takes room meanwhile cannot take the same addresses.
             free: list[tuple[Addresses, Sequence[Fence]]] = []
             try:
                 free.extend(drained(self._free.pop))
@@ -142,31 +146,31 @@ class Stored(Unique, abc.ABC):
         self._chunks: dict[int, Any] = {}
         """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
         self._present = np.empty(0, np.bool_)
-        """Whether each block has contents."""
+        """For each block, whether it has contents."""
         self._dropped: list[npt.NDArray[np.bool_]] = []
         """Masks of dropped blocks whose addresses are not yet returned to their chunks."""
         self._busy = 0
-        """Number of calls that use the addresses. At zero, the addresses of dropped blocks are returned."""
+        """Number of calls that use the addresses. When it reaches 0, the addresses of dropped blocks are returned."""
         self._fences: Sequence[Fence] = ()
-        """The last copies from or to the room."""
+        """Fences behind the last copies from or to the room."""
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     @property
     def complete(self) -> bool:
-        """Whether no block was dropped."""
+        """Whether the contents of all blocks are there."""
         return bool(self._present.all())
 
     def add(
         self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Sequence[int] | Addresses = ()
     ) -> None:
-        """Add blocks at addresses of a chunk: of these sizes if they are buffers', otherwise of :attr:`nbytes` bytes.
-        The caller holds the tier's lock.
+        """Add blocks at addresses of a chunk, of the given sizes (for buffers) or of :attr:`nbytes` bytes. The caller
+        holds the tier's lock.
         """
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        # A view of one number: new pages for an array would take longer than the copies.
+        # This makes a view of one number. The pages of a new array would take longer than the copies.
         bases: Addresses = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
         if len(self):
             addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
@@ -177,7 +181,7 @@ class Stored(Unique, abc.ABC):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """A ``with`` block during which the tier does not reuse the room of dropped blocks."""
+        """Keep the tier from reusing the room of dropped blocks during a ``with`` block."""
         with self.tier._lock:
             self._busy += 1
         try:
@@ -244,7 +248,9 @@ class Stored(Unique, abc.ABC):
         end_all(unused)
 
     def _return_dropped(self) -> list[Chunk]:
-        """Return the addresses of dropped blocks to their chunks; returns chunks without contents of this object."""
+        """Return the addresses of dropped blocks to their chunks. Returns the chunks that have no contents of this
+        object now.
+        """
         if self._busy or not self._dropped:
             return []
         chosen, self._dropped = np.logical_or.reduce(self._dropped), []
@@ -262,12 +268,13 @@ class Stored(Unique, abc.ABC):
 
 
 def end_all(chunks: Iterable[Chunk]) -> None:
-    """End chunks that no contents use any more. Call without locks."""
+    """End chunks that no contents use. Call it without locks."""
     undo_all(chunk.end for chunk in chunks)
 
 
 def overlapping(pieces: Iterable[T], sizes: Sequence[int], offset: int, array: Bytes) -> Iterator[tuple[T, int, Bytes]]:
-    """Split an array, which begins at ``offset`` of adjacent pieces, at their ends. ``sizes``: the pieces' bytes.
+    """Split an array at the ends of adjacent pieces. The array begins at ``offset``; ``sizes`` has the bytes of each
+    piece.
 
     Yields each piece that the array overlaps, the offset in the piece, and the part of the array.
     """
@@ -285,7 +292,7 @@ class Saved(NamedTuple):
     blocks: range
 
     def move(self, move: Move, side: CopySide) -> None:
-        """Queue the copies from or to a buffer."""
+        """Queue the copies from a buffer, or to it."""
         sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
 
@@ -331,7 +338,7 @@ def index_of(blocks: Indices) -> Indices | slice:
 
 
 def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
-    """Return the indices of blocks of memory."""
+    """Check the indices of blocks of memory, and return them."""
     size = checked_size("nbytes", nbytes)
     if not size:
         raise ValueError("nbytes=0: a block has at least one byte")
@@ -355,17 +362,18 @@ class Tier:
         """Held while room is taken, returned or counted."""
 
     def _room_returned(self) -> None:
-        """Called under the lock after contents have returned room."""
+        """Release room after contents have returned it. Called under the lock."""
 
 
 class BlockTier(Tier, Closes):
-    """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and is kept for later blocks.
+    """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and keeps them for later blocks.
+    Thread-safe.
 
     Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
     """
 
     _call = ""
-    """The call that makes room."""
+    """Claim of the call that makes room."""
 
     def __init__(self, device: Device, limit: int | None) -> None:
         check_device("device", device)
@@ -383,10 +391,10 @@ class BlockTier(Tier, Closes):
 
     @abc.abstractmethod
     def _stored(self, nbytes: int) -> Stored:
-        """Return contents without blocks."""
+        """Return a :class:`Stored` without blocks."""
 
     def _room(self, nbytes: int) -> int:
-        """Bytes of room that a block takes."""
+        """Return the bytes of room that a block takes."""
         return nbytes
 
     def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
@@ -455,7 +463,7 @@ class BlockTier(Tier, Closes):
             self._copy(move, memory, numbers, stored.nbytes, side, ordered, write=True)
 
     def _check_for(self, stream: Stream) -> None:
-        """Raise if it cannot take the bytes of buffers that are copied on this stream."""
+        """Raise if the tier cannot take the bytes of buffers that are copied on this stream."""
         self._check_open()
         if session_of(stream) is not session_of(self.device):
             raise ValueError(f"backup {self!r} belongs to another driver")
@@ -495,7 +503,8 @@ class BlockTier(Tier, Closes):
         """
         with self._lock:
             self._check_open()
-            # In functions of their own: since Python 3.12 an interrupt in a loop can leave the block without its end.
+            # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
+            # its end.
             self._grow_to(count, nbytes)
 
     def _grow_to(self, count: int, nbytes: int) -> None:
@@ -504,13 +513,13 @@ class BlockTier(Tier, Closes):
             free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
-        """Add room for so many blocks to contents."""
+        """Add room for ``count`` blocks to contents."""
         with self._lock:
             self._check_open()
             self._fill(stored, count)
 
     def _fill(self, stored: Stored, count: int) -> None:
-        # In ascending order: copies of blocks in another order would be sorted first.
+        # In ascending order. Otherwise copies of the blocks would have to be sorted first.
         fitting = iter(sorted((one for one in self._chunks if one.nbytes == stored.nbytes), key=attrgetter("address")))
         while (left := count - len(stored)) > 0:
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)
@@ -526,8 +535,8 @@ class BlockTier(Tier, Closes):
         return chunk
 
     def _allowed(self, nbytes: int, wanted: int, needed: int, least: int = 1, under_way: int = 0) -> int:
-        """Return how many new blocks the limit allows, at most ``wanted``; raise if they are fewer than ``least``.
-        ``needed``: blocks to name in the error. ``under_way``: blocks that are being made.
+        """Return how many of ``wanted`` new blocks the limit allows. Raises if that is fewer than ``least``.
+        ``needed``: number of blocks in the error's text. ``under_way``: blocks that are being made.
         """
         size = self._room(nbytes)
         room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
@@ -551,7 +560,7 @@ class BlockTier(Tier, Closes):
     def trim(self) -> None:
         """Release the memory or files without contents, after the copies that use them (``cuMemHostUnregister``)."""
         queue = deferred_queue(session_of(self.device))
-        queue.work()  # returns the room of dropped buffers
+        queue.work()  # This returns the room of dropped buffers.
         self._forget_unused()
         queue.work()
 
@@ -571,5 +580,5 @@ class BlockTier(Tier, Closes):
 
 
 def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
-    """The events and streams that an argument names; for None an event after all work of the device."""
+    """Return the events and streams that an argument names. For None, return an event after all work of the device."""
     return all_work(device) if after is None else ends_of(after, session_of(device))

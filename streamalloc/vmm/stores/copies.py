@@ -33,10 +33,12 @@ Mask: TypeAlias = "npt.NDArray[np.bool_]"
 _SIZES = tuple(4096 << power for power in range(0, 10, 2))
 """Sizes of blocks in bytes at which the two ways are compared."""
 _UNMEASURED = 256 << 10
-"""The last size at which the kernel was as fast on an H200. It is used without memory to measure."""
+"""Largest size at which the kernel was as fast as single copies on an H200. It applies if there is no memory to
+measure.
+"""
 _TIE = 1.05
 _ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5  # bytes in each memory, blocks, runs of which the fastest one counts
-_LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
+_LEGACY = (0, 1)  # Handles of the legacy default stream, which refuses batches.
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 """Number of copies in the first batch, and the most in later batches.
 
@@ -44,9 +46,9 @@ While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and
 each batch may have 1.5 times as many copies as the one before.
 """
 _MANY_SINCE = 12010
-"""Version of the driver since which a kernel may have 32 KiB of parameters."""
+"""First driver version in which a kernel may have 32 KiB of parameters."""
 _OVER_BUS = 32
-"""Most thread blocks of a launch. So few keep the bus busy, and leave the device to others."""
+"""Most thread blocks of a launch. This few keep the bus busy and leave the device to other work."""
 
 
 def copy_batch(
@@ -73,7 +75,7 @@ def copy_batch(
     kernels
         Whether kernels of the stream's device may use all this memory.
     """
-    if not len(memory):  # other threads may have dropped all
+    if not len(memory):  # Other threads may have dropped all blocks.
         return
     host, device = (targets, sources) if out else (sources, targets)
     ascending, scattered = _neighbours(host, device, sizes, memory)
@@ -92,26 +94,30 @@ def copy_batch(
 
 
 def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, scattered: Mask, stream: Stream) -> None:
-    """Queue a copy for each run of adjacent blocks. ``scattered``: whether each block but the first begins one."""
+    """Queue one copy for each run of adjacent blocks. ``scattered`` tells for each block but the first whether it
+    begins a run.
+    """
     first = run_starts(scattered)
     merged = np.add.reduceat(np.broadcast_to(sizes, len(targets)), first)
     _copy_one_by_one(targets[first], sources[first], merged, stream)
 
 
 def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses, memory: Addresses) -> tuple[bool, Mask]:
-    """Whether the host addresses ascend, and for each block but the first whether it does not follow the one before in
-    the same host memory and on the device.
+    """Return whether the host addresses ascend; and for each block but the first, whether it does not follow the block
+    before it both in host memory and on the device.
     """
     steps, nbytes = host[1:] - host[:-1], sizes if isinstance(sizes, int) else sizes[:-1]
     scattered = steps != nbytes
     scattered |= device[1:] - device[:-1] != nbytes
-    if memory.strides[0]:  # otherwise it repeats one number
+    if memory.strides[0]:  # Otherwise the array repeats one number.
         scattered |= memory[1:] != memory[:-1]
     return not len(steps) or int(steps.min()) >= 0, scattered
 
 
 def run_starts(apart: Mask) -> Addresses:
-    """The index of the first of each run of adjacent blocks. ``apart``: whether each block but the first begins one."""
+    """Return the index of the first block of each run. ``apart`` tells for each block but the first whether it begins a
+    run.
+    """
     return np.concatenate(([0], np.flatnonzero(apart) + 1))
 
 
@@ -138,13 +144,12 @@ class Kernel:
         self._functions: dict[int, Any] = {}
         """Functions by the most blocks of a launch, in ascending order; none if the kernel is not loaded."""
         self._most = 0, 0
-        """The most bytes of a copy for which the kernel is faster, to the device and from it."""
+        """The most bytes of a copy for which the kernel is faster, for each direction: to the device and from it."""
         self._lock = Lock()
-        """Held by the thread that loads it. Others do not wait for it, and copy one by one meanwhile."""
+        """Held by the thread that loads the kernel. Other threads do not wait, and copy one by one meanwhile."""
 
     def prepare(self, *, again: bool = False) -> None:
-        """Load the kernel and compare the ways. ``again``: compare them in any case. Without a kernel, blocks are
-        copied one by one.
+        """Load the kernel and compare the two ways. ``again``: compare them even if they were compared before.
 
         Called when a tier is made, not when blocks are copied: to load a kernel the driver waits for the work of the
         device.
@@ -154,7 +159,7 @@ class Kernel:
                 with contextlib.suppress(CudaError):
                     if not self._functions:
                         self._load()
-                    # A simulated machine says what was measured on the one that it stands for.
+                    # A simulated machine returns the size that was measured on the machine that it models.
                     told = getattr(self._device.driver, "kernel_copies_up_to", None)
                     try:
                         self._most = self._measure() if told is None else (told, told)
@@ -164,12 +169,12 @@ class Kernel:
                 self._lock.release()
 
     def most(self, out: bool) -> int:
-        """The most bytes of a copy, once adjacent blocks are one, for which the kernel is faster; 0 without it."""
+        """Return the most bytes of a merged copy for which the kernel is faster, by direction; 0 without a kernel."""
         return self._most[out]
 
     def _measure(self) -> tuple[int, int]:
-        """The largest of :data:`_SIZES` up to which the kernel is as fast as single copies, to the device and from it.
-        On a stream of its own.
+        """Return the largest of :data:`_SIZES` up to which the kernel is as fast as single copies, to the device and
+        from it. Runs on a stream of its own.
         """
         device, session = self._device, session_of(self._device)
         with contextlib.ExitStack() as undo, session.relaxed():
@@ -178,7 +183,7 @@ class Kernel:
             host, release = Pinning(device).obtain(_ROOM)
             undo.callback(release)
             undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
-            host[:] = 0  # a checker reports reads of bytes that nobody wrote
+            host[:] = 0  # The checker would report reads of bytes that nobody wrote.
             memory.fill(0, stream)
 
             def seconds(copy: Callable[..., object], *args: Any) -> float:
@@ -195,7 +200,7 @@ class Kernel:
                 order = np.arange(min(_ROOM // nbytes, _MOST_MEASURED), dtype=np.int64) * nbytes
                 ends = (host.ctypes.data + order, memory.address + 2 * order)[:: 1 if out else -1]
                 one_by_one = seconds(_copy_one_by_one, *ends, np.full(len(order), nbytes))
-                # A tie is the kernel's, which is faster for fewer blocks.
+                # If both are equally fast, the kernel counts as faster, because it is faster for fewer blocks.
                 if seconds(self.copy, *ends, nbytes) <= _TIE * one_by_one:
                     most[out] = nbytes
             return most[0], most[1]
@@ -204,15 +209,15 @@ class Kernel:
         session = session_of(self._device)
         with session.relaxed(), self._device.current():
             names = [*COPY_MOST] if session.call("cuDriverGetVersion") >= _MANY_SINCE else [COPY_KERNEL]
-            # Never unloaded: it ends with the primary context, which this process never releases.
+            # It is never unloaded. It ends with the primary context, which this process never releases.
             module = session.call("cuModuleLoadData", copy_ptx(names).encode() + b"\0")
             self._functions = {
                 COPY_MOST[name]: session.call("cuModuleGetFunction", module, name.encode()) for name in names
             }
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> bool:
-        """Queue the copies of blocks (``cuLaunchKernel``); False, and no copies, if the addresses or the size are no
-        multiples of 16 bytes. The kernel must be loaded.
+        """Queue the copies of blocks in one launch (``cuLaunchKernel``). Returns False without any copy if the
+        addresses or the size are not multiples of 16 bytes. The kernel must be loaded.
         """
         session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
@@ -229,6 +234,6 @@ _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
 
 
 def kernel_of(device: Device) -> Kernel:
-    """The kernel on a device."""
+    """Return the kernel for a device."""
     found = _kernels(session_of(device))
     return found.get(device.ordinal) or found.setdefault(device.ordinal, Kernel(device))

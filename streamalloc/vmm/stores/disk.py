@@ -71,9 +71,9 @@ class _Slots(Chunk):
 
 
 _End: TypeAlias = "Event | Future[None]"
-"""End of a part of a step: event of the copies, or future of the read or write."""
+"""End of one part of a step: the event after its copies, or the future of its read or write."""
 _Step: TypeAlias = "tuple[Bytes, Iterator[_End], _End]"
-"""Blocks on their way through a slot: the slot, the ends of both parts, and the end of the part that has begun."""
+"""A step of a transfer: its slot, an iterator over the ends of both parts, and the end of the part that has begun."""
 
 
 class _Transfer:
@@ -102,14 +102,14 @@ class _Transfer:
         self._first: deque[_Step] = deque()
         self._second: deque[_Step] = deque()
         self._most_second = max(len(staging.slots) - 2, 0) if out else 1
-        """Most steps that may be in their second part while a new step waits for a slot."""
+        """Most steps in their second part while a new step waits for a slot."""
         self._threads = ThreadPoolExecutor(threads)
 
     def move(
         self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
     ) -> None:
-        """Begin to move adjacent blocks of a file, which fit in a slot. ``copy`` queues the copies from or to the
-        slot.
+        """Begin to move adjacent blocks of a file that fit in a slot. ``copy`` queues the copies from or to
+        the slot.
         """
         while not self._free:
             if len(self._second) > self._most_second or not self._first:
@@ -128,7 +128,7 @@ class _Transfer:
         copy: Callable[[Bytes], None],
         names: Sequence[int | None],
     ) -> Iterator[_End]:
-        """Begin both parts of a step in turn; yields the end of each."""
+        """Begin the two parts of a step in turn. Yields the end of each."""
         if not self.out:
             yield self._begin(file.read, blocks, slot, names)
         copy(slot)
@@ -165,12 +165,12 @@ class _Transfer:
         self._give_back(self._staging)
 
     def abandon(self) -> None:
-        """Stop after an error. The threads are not waited for: an exception of a signal handler may have left a lock
-        with which they wait. The staging memory is released after the copies that use it; a thread keeps its slot.
+        """Stop after an error, without waiting for the threads: an exception of a signal handler may have left a lock
+        for which they wait. The staging memory is released after the copies that use it. A thread keeps its slot.
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._staging.release.use(Fence(session_of(self.stream), [self.stream]))
-        self._first.clear()  # with the events, which frames of the error would keep
+        self._first.clear()  # now, because frames of the error would keep the events
         self._second.clear()
 
 
@@ -205,7 +205,7 @@ class _Contents(Stored):
     def _move(self, transfer: _Transfer, copies: Copies) -> None:
         chosen = index_of(copies.blocks)
         numbers, bases, places = np.arange(len(self))[chosen], self._bases[chosen], self._addresses[chosen]
-        # Each block of a buffer is copied alone: the buffer may be in memory of several devices.
+        # Each block of a buffer is copied alone, because the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
         for chunk in self._chunks.values():
             mine = np.flatnonzero(bases == chunk.address)
@@ -330,9 +330,9 @@ class DiskTier(BlockTier):
         if not self._threads:
             raise ValueError("threads=0: at least one is needed")
         self._given = 0
-        """Number of slots of all files so far, also of closed ones: the next file begins with this number."""
+        """Number of slots in all files so far, including closed ones. The next file begins with this number."""
         self._idle: list[HostMemory] = []
-        """Staging memory that no call uses."""
+        """Staging memory that no call uses now."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kernel_of(device).prepare()
 
@@ -380,7 +380,7 @@ class DiskTier(BlockTier):
     def _moving(
         self, stream: Stream, out: bool, in_use: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> _Transfer:
-        """Make a transfer. It uses idle staging memory, or new staging memory if there is none."""
+        """Return a transfer with idle staging memory, or with new staging memory if there is none."""
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()

@@ -77,7 +77,7 @@ class FileBlock(NamedTuple):
 
 
 _LARGE = 64 << 20
-"""Bytes of an unnamed file from which on the file is closed on another thread, because that takes long."""
+"""Bytes of an unnamed file from which on another thread closes the file, because closing takes long."""
 
 
 def _close(fd: Fd) -> None:
@@ -106,7 +106,7 @@ def _free(number: int, closing: _thread.LockType) -> None:
 
 
 _PATIENCE = 60.0
-"""Most seconds to wait for the blocks of closing files."""
+"""Most seconds to wait until closing files have freed their blocks."""
 _closing: list[_thread.LockType] = []
 """One lock per file being closed, held until its blocks are free."""
 os.register_at_fork(after_in_child=_closing.clear)
@@ -123,7 +123,7 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
             raise
     for closing in before:
-        # If a signal handler raised, the thread may never have started.
+        # If a signal handler raised, the thread may not have started.
         if closing.acquire(timeout=_PATIENCE):
             closing.release()
     return call(*args)
@@ -151,7 +151,7 @@ class DiskFile:
         self._part = part
         """Temporary name of an incomplete file."""
         self.sizes: tuple[int, ...] = tuple(sizes)
-        """Sizes of the buffers in bytes."""
+        """Sizes of the buffers, in bytes."""
         self.block: int = block
         """Bytes of a block."""
         counts = [-(-size // block) for size in self.sizes]
@@ -175,7 +175,7 @@ class DiskFile:
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
         with contextlib.suppress(FileNotFoundError):
-            part.unlink()  # left by a process that has died
+            part.unlink()  # A process that has died left it.
         with undoing(lambda: part.unlink(missing_ok=True)):
             fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             os.fchmod(fd.fileno(), 0o600)  # whatever the umask is

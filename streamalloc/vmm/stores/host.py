@@ -46,27 +46,29 @@ _BLOCKS = PIECE // HUGE
 
 
 class MemoryChunk(Chunk):
-    """Memory with room for some blocks, which is released after it was dropped and the copies that use it are done."""
+    """Memory with room for some blocks. It is released once it was dropped and the copies that use it have
+    completed.
+    """
 
     def __init__(
         self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
     ) -> None:
         super().__init__(nbytes, count, memory.address if isinstance(memory, Memory) else memory.ctypes.data, nbytes)
         self.memory: Any = memory
-        """The memory: an array in host memory, or memory of a pool or of the user."""
+        """The memory: an array in host memory, memory of a pool, or memory of the user."""
         self.release: AfterCopies = AfterCopies(session, self, release)
-        """The release, with the copies that may still use the memory."""
+        """Release of the memory, after the copies that may still use it."""
 
 
 class InMemory(Stored):
-    """The contents of blocks in memory. Copies are stream-ordered: to the memory after all earlier copies from or to
-    it, and from the memory after those to it.
+    """The contents of blocks in memory. Copies are stream-ordered. A copy to the memory comes after all earlier copies
+    from or to it, and a copy from the memory after earlier copies to it.
     """
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         super().__init__(tier, nbytes)
         self._written: Sequence[Fence] = ()
-        """The copies to the memory."""
+        """Fences behind the copies to the memory."""
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
@@ -87,10 +89,10 @@ class InMemory(Stored):
 
     @abc.abstractmethod
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        """Queue copies, from the device if ``out``."""
+        """Queue copies from the device if ``out``, else to it."""
 
     def seal(self, stream: Stream) -> None:
-        """Do nothing: later work of the stream finds the bytes."""
+        """Do nothing, because later work of the stream finds the bytes."""
 
 
 class _HostContents(InMemory):
@@ -116,13 +118,13 @@ class _HostContents(InMemory):
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
     def array(self, block: int) -> Bytes:
-        """The contents of a block. The copies must be complete."""
+        """Return the contents of a block. The copies must have completed."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Compare checksums."""
+        """Raise if the checksum of a block differs."""
         for block in blocks if self._sums else ():
-            with self.tier._lock:  # another thread may drop the block
+            with self.tier._lock:  # Another thread may drop the block meanwhile.
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
@@ -135,7 +137,7 @@ def blocks_of(nbytes: int) -> int:
 
 
 class _RoomReturn(Deferred):
-    """The return of the room of buffers that were dropped while they slept."""
+    """Queue item that returns the room of buffers dropped while they slept."""
 
     def __init__(self, count: int) -> None:
         self.addresses: Addresses = np.zeros(count, np.int64)
@@ -167,10 +169,10 @@ class _SleepingBytes(InMemory):
         ends = np.cumsum(counts)
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
         self._room = room = _RoomReturn(len(self._sizes))
-        # The item has the same arrays: it returns what nobody has dropped.
+        # The item refers to the same arrays, and returns the room of blocks that were not dropped before.
         self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
         self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
-        """Whether a block has no room yet."""
+        """For each block, whether it has no room yet."""
         deferred_queue(session_of(tier.device)).end_with(self, room)
 
     def place(self, blocks: Addresses, chunk: MemoryChunk, addresses: Addresses) -> None:
@@ -180,7 +182,7 @@ class _SleepingBytes(InMemory):
         self._present[blocks], self.lacking[blocks] = True, False
 
     def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        """Yield the blocks in order, as soon as they have room, with the earlier copies from or to that room."""
+        """Yield the blocks in order, each as soon as it has room, with the earlier copies from or to that room."""
         lacking = self.lacking[blocks]
         first = int(lacking.argmax()) if lacking.any() else len(blocks)
         if first:
@@ -191,7 +193,7 @@ class _SleepingBytes(InMemory):
             first += count
 
     def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Bytes]]:
-        """Yield runs of blocks with adjacent room: the index of the first in ``blocks``, and the memory."""
+        """Yield runs of blocks with adjacent room: the index of the first block in ``blocks``, and the memory."""
         addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
         apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
         for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
@@ -230,7 +232,7 @@ class _SleepingBytes(InMemory):
 
 
 class _Preparation(Future[int]):
-    """Memory that threads pin. They go on as long as somebody refers to it, or the tier has other users."""
+    """Memory that threads pin in advance. They continue while the future or another user of the tier exists."""
 
     def __init__(self, tier: HostTier) -> None:
         super().__init__()
@@ -275,7 +277,7 @@ class HostTier(BlockTier):
 
     @classmethod
     def _of_groups(cls, device: Device) -> HostTier:
-        """A tier for buffers only. It loads no kernel: to do that, the driver would wait for the device."""
+        """Make a tier for buffers only. It loads no kernel, because for that the driver would wait for the device."""
         made = cls.__new__(cls)
         made._set_up(device, None, check=False)
         return made
@@ -285,22 +287,22 @@ class HostTier(BlockTier):
         self._check = check
         self._pinning = Pinning(device)
         self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
-        """Notified when a thread has pinned a piece, or has failed."""
+        """Notified when a thread has pinned a piece or has failed."""
         self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
-        """Contents of buffers, some of which lack room."""
+        """Contents of buffers of which some blocks may lack room."""
         self._wanted = self._making = 0
-        """Blocks that no thread has begun to make, and that threads are making."""
+        """Number of blocks that no thread has begun to make, and number that threads are making."""
         self._rooms: list[Bytes] = []
-        """Reserved addresses for the blocks that are wanted, as far as there are some."""
+        """Reserved addresses for wanted blocks; there may be fewer than blocks."""
         self._workers = 0
-        """Threads that make blocks."""
+        """Number of threads that make blocks."""
         self._failure: Exception | None = None
-        """The error of a thread; the others stop after it."""
+        """Error of a thread. The others stop after it."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Promise room for the bytes of buffers, and begin to make what is missing.
+        """Promise room for the bytes of buffers, and begin to make missing room.
 
         Raises
         ------
@@ -322,7 +324,7 @@ class HostTier(BlockTier):
         return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
     def calibrate(self) -> None:
-        """Measure again up to which size blocks are copied faster by a kernel than one by one.
+        """Measure again up to which size a kernel copies blocks faster than single copies do.
 
         The first tier of a device measures this, in some hundredths of a second, for all tiers of the process. Measure
         again while the device is idle, if it was busy then.
@@ -381,7 +383,7 @@ class HostTier(BlockTier):
                 future.set_result(free * HUGE)
 
     def _begin(self, extra: int, threads: int) -> None:
-        """Have threads make the blocks that are promised, and ``extra`` ones, beyond those that are free. The caller
+        """Have threads make the promised blocks and ``extra`` blocks, as far as free blocks do not suffice. The caller
         holds the lock.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
@@ -391,7 +393,8 @@ class HostTier(BlockTier):
             count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
             self._failure = None
             self._wanted += count
-            # Reserved at once: a change of the address space waits until no thread fills pages, and all threads for it.
+            # Reserved in one call, because a change of the address space waits for the threads that fill pages, and
+            # they for it.
             with contextlib.suppress(OutOfMemoryError):
                 self._rooms.append(self._pinning.reserve(count * HUGE))
         while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
@@ -403,7 +406,7 @@ class HostTier(BlockTier):
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
         """Give room to the first of these blocks, once a thread has made some. Returns the number of blocks, and the
-        copies that come before.
+        copies that precede.
         """
         with self._grown:
             while True:
@@ -422,9 +425,9 @@ class HostTier(BlockTier):
                 self._grown.wait()
 
     def _make_piece(self) -> bool:
-        """Make room for some blocks; whether there may be more to do."""
+        """Make room for some blocks. Returns whether there may be more to do."""
         with self._grown:
-            # A program that ends waits for its threads.
+            # The interpreter waits for its threads at exit.
             count = 0 if self.closed or not threading.main_thread().is_alive() else min(self._wanted, _BLOCKS)
             if not count:
                 self._wanted, self._rooms, self._workers = 0, [], self._workers - 1
@@ -452,7 +455,7 @@ class HostTier(BlockTier):
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
-        failure = None  # its traceback has this frame
+        failure = None  # The traceback has this frame.
         self._end_preparations()
         return True
 
@@ -472,7 +475,7 @@ class HostTier(BlockTier):
 
 
 def _make_pieces(tier: weakref.ref[HostTier]) -> None:
-    """The work of a thread. It ends early if the tier is dropped."""
+    """Thread body: make blocks, until none is wanted or the tier is dropped."""
     while (found := tier()) is not None and found._make_piece():
         del found
 
@@ -481,7 +484,7 @@ _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref
 
 
 def shared_tier(device: Device) -> HostTier:
-    """Return the tier of all groups with devices on one NUMA node. It ends with the last group and backup."""
+    """Return the tier that all groups with devices on one NUMA node share. It ends with the last group and backup."""
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:
@@ -490,12 +493,12 @@ def shared_tier(device: Device) -> HostTier:
 
 
 _ALLOCATION = 1 << 30
-"""Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
-_ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool
+"""Most bytes of an allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
+_ALIGNMENT = 512  # Bytes between two buffers of a piece: the alignment of a pool.
 
 
 class _Piece(MemoryChunk):
-    """One allocation of a pool with the bytes of buffers, or memory or an array of the user, which is not freed."""
+    """One allocation of a pool with the bytes of buffers; or memory or an array of the user, which is not freed."""
 
     def end(self) -> None:
         """Free the memory after the copies that use it."""
@@ -503,7 +506,7 @@ class _Piece(MemoryChunk):
 
 
 class _BufferBytes(InMemory):
-    """The bytes of buffers in memory."""
+    """The bytes of buffers in allocations of a pool, or in memory of the user."""
 
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
         session, side = session_of(stream), copies.side
@@ -546,8 +549,8 @@ class _BufferBytes(InMemory):
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
-    """Return the bytes of a buffer that fills memory, or an array, of the user. It is kept until the copies are done,
-    and not freed.
+    """Return the bytes of a buffer in memory or an array of the user. That is kept until the copies have completed, and
+    not freed.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)

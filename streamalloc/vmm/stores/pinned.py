@@ -28,25 +28,25 @@ from streamalloc.vmm.stores.disk_file import aligned
 Release: TypeAlias = Callable[[], object]
 """Releases memory; called after the copies that use it."""
 Run: TypeAlias = Callable[[Callable[[int], object], Iterable[int]], Iterable[object]]
-"""``map`` or that of an executor."""
+"""Function like ``map``: the builtin, or the method of an executor."""
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
 PIECE = 128 << 20
-"""Bytes that are pinned at a time, while copies to earlier ones run."""
+"""Bytes that are pinned in one call, while copies to earlier pieces run."""
 _PART = 16 << 20
-"""Bytes that one thread fills at a time."""
+"""Bytes that one thread fills in one step."""
 _MOST_CORES = 8
-"""Most threads: more fill memory no faster, and slow down the copies beside them."""
+"""Most threads. More threads fill memory no faster, and slow down the copies."""
 _SPARE = 256 << 20
-"""Bytes of host memory that are left to others."""
+"""Bytes of host memory that are left for other programs."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
 _DISCARD, _HUGE_PAGES, _POPULATE = 4, 14, 23  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE
 _PREFERRED = 1  # MPOL_PREFERRED
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call ``mbind``, for which the C library has no function."""
+"""Number of the system call ``mbind`` by machine, because the C library has no function for it."""
 
-# mmap.madvise() keeps the GIL, so that no two threads could fill pages.
+# ``mmap.madvise()`` keeps the GIL, so two threads could not fill pages at once.
 _ADVISE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, use_errno=True)
 _madvise = _ADVISE(("madvise", ctypes.pythonapi))
 _syscall = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_ulong] * 7)(("syscall", ctypes.pythonapi))
@@ -58,8 +58,8 @@ def cores() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that this process can still fill, by the kernel's estimate and the limit of the
-    control group. The kernel kills processes that fill more.
+    """Return the bytes of host memory that this process can still fill: the lower of the kernel's estimate and the
+    limit of the control group. The kernel kills processes that fill more.
     """
     found = re.search(r"^MemAvailable: *(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
     left = int(found[1]) << 10 if found else 1 << 62
@@ -79,7 +79,7 @@ def _text(path: str) -> str:
 
 
 def reserve(nbytes: int, node: int | None = None) -> Bytes:
-    """Return zeroed host memory without pages yet: huge ones if the kernel has some, near a NUMA node if it has room.
+    """Return zeroed host memory without pages. The pages will be huge ones, near a NUMA node, if the kernel has room.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def reserve(nbytes: int, node: int | None = None) -> Bytes:
 
 
 def fill(memory: Bytes, run: Run = map) -> Bytes:
-    """Make the pages of host memory exist; return it.
+    """Make the pages of host memory exist, and return the memory.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def fill(memory: Bytes, run: Run = map) -> Bytes:
     """
 
     def part(at: int) -> None:
-        # Kernels before 5.14 do not know the advice: then the driver fills the pages when it pins them.
+        # Kernels before 5.14 do not know this advice. Then the driver fills the pages when it pins them.
         code = _advise(memory[at : at + _PART], _POPULATE)
         if code not in (0, errno.EINVAL):
             raise refused(OutOfMemoryError, "madvise", f"{size_text(memory.nbytes)}: {os.strerror(code)}")
@@ -124,7 +124,7 @@ def fill(memory: Bytes, run: Run = map) -> Bytes:
 
 
 def discard(memory: Bytes) -> None:
-    """Return the pages of host memory to the system. It is zeroed."""
+    """Return the pages of host memory to the system. The memory then reads as zeros."""
     _advise(memory, _DISCARD)
 
 
@@ -134,8 +134,8 @@ def _advise(memory: Bytes, advice: int) -> int:
 
 
 def _prefer(memory: Bytes, node: int) -> None:
-    """Have the pages come from a NUMA node, or from others once that has none left. A kernel that refuses gives them
-    from the node of the thread that fills them.
+    """Ask the kernel for pages of a NUMA node, or of other nodes once it is full. If the kernel refuses, each page
+    comes from the node of the thread that fills it.
     """
     number = _MBIND.get(os.uname().machine)
     if number is None or _text("/sys/devices/system/node/online").strip() in ("", "0"):
@@ -164,7 +164,7 @@ def register(device: Device, memory: Bytes) -> Release:
         end._raw = address
 
     def release() -> None:
-        assert memory.nbytes  # its pages stay until they are unregistered
+        assert memory.nbytes  # The pages stay until they are unregistered.
         with device.current():
             end.attempt()
 
@@ -172,7 +172,7 @@ def register(device: Device, memory: Bytes) -> Release:
 
 
 class Pinning:
-    """The ways to get pinned host memory for a device, tried in turn: the fastest first.
+    """The ways to get pinned host memory for a device, tried in turn, the fastest first.
 
     Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
     refuse to register memory, or the process may not have so many addresses; then a pool in host memory, on the
@@ -230,7 +230,7 @@ class Pinning:
                 attach(errors[0], later)
             raise errors[0]
         finally:
-            errors.clear()  # the frames of their tracebacks have this list
+            errors.clear()  # Frames in their tracebacks have this list.
 
     def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
         if room is None:
@@ -253,7 +253,7 @@ class Pinning:
             self._pool = pool, self._device.create_stream()
         pool, stream = self._pool
         memory = pool.allocate(nbytes, stream)
-        stream.synchronize()  # copies on other streams may use it at once
+        stream.synchronize()  # Copies on other streams may use it at once.
         return _array(memory.address, nbytes, memory)
 
     def _allocated(self, nbytes: int) -> tuple[Bytes, Release]:
@@ -267,24 +267,28 @@ class Pinning:
 
 
 class _Owner:
-    """Object whose end releases memory."""
+    """Object that releases memory when it is collected."""
 
 
 def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
-    """Return memory of the driver as an array. The last of its views ends the owner, and so the memory."""
+    """Return memory of the driver as an array. When the last view of the array is dropped, the owner ends and releases
+    the memory.
+    """
     found: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     found._owner = owner
     return np.ctypeslib.as_array(found), [owner].clear
 
 
 class AfterCopies(Deferred):
-    """The release of host memory after :meth:`end` or the end of its owner, and after the copies that use it."""
+    """Release of host memory: after :meth:`end` or the end of its owner, and after the copies that use it."""
 
     def __init__(self, session: Session, owner: object, release: Callable[[], object]) -> None:
         self._queue = deferred_queue(session)
         self._release = release
         self.fences: dict[Fence, None] = {}
-        """Copies that may still use the memory. Several threads change this dictionary at the same time."""
+        """Fences behind copies that may still use the memory. Several threads change this dictionary at the
+        same time.
+        """
         self._queue.end_with(owner, self)
 
     def use(self, fence: Fence) -> None:
@@ -294,7 +298,7 @@ class AfterCopies(Deferred):
             self._forget_completed()
 
     def end(self) -> None:
-        """Release the memory after the copies. Idempotent."""
+        """Release the memory once the copies have completed. Idempotent."""
         self._queue.end(self)
 
     def attempt(self) -> bool:
@@ -317,10 +321,10 @@ class HostMemory:
     """
 
     def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map, *, pinned: bool = True) -> None:
-        """``nbytes``: all bytes; ``slot``: those of a slot."""
+        """``nbytes``: bytes of all slots; ``slot``: bytes of one slot."""
         memory, release = Pinning(device).obtain(nbytes, run) if pinned else (fill(reserve(nbytes), run), list)
         self.release: AfterCopies = AfterCopies(session_of(device), self, release)
-        """The release, with the copies that may still use the memory."""
+        """Release of the memory, after the copies that may still use it."""
         self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
         """The slots."""
 
@@ -336,6 +340,6 @@ def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list
 
     Several threads fill it: a copy to pages that do not exist yet takes ten times as long.
     """
-    # Threads of their own fill parts: those that wait for parts would leave no thread to fill them.
+    # These threads fill parts. Threads that wait for parts would leave no thread to fill them.
     with ThreadPoolExecutor(cores()) as several, ThreadPoolExecutor(cores()) as parts:
         return [*several.map(lambda nbytes: HostMemory(device, nbytes, nbytes, parts.map, pinned=pinned), sizes)]
