@@ -362,3 +362,21 @@ def test_the_protocol_as_an_attribute(scene: Scene) -> None:
     with pytest.raises(sa.ClosedError):
         buffer.fill(2)
     buffer.free(scene.own)
+
+
+def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -> None:
+    class CuPy:
+        ptr = scene.own.handle
+        asked = 0
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            self.asked += 1
+            return 0, self.ptr
+
+    theirs, closable = CuPy(), scene.theirs
+    for stream in (theirs, closable):
+        scene.pool.allocate(64, stream).free(scene.own)
+    before = theirs.asked, closable.asked
+    for stream in (theirs, closable):
+        scene.pool.allocate(64, stream).free(scene.own)
+    assert theirs.asked == before[0] and closable.asked > before[1]

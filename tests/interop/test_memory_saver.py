@@ -517,6 +517,21 @@ class TestRefused:
         graph.replay()
         assert torch.holds(tensor, 6)
 
+    def test_a_pause_during_a_capture_of_ours(
+        self, torch: Library, saver: TorchMemorySaver, stream: sa.Stream, pool: sa.MemoryPool
+    ) -> None:
+        with saver.region(tag="tag", enable_cpu_backup=True):
+            tensor = torch.make(N)
+        torch.fill(tensor, 5)
+        with pool.allocate(64, stream) as buffer:
+            with stream.capture() as graph:
+                buffer.fill(1)
+                for act in (saver.pause, saver.resume):
+                    with pytest.raises(sa.CaptureError, match="this thread captures"):
+                        act("tag")
+            assert graph.nodes == ["MEMSET"] and mapped(saver) == N and torch.holds(tensor, 5)
+            graph.close()
+
     @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
     def test_a_forked_child_leaves_what_is_its_parent_s(
         self, torch: Library, saver: TorchMemorySaver, tmp_path: Path

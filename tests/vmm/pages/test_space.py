@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.support import MiB, end_what_was_dropped, holds, names
 from tests.vmm.pages.conftest import PAGES
@@ -202,6 +204,27 @@ def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine:
         assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
         stream.synchronize()
         end_what_was_dropped()
+
+
+def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
+    raw: Any = device.driver
+    with (
+        device.create_stream() as stream,
+        device.create_stream() as theirs,
+        vmm.PageArena(device) as arena,
+        arena.space(4 * PAGE, stream=stream) as space,
+        ThreadPoolExecutor(1) as other,
+    ):
+        space.commit(0)
+        space[:PAGE].fill(1)
+        space.alias(1, space, 0)
+        handle = cuda.CUstream(theirs.handle)
+        everybody = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        assert not other.submit(raw.cuStreamBeginCapture, handle, everybody).result()[0]
+        assert space.make_private(1, stream) == 1
+        result, graph = other.submit(raw.cuStreamEndCapture, handle).result()
+        assert not result and not raw.cuGraphDestroy(graph)[0]
+        assert holds(space[PAGE : 2 * PAGE], 1)
 
 
 def test_a_write_to_a_released_page_is_reported(machine: Any) -> None:
