@@ -18,7 +18,7 @@ class FreeRanges:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """Sorted numbers made of size and offset. Python compares numbers faster than tuples."""
+        """Sorted numbers made of size and offset. To compare numbers runs no Python code."""
         self._starts: dict[int, int] = {}
         """First offset of each range, by its last one. May have entries of lost ranges."""
         self._stops: dict[int, int] = {}

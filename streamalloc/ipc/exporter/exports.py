@@ -73,7 +73,7 @@ _NOT_EXPORTABLE = (
     "by the process that made them"
 )
 _IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
-# Seconds between two checks by a blocking free.
+# Seconds between two checks in a free that waits for importers.
 _PAUSE = 0.0005
 
 
@@ -111,7 +111,7 @@ class Hold:
 
 
 def hung_up(end: Fd | Channel | int) -> bool:
-    """Whether no process has the other end of a pipe or a connection open; ``end`` may be a number."""
+    """Whether no process has the other end of a pipe or a connection. ``end`` may be a file descriptor number."""
     poll = select.poll()
     poll.register(end, 0)
     return bool(poll.poll(0))
@@ -132,7 +132,7 @@ class Lease(SharedState):
 
     def __init__(self, exports: Exports, block: ControlBlock, slot: int) -> None:
         self._owned = True
-        """Whether the slot belongs to this object."""
+        """Whether this object owns the slot."""
         self._exports = exports
         self.block: ControlBlock = block
         self.slot: int = slot
@@ -141,16 +141,16 @@ class Lease(SharedState):
         self.payload: bytes = b""
         """The driver's export data of the allocation."""
         self.pool: object = None
-        """The exported pool; its mark stays while descriptors are valid."""
+        """The exported pool. Its mark must exist while descriptors are valid."""
         self._announcer: Stream | None = None
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to announce, and to decide whether the memory can be freed."""
+        """Held to announce contents, and to decide whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
 
     # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(self, stream: Stream) -> int:
-        """Make ``stream`` write to ``ready`` once the contents are there. Returns the value that importers wait for.
+        """Make ``stream`` write to ``ready`` once the contents are complete. Returns the value that importers wait for.
 
         Raises
         ------
@@ -178,28 +178,27 @@ class Lease(SharedState):
             return value
 
     def _begin(self, stream: Stream, last: int) -> None:
-        """Make ``stream`` the announcer. Its writes are ordered after those of the previous announcer."""
+        """Make ``stream`` the announcer of the slot. Its writes come after the writes of the previous announcer."""
         words, announcer = self.words, self._announcer
-        # Without an announcer the slot was quiet: all values are written.
+        # Without an announcer the slot was quiet, so all values are written.
         if announcer is not None and not reached(words.ready.value, last):
             if direct_handle(announcer, self._exports.session) is not None:
-                # Wait for an event, not for ``ready``, because importers can write to ``ready``.
+                # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:
                 self.block.wait(stream, words.ready, last)
         self._announcer = stream
 
     def add_hold(self, hold: Hold, *, kept: bool = True) -> bool:
-        """Add a hold for a descriptor in transit. Returns whether the lease is still valid.
-
-        Without ``kept``, the hold also ends when its owner drops it.
+        """Add a hold for a descriptor in transit. Returns whether the lease is still valid. Without ``kept``, the hold
+        also ends when its owner drops it.
         """
         with self.lock:
             self._holds.append((lambda: hold) if kept else weakref.ref(hold))
             return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
-        """Whether a descriptor is in transit: then one of its holds goes on."""
+        """Whether a descriptor is in transit, so that one of its holds continues."""
         if self._holds:
             self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
@@ -207,7 +206,7 @@ class Lease(SharedState):
     # -- importers -------------------------------------------------------------------------------------------
 
     def _using(self) -> list[int]:
-        """Return the importers that still use the memory, and watch for their death."""
+        """Return the importers that still use the memory, and watch for their deaths."""
         if self.block.all_closed(self.words):
             return []
         opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
@@ -239,7 +238,7 @@ class Lease(SharedState):
             return self.block.all_closed(words) or self._ends_after(stream, for_good)
 
     def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
-        """The part of :meth:`end` for importers that still use the memory."""
+        """Do the part of :meth:`end` for importers that still use the memory."""
         ended = False
         try:
             using = self._using()
@@ -247,7 +246,8 @@ class Lease(SharedState):
             if all(opened[importer] == closing[importer] for importer in using):
                 for importer in using if stream is not None else ():
                     theirs = self.block.importer_words(self.slot, importer)
-                    # Not ``opened``, which rises briefly while an importer refuses a stale descriptor.
+                    # ``opened`` cannot be used here, because it rises briefly while an importer refuses a stale
+                    # descriptor.
                     self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
                 ended = True
         finally:
@@ -256,8 +256,8 @@ class Lease(SharedState):
         return ended
 
     def unused(self) -> bool:
-        """Whether no descriptor is in transit and no importer or its work uses the memory. If so, descriptors become
-        stale.
+        """Whether no descriptor is in transit, and no importer or its queued work uses the memory. If so, descriptors
+        become stale.
         """
         return self.end(None) and self.block.all_closed(self.words)
 
@@ -277,7 +277,7 @@ class Lease(SharedState):
             with contextlib.nullcontext() if handle is not None else stream.device.current():
                 free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
         finally:
-            if buffer.freed:  # even if the driver refused, because other code had freed the memory
+            if buffer.freed:  # even after a refusal, because other code had then freed the memory
                 self._exports.with_memory.discard(self)
             else:
                 self.words.generation.value = self.generation
@@ -285,10 +285,10 @@ class Lease(SharedState):
             self._exports.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Wait until the memory can be freed, or raise, according to ``still_imported``."""
+        """Wait until the memory can be freed, or raise: ``still_imported`` decides."""
         if still_imported == "ignore":
             with self.lock:
-                self.words.generation.value = (self.generation + 1) % WORD  # makes descriptors stale
+                self.words.generation.value = (self.generation + 1) % WORD  # this makes descriptors stale
                 fence()
             return
         end = None if timeout is None else time.monotonic() + timeout
@@ -303,7 +303,7 @@ class Lease(SharedState):
         return len(self._using())
 
     def drop(self, buffer: Buffer) -> None:
-        """Free the memory of a dropped buffer later."""
+        """Submit the free of a buffer that was dropped."""
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
@@ -321,13 +321,13 @@ class Lease(SharedState):
             self._exports.leaving.append(self)
 
     def __del__(self) -> None:
-        # A forked child has a copy of this object but shares the words.
+        # A forked child has a copy of this object, but the words are shared.
         if getattr(self, "words", None) is not None and not self._exports.session.forked:
             self.release()
 
 
 class _DeferredFree(Deferred):
-    """A free that waits for importers."""
+    """Queue item: a free that waits for importers."""
 
     __slots__ = ("_lease", "_raw", "_stream")
 
@@ -401,7 +401,7 @@ class ExportedPool:
 
 
 class Exports:
-    """The handles that one process has exported through one driver."""
+    """The handles that this process has exported through one driver."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -417,9 +417,11 @@ class Exports:
         """
         self._free: list[tuple[ControlBlock, int]] = []
         self._slots = RLock()
-        """Held while a slot is taken: callers of :meth:`new_lease` may hold :attr:`lock`, or may not."""
+        """Held while a slot is taken. A separate lock, because callers of :meth:`new_lease` may hold :attr:`lock` or
+        not.
+        """
         self.endpoint: bytes = NOWHERE
-        """16 bytes, address of the handle server; zeros before :meth:`serve`."""
+        """Address of the handle server in 16 bytes; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
@@ -442,13 +444,13 @@ class Exports:
     # -- slots and leases ------------------------------------------------------------------------------------
 
     def new_lease(self) -> Lease:
-        """A lease of a free slot."""
+        """Return a lease on a free slot."""
         while (lease := self._next_free()) is None:
             self._add_block()
         return lease
 
     def _next_free(self) -> Lease | None:
-        """Take a free slot; None without one."""
+        """Take a free slot. Returns None if there is none."""
         with self._slots:
             # The oldest slots become quiet first. Two checks per taken slot keep up with releases, and few slots in use
             # stay in the processor's cache.
@@ -481,7 +483,7 @@ class Exports:
         with self.lock:
             lease = cast("Lease | None", shared_state(buffer))
             if lease is None:
-                # A buffer that was taken over from other code does not know its pool.
+                # A buffer that took memory over from other code does not know its pool.
                 owner = pool_of(buffer) or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool = self.pool(cast("MemoryPool", owner))
                 lease = self.new_lease()
@@ -530,7 +532,7 @@ class Exports:
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:
-        """Return the chunk of a descriptor for physical memory, and the handle if it is a file descriptor."""
+        """Return the chunk of a descriptor for physical memory, and its handle if that is a file descriptor."""
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:
             handles.setdefault(handle_type, memory.export(handle_type))
@@ -542,12 +544,12 @@ class Exports:
         return ChunkHandle(name, memory.nbytes), handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
-        """Return the id, 16 bytes, of memory or of a growable buffer, for importers."""
+        """Return the id (16 bytes) of memory or of a growable buffer, by which importers recognise it."""
         return self._ids.get(thing) or self._ids.setdefault(thing, secrets.token_bytes(16))
 
 
 exports_of: PerDriver[Exports] = PerDriver(Exports)
-"""The exports of this process through a driver."""
+"""The exports of this process through each driver."""
 
 
 def exports_for(session: Session) -> Exports:

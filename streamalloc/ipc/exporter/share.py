@@ -60,7 +60,7 @@ from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBu
 from streamalloc.vmm.internal import covering, is_imported
 
 _FABRIC = MemHandleType.FABRIC
-# Block size of cuIpcGetMemHandle in bytes. It shares whole blocks, with all allocations in them.
+# Block size of ``cuIpcGetMemHandle`` in bytes. The call shares whole blocks, with all allocations in them.
 _LEGACY_BLOCK = 2 << 20
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
@@ -89,13 +89,13 @@ class Shared(Unique, Shown):
         self.descriptor: Descriptor = descriptor
         """The descriptor's fields, without the hold."""
         self.handles: dict[bytes, Fd] = handles
-        """The handles by their ids in the descriptor; they stay the exporter's."""
+        """The handles by their ids in the descriptor. The exporter owns them."""
         self._lease = lease
         """The slot of the allocation or announcement. Dropping this object releases an announcement's slot."""
         self._hold = hold
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
-        """Shares again, with a hold; None for allocations and after a cancel."""
+        """Shares the thing again, with a hold. None for allocations, and after :meth:`cancel`."""
 
     @property
     def fds(self) -> tuple[Fd, ...]:
@@ -104,7 +104,7 @@ class Shared(Unique, Shown):
 
     @property
     def held(self) -> bool:
-        """Whether this object prevents the free of the shared memory."""
+        """Whether this object keeps the shared memory from being freed."""
         return self._hold is not None and not self._hold.over()
 
     def to_bytes(self) -> bytes:
@@ -116,7 +116,7 @@ class Shared(Unique, Shown):
     __bytes__ = to_bytes
 
     def cancel(self) -> None:
-        """End the hold of a descriptor that will not be opened. Idempotent."""
+        """End the hold if the descriptor will not be opened. Idempotent."""
         self._again = None
         if self._hold is not None:
             self._hold.end()
@@ -295,7 +295,7 @@ def send(
     else:
         shared = share(thing, stream, hold=hold)
     described, handles, sent = shared.descriptor, shared.fds, channel._sent
-    # Importers keep the handles of pools and control blocks, so they need to travel only once.
+    # Importers keep the handles of pools and control blocks, so a channel carries each of them only once.
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
     if exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles):
         handles = ()
@@ -379,7 +379,7 @@ def serve(driver: Driver | None = None) -> None:
 
 
 class _Draft:
-    """The descriptor of a thing that is being shared, with the slot of the control block for its hold and its contents.
+    """The descriptor of a thing that is being shared, with the slot for its hold and its announcement.
 
     The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free at the same time sees the hold.
@@ -399,7 +399,7 @@ class _Draft:
         self.fields: dict[str, Any] = {}
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
-        """References to keep, with the thing, while hold or lease lasts."""
+        """References that must be kept, with the thing, as long as hold or lease."""
         self.of_buffer: bool = lease is not None
         self.hold = Hold() if options.hold else None
         if self.hold is not None and allocation:
@@ -421,7 +421,9 @@ class _Draft:
         self.kept = pool
 
     def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
-        """Announce the contents, and make the descriptor; ``memory``: address and size if it is mapped here."""
+        """Announce the contents, and return the descriptor. ``memory``: address and size, if it is mapped in this
+        process.
+        """
         exports, lease = self.exports, self.lease
         fields |= self.fields
         if lease is not None:
@@ -495,7 +497,7 @@ def _share_view(view: BufferView, options: _Options, exports: Exports) -> Shared
 
 
 def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> Shared:
-    # dtype.str of a structure would describe it as bytes. str(dtype) is refused by check_array.
+    # For a structure, ``dtype.str`` describes bytes. ``check_array`` refuses ``str(dtype)``.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     check_array(dtype, view.shape)
     shared = _share_view(view, options, exports)
@@ -505,7 +507,7 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
-    pool._check_open()  # an earlier export may still be there
+    pool._check_open()  # Work of an earlier export may still be queued.
     found = exports.pool(pool)
     draft = _Draft(options, exports, found.device, None)
     draft.use_pool(found)
@@ -542,7 +544,8 @@ def _share_range(
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
-            # From the range's first byte on, so that importers recognise chunks that they have mapped already.
+            # The offset counts from the first byte of the range, so that importers recognise chunks that they have
+            # mapped.
             fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -568,7 +571,7 @@ def _share_chunks(
     addresses: Sequence[int] = (),
     **fields: Any,
 ) -> Shared:
-    """Share chunks of physical memory in address order; ``addresses``: their addresses in this process."""
+    """Share chunks of physical memory in address order. ``addresses``: addresses of the chunks in this process."""
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -580,7 +583,7 @@ def _share_chunks(
     draft = _Draft(options, exports, _device_of(memories[0]), stream)
     draft.handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
     if kind == _FABRIC and draft.lease is not None:
-        exports.serve()  # so that importers find the control block by the descriptor's bytes alone
+        exports.serve()  # so that importers find the control block with only the bytes of the descriptor
         if options.hold:
             # File descriptors keep memory that is closed here; fabric handles do not.
             draft.kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
@@ -596,7 +599,7 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
-    """Choose the handle type of chunks. If there is none in common, their export raises the error."""
+    """Choose a handle type that all chunks have. If there is none, the export of a chunk raises the error."""
     common = POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
@@ -618,7 +621,7 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 
 
 def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> Shared:
-    """Share an array of another library by the mechanism of its memory."""
+    """Share an array of another library. The kind of its memory determines the mechanism."""
     session, driver = exports.session, exports.session.driver
     span = CopySide.readable(thing, session)
     if not span.nbytes:
@@ -626,7 +629,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
     known = pointer_attributes(span.address, driver=driver)
     device = known.device
     if known.kind is MemoryKind.DEVICE and device is None:
-        # For mapped memory the address gives no device, but the allocation handle does.
+        # For mapped memory the driver tells no device by address, but the allocation handle has it.
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process, but {known.kind.value} memory")

@@ -47,14 +47,12 @@ from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechan
 from streamalloc.pool.internal import location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
-# Seconds between two checks of an announcement by the host.
+# Seconds between two looks of the host at an announcement.
 _PAUSE = 0.0002
 
 
 class Announcement(NamedTuple):
-    """A value of the word ``ready`` in a slot of the exporter's control block. When it is reached, the contents are
-    there.
-    """
+    """The value that the word ``ready`` of a slot reaches when the contents are complete."""
 
     block: ControlBlock
     slot: int
@@ -63,17 +61,17 @@ class Announcement(NamedTuple):
 
     @property
     def words(self) -> SlotWords:
-        """The exporter's words of the slot."""
+        """Words that the exporter writes, of the announcement's slot."""
         return self.block.slot_words(self.slot)
 
     @property
     def written(self) -> bool:
-        """Whether the exporter has written the value: the contents are there."""
+        """Whether the exporter has written the value, so that the contents are complete."""
         return reached(self.words.ready.value, self.ready)
 
     @property
     def lost(self) -> bool:
-        """Whether the value was written by another process, because the exporter died."""
+        """Whether another process wrote the value, because the exporter died."""
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
@@ -92,7 +90,7 @@ class Announcement(NamedTuple):
                 self.precede(stream)
                 return
         if not self.written:
-            self.block.expect(self.slot, self.ready)  # so that the exporter's death ends the wait
+            self.block.expect(self.slot, self.ready)  # The wait ends with the exporter's death.
             while not self.written:
                 time.sleep(_PAUSE)
 
@@ -102,7 +100,7 @@ class Announcement(NamedTuple):
     # seen, and before a capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Make a stream, or the host if None, wait for the contents of ``memory``. Notifies the listener."""
+        """Make a stream wait for the contents of ``memory``; without a stream, the host. Notifies the listener."""
         if stream is None:
             self.wait(None)
         self.notify_listener(memory, stream)
@@ -110,14 +108,14 @@ class Announcement(NamedTuple):
             self.wait(stream)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the contents of ``memory`` are there now, as seen by the host. If so, notifies the listener."""
+        """Whether the host sees that the contents of ``memory`` are complete. If so, notifies the listener."""
         written = self.written
         if written:
             self.notify_listener(memory, None)
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Notify a listener that ``stream``, or the host if None, waits for the contents."""
+        """Notify a listener that a stream waits for the contents. A stream of None stands for the host."""
         listener = self.block.session.listener
         if listener is None:
             return
@@ -138,7 +136,7 @@ class ImportedPool(Foreign, Closes):
     def __init__(self, pool: PoolHandle, device: Device) -> None:
         self._pool = pool
         self.device: Device = device
-        """The device that has the memory."""
+        """Device of the pool's memory."""
         pool.users.add(self)
 
     @classmethod
@@ -173,7 +171,7 @@ class ImportedPool(Foreign, Closes):
         session = session_for(None, driver)
         imports = imports_of(session)
         imports.release_ended()
-        # Locked until the object uses the pool: another thread's import would destroy it.
+        # Locked until the object uses the pool, because the import of another thread would destroy it.
         with handle if isinstance(handle, Fd) else contextlib.nullcontext(), imports.lock:
             found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
             place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
@@ -205,13 +203,13 @@ class ImportedPool(Foreign, Closes):
         """
         data = bytes(MemPoolPtrExportData(export_data))
         described = Descriptor(Mechanism.POOL_POINTER, NOWHERE, payload=data)
-        with self._pool.imports.lock:  # a close in between would destroy the pool
+        with self._pool.imports.lock:  # A close between these calls would destroy the pool.
             self._check_open()
             return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the pool was closed."""
         return self not in self._pool.users
 
     def close(self) -> None:
@@ -253,14 +251,14 @@ class ImportedPool(Foreign, Closes):
 
 
 class ForeignMemory(Memory, Foreign):
-    """Memory of another process, whose contents are announced."""
+    """Memory of another process, whose exporter announces when the contents are complete."""
 
     __slots__ = ()
 
     _announced: Announcement | None
-    """The announcement of the last open; None without a control block."""
+    """Announcement of the last open; None without a control block."""
     _contents: tuple[Announcement, ...]
-    """One for each open without a stream."""
+    """One announcement for each open without a stream."""
 
     @property
     def address(self) -> int:
@@ -284,7 +282,7 @@ class ForeignMemory(Memory, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the awaited contents never came, because the owner died."""
+        """Whether the contents will never be complete, because the owner died."""
         self._check_usable()
         return self._announced is not None and self._announced.lost
 
@@ -307,7 +305,7 @@ class ImportedBuffer(ForeignMemory, Closes):
     def __init__(
         self, new: PoolImport | PlainImport, described: Descriptor, stream: Stream, announced: Announcement | None
     ) -> None:
-        """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
+        """Open an allocation, which may be open in this process already. ``stream`` waits for its contents."""
         self._new = new
         self._use = ImportUse(stream)
         self._offset = described.offset
@@ -321,7 +319,7 @@ class ImportedBuffer(ForeignMemory, Closes):
                 announced.notify_listener(self, stream)
                 announced.precede(stream)
         except BaseException as first:
-            # A signal handler that raises here may not keep the owner's free waiting for good.
+            # If a signal handler raises here, the owner's free must not wait forever.
             try:
                 self._use.release(stream, used=False)
             except CudaError as later:
@@ -334,7 +332,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the part that was shared."""
+        """Size in bytes of the shared part."""
         return self._nbytes
 
     @property
@@ -348,7 +346,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def location(self) -> MemLocation:
-        """The device that has the memory."""
+        """Device of the memory."""
         self._checked_import()
         return self._new.device.location
 
@@ -365,7 +363,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the buffer was closed."""
         return self._use.over
 
     def close(self, stream: StreamLike | None = None) -> None:
@@ -423,7 +421,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
 
 def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
-    """Open memory by the driver's handle alone."""
+    """Open memory by the handle of the driver alone."""
     imports = new.imports
     ordered = new.device.default_stream if stream is None else as_stream(stream, imports.session)
     refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
@@ -472,7 +470,7 @@ class ImportedArray(TypedView[Any], Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the array was closed."""
         return self._parent.closed
 
     def close(self, stream: StreamLike | None = None) -> None:
@@ -494,7 +492,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         self._announced: Announcement | None = None
         self._contents: tuple[Announcement, ...] = ()
         self._lease: HostLease | None = None
-        """That of the last open that had one."""
+        """Lease of the last open that had one; None without one."""
         super().__init__(device, capacity, rights, stream, offset)
 
     @property
@@ -502,7 +500,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         return super(ForeignMemory, self).address
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, then unmap and release the memory, and end its lease. Idempotent."""
+        """Wait for ``after``, then unmap and release the memory, and end the lease. Idempotent."""
         super().close(after)
         self._take_lease(None)
 
@@ -517,5 +515,5 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
             lease.imports.drop(lease)
 
     def evict(self, *_: Any, **__: Any) -> None:
-        """Not allowed: only the owning process can evict the memory."""
+        """Raise: only the owning process can evict the memory."""
         raise ValueError(f"{self!r} is memory of another process, which evicts it")

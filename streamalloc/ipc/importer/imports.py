@@ -51,26 +51,26 @@ _STALE = "this memory was freed by its owner before it was opened here"
 
 
 class DriverVersionWarning(UserWarning):
-    """Exporter and importer run different drivers, which NVIDIA does not support.
+    """Exporter and importer run different drivers, which NVIDIA does not support. :func:`open` issues this warning.
 
     :func:`open` gives it.
     """
 
 
 class ReceivedHandles:
-    """The handles that came with a message. :meth:`close` closes those that are left."""
+    """The handles that came with a message. :meth:`close` closes the remaining ones."""
 
     endpoint: bytes
-    """16 bytes, address of the handle server; zeros without one."""
+    """Address of the exporter's handle server in 16 bytes; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        # ReceivedHandles that this process has shared stay its own: without them it could not share the memory again.
+        # Handles that this process has shared itself. They stay open, because the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
-        """Assign ids to the handles, in the descriptor's order."""
+        """Give the handles their ids, in the order of the descriptor."""
         self.endpoint = described.endpoint
         if not self._given:
             return
@@ -83,7 +83,7 @@ class ReceivedHandles:
         # The pipe that holds the allocation comes last. It is closed with the remaining handles.
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
-            return  # only the pipe came along: a channel carries each of the other handles once
+            return  # only the pipe came: a channel carries each of the other handles once
         if len(self._given) != len(ids) + pipes:
             raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
         self._by_id = dict(zip(ids, self._given, strict=False))
@@ -110,21 +110,22 @@ class ReceivedHandles:
 
 
 class HostLease(Deferred):
-    """Use of a lease for memory that is not released in stream order. The host counts its close.
+    """The use of a lease whose close the host counts.
 
-    Such memory is a range, or an allocation of ``cuMemAlloc``. As a deferred item, this object counts the close once
-    the present work has ended.
+    It is for memory that is not released in stream order: a range, or an allocation of ``cuMemAlloc``. As a deferred
+    item, this object counts the close once the present work has ended.
     """
 
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
         self.imports = imports
         self._work: Fence | None = None
         self._words: ImporterWords | None = words
-        # No lock needed: once this lease is in ``users``, no other lease counts a close.
+        # No lock is needed: once this lease is in ``users``, no other lease counts a close.
         words.users.add(self)
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
-            # Count first, then check for a free. The exporter does both in the opposite order.
+            # Count first, then check for a free. The exporter does both in the opposite order, so one of the two sees
+            # the other.
             fence()
             if words.slot_words.generation.value != generation:
                 raise StaleDescriptorError(_STALE)
@@ -134,7 +135,7 @@ class HostLease(Deferred):
         words, self._words = self._words, None
         if words is not None:
             with self.imports.lock:
-                # Read the number first: later opens have a higher one.
+                # Read the number first, because later opens have a higher one.
                 number = words.opened.value
                 words.users.discard(self)
                 if not words.users:
@@ -162,9 +163,9 @@ class PoolHandle(Deferred):
         self._raw: Any = None
         self._frees: Fence | None = None
         self.marks: set[tuple[ControlBlock, int]] = set()
-        """Marks of the exporter, which show whether its pool still exists."""
+        """Marks of the exporter. One with its value shows that the pool still exists."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
-        """Objects (:class:`ImportedPool`) that use it."""
+        """Objects (:class:`ImportedPool`) that use the handle."""
 
     def watch(self, block: ControlBlock | None, mark: int) -> None:
         """Record the mark that shows the end of the pool; ``ValueError`` if the control block has no such mark."""
@@ -190,7 +191,7 @@ class PoolHandle(Deferred):
         if not self._frees.done():
             return False
         with imports.lock:
-            # If the pool was imported again meanwhile, the driver returned the same handle.
+            # If the pool was imported again meanwhile, the driver returned the same handle, which must stay.
             if self._raw is not None and int(self._raw) not in imports.handles:
                 imports.session.release(self, "cuMemPoolDestroy")
         return True
@@ -202,11 +203,11 @@ class Import:
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         self.imports: Imports = imports
         self.device: Device = device
-        """The device that has the memory."""
+        """Device of the memory."""
         self.block: ControlBlock | None = block
         """The exporter's control block."""
         self.words: Any = None if block is None else block.importer_words(described.slot, block.importer)
-        """This importer's words (:class:`ImporterWords`) of the slot."""
+        """Words of the slot that this importer writes (:class:`ImporterWords`); None without a control block."""
         self.leased: bool = bool(described.flags & Flags.LEASED)
         """Whether the slot is a lease, in which opens and closes are counted."""
         self.generation: int = described.generation
@@ -219,25 +220,25 @@ class Import:
         """``CUdeviceptr``; None before the import and after its release."""
         self.address: int = 0
         self.count: int = 1
-        """Uses that are not over."""
+        """Number of uses that have not ended."""
         self.passed: tuple[Event, ...] = ()
-        """Events after the work of uses that are over; the stream of the last release waits for them."""
+        """Events after the work of ended uses. The stream of the last release waits for them."""
         self.lock: AbstractContextManager[bool] = imports.lock
         """Held while uses are counted."""
 
     def _check_size(self, nbytes: int) -> None:
-        """Raise ``ValueError`` unless a descriptor's size is that of the driver."""
+        """Raise ``ValueError`` unless the size in a descriptor is that of the driver."""
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
-        if not nbytes:  # that of a raw handle, which says none
+        if not nbytes:  # a raw handle tells no size
             self.nbytes = int(found)
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
 
 class PoolImport(Import):
-    """An import of an allocation of a pool. It is released in stream order, so streams count its close."""
+    """The import of an allocation of a pool. It is released in stream order, and streams count its close."""
 
     def __init__(self, handle: PoolHandle, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(handle.imports, device, block, described)
@@ -246,7 +247,7 @@ class PoolImport(Import):
         """Value of ``opened`` that counts this import."""
 
     def known(self) -> PoolImport | None:
-        """The import that this process has of the same allocation."""
+        """Return the import that this process has of the same allocation; None if there is none."""
         found = self.imports.allocations.get(self.key)
         return None if found is None or found._raw is None else found
 
@@ -283,14 +284,15 @@ class PoolImport(Import):
 
     def _count_open(self) -> None:
         words = self.words
-        # Count first, then check for a free. The exporter does both in the opposite order.
+        # Count first, then check for a free. The exporter does both in the opposite order, so one of the two sees the
+        # other.
         self.number = number = (words.opened.value + 1) % WORD
         self.counted = True
         words.opened.value = number
         fence()
         if words.slot_words.generation.value != self.generation:
             if self._raw is not None:
-                # Keep the import without a lease. This open used no memory, so its end needs no stream.
+                # Keep the import without a lease. This open has used no memory, so its end needs no stream.
                 words.opened.value, self.counted = (number - 1) % WORD, False
             raise StaleDescriptorError(_STALE)
 
@@ -328,7 +330,7 @@ class PoolImport(Import):
 
 
 class PlainImport(Import):
-    """An import of an allocation of ``cuMemAlloc``. The driver counts opens, so each object has its own import."""
+    """The import of an allocation of ``cuMemAlloc``. The driver counts opens, so each object has its own import."""
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(imports, device, block, described)
@@ -371,10 +373,12 @@ class ImportUse(Deferred):
         self.over: bool = False
 
     def acquire(self, new: PoolImport | PlainImport) -> None:
-        """Begin ``new``, or join the import that this process has of the same allocation. After an error, release."""
+        """Begin the import ``new``, or join the import that this process has of the same allocation. After an error,
+        call :meth:`release`.
+        """
         with new.lock:
             known = new.known() if isinstance(new, PoolImport) else None
-            # Set before the import is begun, so that a release after an error finds it.
+            # Set before the import begins, so that a release after an error finds it.
             self.imported = new if known is None else known
             if known is None:
                 new.begin()
@@ -394,9 +398,9 @@ class ImportUse(Deferred):
             session.check_process()
         with imported.lock:
             if self.over:
-                return  # another thread was first
+                return  # Another thread has ended the import.
             if imported.count > 1:
-                # The last use's end follows this event.
+                # The end of the last use comes after this event.
                 imported.passed += (stream.record(),) if used else ()
                 imported.count -= 1
                 self.over = True
@@ -413,7 +417,7 @@ class ImportUse(Deferred):
 
     def attempt(self) -> bool:
         imported = self.imported
-        if isinstance(imported, PlainImport):  # whose release waits for the stream
+        if isinstance(imported, PlainImport):  # The release of these waits for the stream.
             imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
         else:
             self._close()
@@ -443,7 +447,7 @@ class Imports:
         """Growable ranges (:class:`ImportedRange`) by id."""
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
-        """Wakes the thread; finalisers may put into a SimpleQueue."""
+        """Wakes the thread. A finaliser may put into a ``SimpleQueue`` at any time."""
         self._thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
@@ -461,7 +465,7 @@ class Imports:
         self._dropped.put(True)
 
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device that owns the memory; for memory of another machine, the stream's device."""
+        """Return the device that owns the memory. For memory of another machine, return the stream's device."""
         uuid = described.device
         found = self.device_of(uuid)
         if found is not None:
@@ -489,7 +493,7 @@ class Imports:
             )
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
-        """Return the exporter's control block; None without one, or if it is on another machine."""
+        """Return the exporter's control block. None if there is none, or if it is on another machine."""
         name = described.control_block
         if name == NOWHERE:
             return None
@@ -501,7 +505,7 @@ class Imports:
             raise
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
-        """Return the control block with an id. ``take`` returns its file for the first time."""
+        """Return the control block with an id. The first call gets its file from ``take``."""
         block = self.blocks.get(name)
         if block is not None:
             return block
@@ -540,7 +544,8 @@ class Imports:
         descriptor names.
         """
         with self.lock:
-            # In a function of its own: since Python 3.12 an interrupt in a loop can leave the block without its end.
+            # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
+            # its end.
             self._submit_ended()
 
     def _submit_ended(self) -> None:
@@ -549,7 +554,7 @@ class Imports:
         for number, pool in list(self.handles.items()):
             ended = pool.ended() or pool not in self.pools.values()
             if pool not in used and not pool.users and ended:
-                # No descriptor finds the pool from here on.
+                # From here on no descriptor finds the pool.
                 for name in [name for name, known in self.pools.items() if known is pool]:
                     del self.pools[name]
                 self.deferred.submit(pool)
@@ -568,7 +573,7 @@ class Imports:
 
 
 def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
-    """Thread body: do deferred work after each True in the queue, until a False.
+    """Thread body: do deferred work after each True in the queue, and end at False.
 
     Without this thread, the process might reach no point of work while a dropped import's owner waits for the release.
     """
@@ -581,4 +586,4 @@ def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]
 
 
 imports_of: PerDriver[Imports] = PerDriver(Imports)
-"""The imports of this process through a driver."""
+"""The imports of this process through each driver."""

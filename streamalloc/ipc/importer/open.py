@@ -95,7 +95,7 @@ def open(
     try:
         return _open(session, data, given, stream, kind)  # type: ignore[return-value]
     finally:
-        # Last, because a pipe among them holds the allocation until it is open here.
+        # Last, because one of the handles may be a pipe, which holds the allocation until it is open here.
         given.close()
 
 
@@ -126,9 +126,9 @@ class _Request(NamedTuple):
     handles: ReceivedHandles
     device: Device
     stream: Stream | None
-    """The caller's stream; None: every using stream waits."""
+    """The caller's stream. If it is None, each stream that uses the memory waits."""
     block: ControlBlock | None
-    """The exporter's control block; None without one, or if it is on another machine."""
+    """The exporter's control block. None if there is none, or if it is on another machine."""
     announced: Announcement | None
     """The announcement of the contents; None without a control block."""
 
@@ -165,7 +165,7 @@ def _open(
         block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            block.marked("hold", described.hold)  # raises if there is no such mark
+            block.marked("hold", described.hold)  # This raises if there is no such mark.
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
@@ -190,7 +190,7 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
 def _open_allocation(request: _Request, new: PoolImport | PlainImport) -> ImportedBuffer:
     ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
-        # Before the import, because it could not be released on a captured stream.
+        # Before the import, because an import could not be released on a captured stream.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     opened = ImportedBuffer(new, request.described, ordered, announced)
     if request.stream is None and announced is not None and not announced.seen(opened):
@@ -252,7 +252,7 @@ def _open_chunk(request: _Request) -> PhysicalMemory:
         if announced is not None:
             announced.precede(ordered)
     if request.stream is None and announced is not None:
-        # The using stream is unknown, so the host waits.
+        # The stream that will use the memory is unknown, so the host waits.
         announced.wait(None)
     return memory
 
@@ -275,7 +275,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             undo.enter_context(undoing(opened.close))
         elif int(raw_handle(opened.stream)) != int(raw_handle(streams[0])):
             streams.append(opened.stream)
-        # Compare without handles: the same chunk may be shared by different handles.
+        # Compare ids and not handles, because different handles may share the same chunk.
         ids = [chunk[:2] for chunk in described.chunks]
         opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], request.handles), described.size)
         announced = request.announced
@@ -299,7 +299,7 @@ def _open_event(request: _Request) -> Event:
     return Event.from_handle(request.described.payload, request.device)
 
 
-# Function and result class by mechanism. A single chunk of physical memory gives the memory itself.
+# Function and result class of each mechanism. A single chunk of physical memory gives the memory itself.
 _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),

@@ -21,8 +21,8 @@ from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, P
 from streamalloc.ipc.transport.deadlines import deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
-# Seconds between two checks that the producer is alive. The channel alone is not enough: a forked child may keep a copy
-# open.
+# Seconds between two checks that the producer is alive. The channel does not show it, because a forked child may keep a
+# copy
 _LIVENESS_SECONDS = 0.25
 
 _unpacked = PACKET.unpack
@@ -48,11 +48,11 @@ class RingItem(SlotMemory):
         self._mine = block.importer_words(number, block.importer)
         """Words of this consumer for the slot."""
         self._words = block.slot_words(number)
-        """Words of the producer for the slot."""
+        """Words that the producer writes for the slot."""
         self._ready = 0
-        """Value of ``ready`` that announces complete contents."""
+        """Value that ``ready`` reaches when the contents are complete."""
         self._value = self._mine.closing.value
-        """Value of the consumer's words for this item."""
+        """Value of this consumer's words for the item."""
 
     @property
     def lost(self) -> bool:
@@ -121,10 +121,10 @@ class RingConsumer(RingEnd):
         self._channel = channel
         self._receive: Any = channel.receive
         self._again: bytes | None = None
-        """Packet received, whose item is not taken yet."""
+        """A received packet whose item was not taken yet; None if there is none."""
         self._current: tuple[RingItem, int] | None = None
         self.timeout: float | None = timeout
-        """Seconds, default for :meth:`next`; None: no limit."""
+        """Default of ``timeout`` for :meth:`next`, in seconds; None for no limit."""
         self.taken: int = 0
         """Number of items taken so far."""
         end = deadline_after(timeout)
@@ -149,7 +149,7 @@ class RingConsumer(RingEnd):
         self._session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        # The parent receives the packets.
+        # The parent process receives the packets.
         self._receive = refuse_after_fork
 
     @property
@@ -248,7 +248,7 @@ class RingConsumer(RingEnd):
                 raise
 
     def _refuse(self, data: bytes) -> NoReturn:
-        """Raise the error for a packet that is no item."""
+        """Raise the error for a packet that is not an item."""
         if data == END:
             self._check_open()
             raise EOFError("the producer has closed the ring")
@@ -280,8 +280,8 @@ class RingConsumer(RingEnd):
                 await self._readable()
 
     async def _readable(self) -> None:
-        """Wait until :meth:`fileno` is readable, or until it is time to look whether the producer is alive."""
-        import asyncio  # doubles the package's import time at module level
+        """Wait until :meth:`fileno` is readable, or until the next check whether the producer is alive."""
+        import asyncio  # here, because at module level it would double the import time of the package
 
         loop, ready, fd = asyncio.get_running_loop(), asyncio.Event(), self.fileno()
         loop.add_reader(fd, ready.set)
@@ -293,10 +293,10 @@ class RingConsumer(RingEnd):
             loop.remove_reader(fd)
 
     def _end_turn(self) -> None:
-        """Release the item of the iteration before."""
+        """Release the previous item of the iteration."""
         if self._current is not None:
             item, value = self._current
-            # Items are reused. If the program has released this one, it may now be a later item.
+            # Item objects are reused. If the program released this one, it may now be a later item.
             if item._held and item._value == value:
                 item.release()
             self._current = None
@@ -310,7 +310,7 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """Close of a consumer: closes the channel, releases the held items, and closes the memory."""
+    """Queue item: the end of a consumer. It closes the channel, releases the held items, and closes the memory."""
 
     def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:
         self._channel = channel
@@ -335,7 +335,8 @@ class _ConsumerEnding(RingEnding):
         for item in self._items:
             item.release(stream)
             if not reached(item._mine.closed.value, item._value):
-                # If it was released on another stream, close the memory after that stream's work too.
+                # An item may have been released on another stream. The memory is then closed after that stream's work,
+                # too.
                 item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)
 

@@ -53,19 +53,19 @@ _packed = PACKET.pack
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One slot of a producer, through all its uses."""
+    """One slot of a producer. The object is used for all items in the slot."""
 
     index: int
     lease: Lease
-    """It has the words that the producer writes."""
+    """Lease with the words that the producer writes."""
     used: int = 0
-    """Bytes of the item."""
+    """Bytes of the present item."""
     theirs: ImporterWords | None = None
-    """Words of the last consumer; None if there is none to wait for."""
+    """Words of the last consumer; None if the producer need not wait for one."""
     value: int = 0
-    """Value that :attr:`theirs` have once the consumer has closed the slot."""
+    """Value that the words :attr:`theirs` reach when the consumer releases the slot."""
     holder: weakref.ref[RingSlot] | None = None
-    """Last user."""
+    """The last :class:`RingSlot` of this slot."""
 
 
 class RingSlot(SlotMemory):
@@ -106,7 +106,7 @@ class RingSlot(SlotMemory):
             raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 
     def hand_off(self) -> None:
-        """Hand the slot to a consumer, after the stream's work so far (``cuStreamWriteValue32``).
+        """Hand the slot to a consumer, after the work queued on the stream (``cuStreamWriteValue32``).
 
         Raises
         ------
@@ -121,7 +121,7 @@ class RingSlot(SlotMemory):
         self._deliveries.hand_off(self)
 
     def give_back(self) -> None:
-        """Free the slot unsent; no effect after :meth:`hand_off`."""
+        """Free the slot without sending it. No effect after :meth:`hand_off`."""
         if self._held:
             self._held = False
             self._deliveries.free.append(self._slot)
@@ -146,16 +146,16 @@ class ConsumerLink:
 
     channel: Channel
     blocks: dict[ControlBlock, int]
-    """Importer number of the consumer on each control block."""
+    """For each control block, the importer number of the consumer."""
     words: list[ImporterWords]
-    """Words of the consumer, by slot."""
+    """Words that the consumer writes, by slot."""
     in_flight: dict[Slot, None] = field(default_factory=dict)
     """Slots sent to the consumer and not released, oldest first."""
     turn: int = 0
-    """Number of the last send to the consumer."""
+    """Count of sends at the last send to this consumer."""
 
     def close(self) -> None:
-        # close() alone would leave the connection open if a forked child has a copy.
+        # A forked child may have a copy, so close() alone would leave the connection open.
         self.channel.shutdown()
         self.channel.close()
 
@@ -192,12 +192,14 @@ class Deliveries(RingEnding):
         self.lock: contextlib.AbstractContextManager[bool] = Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
-        """Slots to fill. Users append without the lock those that they do not send."""
+        """Slots that can be filled. Users append slots that they do not send, without the lock."""
         self.unsent: dict[Slot, None] = {}
-        """Filled slots that no consumer has: the last one is gone without opening them, or the send has not begun."""
+        """Filled slots that are with no consumer: the consumer has gone without opening them, or the send has not
+        begun.
+        """
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
-        """Consumers that get no more items but still have slots."""
+        """Consumers that get no more items but still use slots."""
         self.handed_off: int = 0
         self.redelivered: int = 0
         self.sends: int = 0
@@ -206,7 +208,7 @@ class Deliveries(RingEnding):
     # -- with the lock held ----------------------------------------------------------------------------------
 
     def take(self) -> RingSlot | None:
-        """Take the next free slot, which the stream may fill; None if none is free."""
+        """Take the next free slot for the stream to fill. Returns None if none is free."""
         if not self.free and not self.settle():
             return None
         if self.closed or not self.consumers:
@@ -249,9 +251,8 @@ class Deliveries(RingEnding):
         self._take_unopened([consumer])
 
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
-        """Move slots that gone consumers have not opened to :attr:`unsent`.
-
-        For opened slots, the words are written when the consumer releases them, or by the watcher when it dies.
+        """Move the slots that gone consumers have not opened to :attr:`unsent`. The words of opened slots are written
+        when the consumer releases them, or when the watcher sees its death.
         """
         self.settle()
         for consumer in _gone(consumers):
@@ -278,8 +279,8 @@ class Deliveries(RingEnding):
             theirs = consumer.words[slot.index]
             value = (theirs.closing.value + 1) % WORD
             packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
-            # In flight before the send. If a signal handler raises meanwhile, the consumer may have the packet, so
-            # nobody else may get the slot: it is lost until the consumer has gone.
+            # The slot counts as in flight before the send. If a signal handler raises meanwhile, the consumer may have
+            # the packet, so no other consumer may get the slot: it is lost until the consumer has gone.
             consumer.in_flight[slot] = None
             del self.unsent[slot]
             slot.theirs = theirs
@@ -291,7 +292,7 @@ class Deliveries(RingEnding):
                 self._drop(consumer)
 
     def refuse(self) -> NoReturn:
-        """Raise the reason why no item can be handed off."""
+        """Raise the reason why items cannot be handed off."""
         self.session.check_process()
         if self.closed:
             raise ClosedError("the ring was closed")
@@ -329,7 +330,7 @@ class Deliveries(RingEnding):
                 self._send_end()
             holders = [slot.holder() for slot in self.slots if slot.holder is not None]
             if any(holder is not None and holder._held for holder in holders):
-                return False  # a slot is still with the program
+                return False  # The program still holds a slot.
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)
@@ -373,15 +374,15 @@ class RingStatistics(NamedTuple):
     """
 
     handed_off: int
-    """Items handed to consumers so far."""
+    """Number of items handed to consumers."""
     redelivered: int
-    """Items sent to a second consumer, because the first never opened them."""
+    """Number of items sent to a second consumer, because the first one never opened them."""
     in_flight: int
-    """Filled slots that are not released by a consumer."""
+    """Number of filled slots that no consumer has released."""
     free: int
-    """Slots that can be filled; one being filled does not count."""
+    """Number of slots that can be filled. A slot that is being filled does not count."""
     consumers: int
-    """Consumers that receive items."""
+    """Number of consumers that receive items."""
 
 
 class RingProducer(RingEnd):
@@ -451,7 +452,9 @@ class RingProducer(RingEnd):
                 self._deliveries.deliver_unsent()
 
     def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """The first message to a consumer, and its handles: those of the control blocks, then that of the buffer."""
+        """Return the first message to a consumer, and its handles: those of the control blocks, then that of the
+        buffer.
+        """
         leases = [slot.lease for slot in self._deliveries.slots]
         numbers = [(self._blocks.index(lease.block), lease.slot) for lease in leases]
         names = [block.id for block in self._blocks]
@@ -503,7 +506,7 @@ class RingProducer(RingEnd):
                     return slot
                 now = time.monotonic()
                 over = end is not None and now >= end
-                # Check also at the deadline, because a caller's timeouts may be shorter than the interval.
+                # Check also at the deadline, because timeouts of the caller may be shorter than the interval.
                 if over or now >= checked + _LIVENESS_SECONDS:
                     checked = now
                     state.drop_gone()
@@ -542,7 +545,7 @@ class RingProducer(RingEnd):
             copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
-        """The counters now."""
+        """Return the present counters."""
         state = self._deliveries
         with state.lock:
             state.settle()

@@ -66,9 +66,9 @@ class Introduction(NamedTuple):
     """The producer's first message."""
 
     names: list[bytes]
-    """Names of the control blocks."""
+    """Ids of the control blocks."""
     numbers: list[tuple[int, int]]
-    """Index of the control block and number in it, by slot."""
+    """For each slot, the index of its control block and its number there."""
     slot_bytes: int
     stride: int
     """Bytes from one slot to the next."""
@@ -103,12 +103,12 @@ class Introduction(NamedTuple):
 
 
 def answer(importers: Sequence[int]) -> bytes:
-    """The answer of a consumer with these importer numbers on the control blocks."""
+    """Return a consumer's answer, with its importer numbers on the control blocks."""
     return ANSWER.pack(MAGIC, VERSION, len(importers)) + b"".join(map(_IMPORTER.pack, importers))
 
 
 def importers_in(data: bytes, count: int) -> list[int]:
-    """The ``count`` importer numbers of an answer; ``ProtocolError`` if it is not a consumer's."""
+    """Return the ``count`` importer numbers of an answer; ``ProtocolError`` if it is not a consumer's answer."""
     head, rest = data[: ANSWER.size], data[ANSWER.size :]
     if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
         raise ProtocolError("this is not the answer of a ring's consumer")
@@ -116,11 +116,11 @@ def importers_in(data: bytes, count: int) -> list[int]:
 
 
 class SlotMemory(BufferView, Leaves):
-    """A slot's memory at one end of the ring; usable while the slot is held."""
+    """The memory of a slot at one end of the ring. It can be used while the slot is held."""
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
-    _ptr = None  # Sends every use to the slow path, which checks that the slot is held.
+    _ptr = None  # Without an address here each use takes the path that checks that the slot is held.
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)
@@ -158,10 +158,10 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """Remaining work after an end was closed or dropped."""
+    """Queue item with the work that remains after one end of a ring was closed or dropped."""
 
     closed: bool = False
-    """True if the end was closed or dropped."""
+    """Whether the end was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
@@ -186,7 +186,7 @@ class RingEnd(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether this end was closed."""
         ending = self._ending
         return ending is None or ending.closed
 

@@ -43,7 +43,7 @@ class StoreGoneError(StoreError, ConnectionError):
 
 
 class LayoutChangedError(StoreError, ValueError):
-    """The tensors under a key are others than the caller expects.
+    """The tensors under a key differ from those that the caller expects.
 
     :meth:`Store.open` and :meth:`Weights.attach` raise it.
     """
@@ -51,6 +51,6 @@ class LayoutChangedError(StoreError, ValueError):
 
 KINDS: dict[str, type[StoreError]]
 KINDS = {"refused": StoreError, "key": StoreKeyError, "busy": StoreBusyError, "full": StoreFullError}
-"""Classes by the names that answers of the server have."""
+"""Error classes by the names that the server's answers have."""
 NAMES: dict[type[BaseException], str] = {kind: name for name, kind in KINDS.items()}
-"""The reverse; errors of other classes have the name ``"refused"``."""
+"""Names by error class. Other classes have the name ``"refused"``."""

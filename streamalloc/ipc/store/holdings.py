@@ -25,12 +25,12 @@ _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 
 
 class Holder:
-    """A process that writes or reads one epoch: one connection."""
+    """A process that writes or reads one epoch, seen as one connection."""
 
     def __init__(self, pid: int) -> None:
         self.pid: int = pid
         self.epoch: Epoch | None = None
-        """Epoch that it writes, has written, or reads."""
+        """Epoch that the process writes, has written, or reads."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -42,36 +42,38 @@ class Epoch:
     """UUID of the device, 32 hexadecimal digits."""
     replace: bool
     writer: Holder | None
-    """The writing process. After the commit: the one whose copies are pending."""
+    """The writing process; after the commit, the process whose copies are still queued."""
     number: int = 0
-    """From 1; 0 before the commit."""
+    """Number of the epoch, from 1; 0 before the commit."""
     nbytes: int = 0
     chunks: list[int] = field(default_factory=list)
-    """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before it is prepared, those of the
-    epoch that it is like.
+    """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before :meth:`Holdings.prepare`,
+    sizes of the epoch that the writer asked to be like.
     """
     handles: list[Fd] = field(default_factory=list)
-    """Descriptors of the chunks; before it is prepared, of reused memory: all or none."""
+    """Descriptors of the chunks. Before :meth:`Holdings.prepare`, those of reused memory: all of them or none."""
     like: int = 0
-    """Bytes of the epoch whose layout the writer got; 0 if it asked for none."""
+    """Bytes of the epoch whose layout the writer got; 0 if it asked for no layout."""
     ready: tuple[ReadyWord, Fd, str] | None = None
-    """Announcement of the contents, control block, and its text in the commit; None once they are there."""
+    """Ready word of the contents, control block, and the text in the commit that names both. None once the contents are
+    complete.
+    """
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     files: tuple[Fd, ...] = ()
-    """Files of the layout and of the rest of the manifest. Before it is prepared, at most the first."""
+    """Files of the layout and of the rest of the manifest. Before :meth:`Holdings.prepare`, at most the layout."""
     layout: str = ""
     """Hash of the layout."""
     count: int = 0
     """Number of tensors."""
     address: int = field(init=False)
-    """Address of the range in the writer. Set, like the following field, once the epoch is prepared."""
+    """Address of the range in the writer. This field and the next are set once the epoch is prepared."""
     fabric: bool = field(init=False)
-    """Whether other machines may have the memory, of which the store knows nothing."""
+    """Whether the memory has fabric handles, so that other machines may use it unknown to the store."""
 
     adopted: bool = False
-    """Whether a server held it that was killed. Its readers at that time are not known."""
+    """Whether the epoch was taken over from a killed server. Its readers at that time are unknown."""
 
     def close(self) -> None:
         """Close the descriptors. The driver frees the memory once no process maps it."""
@@ -79,13 +81,13 @@ class Epoch:
         self.settle()
 
     def settle(self) -> None:
-        """Forget the writer and its announcement. An answer that is not sent yet may still have the control block."""
+        """Forget the writer and its announcement. The control block stays open for an answer that is not sent yet."""
         self.ready = self.writer = None
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class HeldEntry:
-    """A key: its last commit, older commits that still have readers, and the epoch being written."""
+    """A key: its last commit, older commits that still have readers, and the epoch that is being written."""
 
     key: str
     place: int
@@ -94,27 +96,31 @@ class HeldEntry:
     """Number of the last epoch."""
     current: Epoch | None = None
     before: Epoch | None = None
-    """The previous commit, valid again if the writer dies before the contents of :attr:`current` are there."""
+    """The previous commit. It becomes valid again if the writer dies before the contents of :attr:`current` are
+    complete.
+    """
     older: list[Epoch] = field(default_factory=list)
-    """Replaced or removed epochs that have readers."""
+    """Replaced or removed epochs that still have readers."""
     next: Epoch | None = None
     recycles: bool = False
-    """Whether the last commit was like the one before: then more such are expected, and :attr:`spare` is kept."""
+    """Whether the last commit was like the one before. More such commits are then expected, and :attr:`spare`
+    is kept.
+    """
     spare: Epoch | None = None
-    """A replaced epoch that nobody has any more. Its memory is for the next epoch that is like the current one."""
+    """A replaced epoch that no process has. Its memory is for the next epoch that is like the current one."""
 
     @property
     def epochs(self) -> list[Epoch]:
-        """All commits that the store holds of this key."""
+        """All commits of this key that the store holds."""
         return [epoch for epoch in (self.current, self.before, *self.older) if epoch is not None]
 
     @property
     def all_epochs(self) -> list[Epoch]:
-        """Also the one being written, and the spare one."""
+        """All commits, the epoch that is being written, and the spare one."""
         return [*self.epochs, *(epoch for epoch in (self.next, self.spare) if epoch is not None)]
 
     def retire(self, *epochs: Epoch | None) -> None:
-        """Keep epochs for their readers only."""
+        """Keep epochs only for their readers."""
         for epoch in epochs:
             if epoch is not None and epoch.readers:
                 self.older.append(epoch)
@@ -122,7 +128,7 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep the memory of an epoch that nobody has for the next epoch, or close it."""
+        """Keep the memory of an epoch that no process has for the next epoch, or close it."""
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
@@ -166,12 +172,12 @@ class Holdings:
         self.limit = limit
         self.evict = evict
         self.evicted: int = 0
-        """Keys that were removed to make room."""
+        """Number of keys that were removed to make room."""
         self.entries: dict[str, HeldEntry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
-        """Last epoch and reason of each key lost without a request."""
+        """For each key that was lost without a request: its last epoch, and the reason."""
         self.keep: Callable[[Sequence[HeldEntry]], None] | None = None
-        """Called with keys whose last complete commit has changed, before anybody is told of it."""
+        """Called with the keys whose last complete commit has changed, before any client is told."""
         self._journal = journal
         self._read_journal()
 
@@ -180,7 +186,7 @@ class Holdings:
         entry = epoch.entry
         epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
         number, _ = self.lost.pop(entry.key, (0, ""))
-        entry.number = max(epoch.number, number)  # a commit whose contents were not there yet had a number, too
+        entry.number = max(epoch.number, number)  # A commit with incomplete contents had a number, too.
         entry.current, self.entries[entry.key] = epoch, entry
 
     def _changed(self, *entries: HeldEntry) -> None:
@@ -213,11 +219,11 @@ class Holdings:
         if current is None:
             return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
         epoch.like, epoch.chunks = sum(current.chunks), current.chunks
-        epoch.files = (Fd(os.dup(current.files[0].fileno())),)  # the key may be removed before the commit
+        epoch.files = (Fd(os.dup(current.files[0].fileno())),)  # Another client may remove the key before the commit.
         epoch.layout, epoch.count = current.layout, current.count
         spare = entry.spare
         if spare is not None and reuse:
-            # Never a spare again, if this writer dies: for a moment after that its kernels may still write.
+            # This epoch must never become a spare. If the writer dies, its kernels may still write for a moment.
             epoch.nbytes, epoch.handles = spare.nbytes, spare.handles
             entry.spare, spare.handles = None, []
             spare.close()
@@ -377,7 +383,7 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # Read the writer's end first: after it the writer writes nothing.
+        # Read the end of the writer first. After its end the writer writes nothing.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready[0]
         if word.reached and not word.lost:
@@ -425,7 +431,7 @@ class Holdings:
             temporary.replace(self._journal)
 
     def _read_journal(self) -> None:
-        """Read the keys that a killed server has held. A truncated or foreign journal is ignored."""
+        """Read the keys that a killed server held. A truncated or foreign journal is ignored."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             found = json.loads(self._journal.read_text(encoding="utf-8"))
             reason = f"the server that held it, process {found['pid']}, was killed"

@@ -1,4 +1,4 @@
-"""Keepers: what keeps the descriptors of a store while its server is dead, and gives them to the next server.
+"""Keepers, which keep the descriptors of a store while its server is dead, and give them to the next server.
 
 It is the descriptor store of systemd, or else a process. That does nothing else, and reads no contents, so that little
 can end it. A server sends whole changes: a change that its death cuts off is dropped by the channel. The connections of
@@ -76,16 +76,15 @@ class Keeper(Closes):
                     time.sleep(0.02)
 
     def take(self) -> Iterator[Kept]:
-        """Return copies of all that is kept. The caller closes the descriptors."""
+        """Return copies of the kept commits. The caller closes their descriptors."""
         (count,) = self._ask({"take": 1})
         for _ in range(int(count)):
             data, handles = self._channel.receive(timeout=_SECONDS)
             yield Kept(data.decode(), handles)
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
-        """Keep these commits by key in place of others, and drop other keys: all of that, or nothing.
-
-        Once it returns, the death of this process loses none of it.
+        """Keep these commits by key, in place of earlier ones, and drop the other keys: the whole change or nothing.
+        After the return, the death of this process loses none of them.
         """
         handles = [fd for _, one in kept for fd in one.handles]
         self._ask({"put": [[key, one.text, len(one.handles)] for key, one in kept], "drop": list(dropped)}, handles)
@@ -109,16 +108,16 @@ class Keeper(Closes):
         self._ended = True
         asked = self._end()
         if self._process is not None:
-            if not asked:  # it has ended already, or could not be asked
+            if not asked:  # The keeper has exited already, or does not answer.
                 self._process.kill()
             self._process.wait()
-        elif not asked:  # perhaps it has refused the last change, and serves the next connection
+        elif not asked:  # The keeper may have refused the last change, and then serves the next connection.
             with contextlib.suppress(OSError, ValueError):
                 self._channel = Channel.connect(self._path, timeout=_SECONDS)
                 self._end()
 
     def _end(self) -> bool:
-        """Ask the keeper to end; whether it has answered."""
+        """Ask the keeper to end. Returns whether it answered."""
         if not self._channel.closed:
             with self._channel, contextlib.suppress(OSError, ValueError):
                 self._ask({"end": 1})
@@ -141,7 +140,7 @@ class ServiceManager(Closes):
         self._kept: dict[str, tuple[str, list[str]]] = {}
         """Text and names of each key's commit."""
         self._over: list[str] = []
-        """Names of commits that others have replaced, until they are dropped."""
+        """Names of commits that others have replaced. They are dropped later."""
         address = os.environ["NOTIFY_SOCKET"]
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with undoing(self._channel.close):
@@ -150,7 +149,7 @@ class ServiceManager(Closes):
 
     @staticmethod
     def is_there() -> bool:
-        """Whether systemd started this process, and keeps descriptors for it. It says so since version 254.
+        """Whether systemd started this process and keeps descriptors for it. systemd says so since version 254.
 
         Children inherit these variables. systemd takes nothing of theirs, or never passes it to them.
         """
@@ -159,7 +158,7 @@ class ServiceManager(Closes):
         return keeps and os.environ.get("SYSTEMD_EXEC_PID", ours) == ours
 
     def take(self) -> Iterator[Kept]:
-        """Return all that is kept. The caller closes the descriptors."""
+        """Return the kept commits. The caller closes their descriptors."""
         found: dict[str, dict[str, Fd]] = {}
         for name, fd in _passed(self._names):
             token, _, place = name.rpartition("-")
@@ -176,11 +175,11 @@ class ServiceManager(Closes):
         try:
             while left:
                 yield left.pop()
-        finally:  # of a server that refuses one
+        finally:  # from a server that refused one
             close_all(fd for kept in left for fd in kept.handles)
 
     def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
-        """The last commit of each key, of descriptors by token and place. All others are dropped."""
+        """Return the last commit of each key, from descriptors by token and place. The others are dropped."""
         latest: dict[str, tuple[int, str, Kept]] = {}
         for token, parts in found.items():
             last = parts.pop("text", None)
@@ -217,11 +216,11 @@ class ServiceManager(Closes):
             self._await()
         self._drop(self._over)
         self._over.clear()
-        if dropped:  # otherwise the death of this process could bring the keys back
+        if dropped:  # Otherwise the death of this process could bring the keys back.
             self._await()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
-        """Send the descriptors of a commit. ``names`` gets their names, that of the text first."""
+        """Send the descriptors of a commit. ``names`` gets their names, the name of the text first."""
         token = f"{self._names}{token_hex(8)}"
         with contextlib.ExitStack() as files:
             copies = [files.enter_context(sealed_file(read_file(file))) for file in kept.handles[:2]]
@@ -236,7 +235,7 @@ class ServiceManager(Closes):
         close_all(handles)
 
     def _await(self) -> None:
-        """Wait until systemd has taken all messages: it closes the pipe then."""
+        """Wait until systemd has taken all messages. It then closes the pipe."""
         ours, theirs = map(Fd, os.pipe())
         with ours:
             with theirs:
@@ -252,33 +251,33 @@ class ServiceManager(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the connection was closed."""
         return self._channel.fileno() < 0
 
     def close(self) -> None:
-        """Have systemd release all; idempotent."""
+        """Make systemd release all descriptors; idempotent."""
         if not self.closed:
             with contextlib.closing(self._channel), contextlib.suppress(OSError):
-                self._drop(self._over)  # first: alone they would be what the next server takes
+                self._drop(self._over)  # The texts first, because the next server takes only commits with a text.
                 for _, names in self._kept.values():
                     self._drop(names)
 
 
 def _passed(names: str) -> Iterator[tuple[str, Fd]]:
-    """Take the descriptors that systemd has passed to this process under names that begin so (``sd_listen_fds``)."""
+    """Take the descriptors that systemd passed to this process under names with this prefix (``sd_listen_fds``)."""
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         passed = os.environ["LISTEN_FDNAMES"].split(":")
-        own = re.compile(re.escape(names) + r"[0-9a-f]{16}-(\d+|text)")  # not of a store whose name goes on after "-"
+        own = re.compile(re.escape(names) + r"[0-9a-f]{16}-(\d+|text)")  # another store's name may continue after "-"
         for number, name in enumerate(passed):
             if own.fullmatch(name):
                 passed[number] = "taken"
-                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # the number may be another file's one day
+                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # A later file may get this number.
                 os.set_inheritable(3 + number, False)
                 yield name, Fd(3 + number)
 
 
 def keep(path: str) -> None:
-    """Serve at a path until a server ends it."""
+    """Serve at a path until a server ends this keeper."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kept: dict[str, Kept] = {}
@@ -292,7 +291,7 @@ def keep(path: str) -> None:
 
 
 def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], handles: tuple[Fd, ...]) -> bool:
-    """Answer one request; whether more may come."""
+    """Answer one request. Returns whether more requests may come."""
     left = list(handles)
     with undoing(lambda: close_all(left)):
         if "take" in fields:
@@ -314,7 +313,7 @@ def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], han
 
 
 def _checked(fields: dict[str, Any], count: int) -> list[tuple[str, str, int]]:
-    """Check a change before anything of it is done."""
+    """Check a whole change before a part of it is done."""
     try:
         changes = [(key, text, number) for key, text, number in fields["put"]]
         dropped = list(fields["drop"])

@@ -30,7 +30,7 @@ from streamalloc.ipc.transport.channel import ProtocolError
 ALIGNMENT = 512
 """Alignment of allocations' offsets, in bytes."""
 MOST_BYTES = 32 << 20
-"""Bytes of a file of a manifest, at most."""
+"""Most bytes of one file of a manifest."""
 _MOST_METADATA = 1 << 20
 _MOST_TENSORS = 200_000
 _MOST_DIMENSIONS = 16
@@ -61,9 +61,9 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     """Elements by dimension."""
     strides: tuple[int, ...] | None
-    """Strides in elements, by dimension; None if C-contiguous."""
+    """Strides in elements by dimension; None if the tensor is C-contiguous."""
     offset: int
-    """Bytes from the first byte of the range."""
+    """Bytes from the start of the range."""
 
     @property
     def elements(self) -> int:
@@ -95,7 +95,7 @@ def dtype_name(dtype: object) -> str:
     raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
 
 
-@functools.cache  # NumPy makes the name of a type anew each time, which is half of what a tensor costs
+@functools.cache  # NumPy computes the name of a type at each call, which is half of the cost of a tensor.
 def _dtype_name(dtype: Hashable) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in TYPES:
@@ -131,7 +131,8 @@ class TensorLayout(Mapping[str, Tensor]):
 
     @property
     def _rows(self) -> dict[str, list[Any]]:
-        """Type, shape, strides and offset by name, as in JSON: ten thousand names cost little before they are used.
+        """Return type, shape, strides and offset by name, as in JSON. Ten thousand names cost little before they are
+        used.
 
         Raises
         ------
@@ -194,7 +195,7 @@ class TensorLayout(Mapping[str, Tensor]):
         self._data, self._hash = b"", ""
 
     def new_row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
-        """Return a tensor that can be added as JSON has it, or raise as :meth:`add` does."""
+        """Return a tensor in its JSON form, to be added later; raise as :meth:`add` does."""
         row = [list(value) if isinstance(value, tuple) else value for value in tensor]
         fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *row)
         if fault:
@@ -215,7 +216,7 @@ class TensorLayout(Mapping[str, Tensor]):
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
     def changes(self, newer: TensorLayout) -> list[str]:
-        """Return the differences from a newer layout as text, one for each tensor."""
+        """Return one text for each difference from a newer layout."""
         texts = [f"{name!r} is gone" for name in self if name not in newer]
         texts += [f"{name!r} is new" for name in newer if name not in self]
         for name, tensor in self.items():
@@ -227,15 +228,15 @@ class TensorLayout(Mapping[str, Tensor]):
 
 
 class Manifest(NamedTuple):
-    """Description of an epoch beside its memory."""
+    """Description of an epoch, without its memory."""
 
     layout: TensorLayout
     metadata: dict[str, Any]
     fabric: list[str]
-    """Fabric handles of the chunks, hexadecimal; empty without FABRIC memory."""
+    """Fabric handles of the chunks in hexadecimal; empty if the memory has none."""
 
     def to_bytes(self) -> bytes:
-        """Return all but the layout as JSON.
+        """Return the manifest without the layout, as JSON.
 
         Raises
         ------
@@ -268,7 +269,7 @@ class Manifest(NamedTuple):
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Turn the errors of a manifest that cannot be read into ``ProtocolError``."""
+    """Convert the errors of an unreadable manifest to ``ProtocolError``."""
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:
@@ -282,7 +283,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
-    """Return the fault of a tensor as text; empty if there is none."""
+    """Return the fault of a tensor as text; empty if it has none."""
     if not isinstance(name, str) or not 0 < len(name) <= 1024 or not name.isprintable():
         return "whose name is not 1 to 1024 printable characters"
     if type(dtype) is not str or dtype not in TYPES:
@@ -305,7 +306,9 @@ def _refuse(constant: str) -> None:
 
 
 def read_file(fd: Fd) -> bytes:
-    """Read a file of :func:`sealed_file`; ``ProtocolError`` if it can still change, or is larger than a manifest."""
+    """Read a file of :func:`sealed_file`. Raises ``ProtocolError`` if the file can still change, or is larger than a
+    manifest.
+    """
     try:
         size = os.fstat(fd.fileno()).st_size
         sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS

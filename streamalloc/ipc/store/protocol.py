@@ -29,7 +29,7 @@ from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolEr
 
 VERSION = 2
 MOST_CHUNKS = 2048
-"""Most chunks of physical memory per epoch."""
+"""Most chunks of physical memory in an epoch."""
 
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0
@@ -94,18 +94,18 @@ writer goes on as a reader. ``open`` makes the connection a reader's: its end cl
 
 def checked_key(key: object) -> str:
     """Check a key: 1 to 512 printable characters, slashes and dots included. Raises ``ValueError``."""
-    if not _is_key(str(checked_type("key", key, str))):  # a plain string, also of numpy.str_
+    if not _is_key(str(checked_type("key", key, str))):  # ``str`` makes a plain string, for example of a numpy.str_.
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Make the bytes of a message."""
+    """Encode the fields of a message."""
     return _TEXT({"version": VERSION, **fields}).encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the fields of a message; ``ProtocolError`` if it is none of a store."""
+    """Return the fields of a message. Raises ``ProtocolError`` if it is not a store's message."""
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -198,12 +198,12 @@ class Connection(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here."""
+        """Whether the connection was closed in this process."""
         return self._channel.closed
 
     @property
     def alive(self) -> bool:
-        """Whether the server has this connection open. Always False in a forked child."""
+        """Whether the server still has this connection open. Always False in a forked child."""
         return (
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
@@ -234,7 +234,7 @@ class Connection(Closes):
                 self.close()
                 raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
             except BaseException:
-                self.close()  # Otherwise a late answer would be taken for the next request's.
+                self.close()  # Otherwise a late answer would be taken for the answer to the next request.
                 raise
         with undoing(functools.partial(close_all, received)):
             return self._answer(data), received
@@ -249,5 +249,5 @@ class Connection(Closes):
         return fields
 
     def close(self) -> None:
-        """Close the connection, which ends its write or read; idempotent."""
+        """Close the connection. This ends its write or read; idempotent."""
         self._channel.close()

@@ -41,23 +41,23 @@ from streamalloc.ipc.wire.control_block import ReadyWord
 # Seconds between two checks of announced contents, and between two attempts to send an answer.
 _PAUSE = 0.02
 _ROOM = 8
-"""Descriptors that a commit leaves free: for connections, and for the journal."""
+"""Number of free descriptors that a commit must leave for connections and the journal."""
 
 
 class _Client(Holder):
     """A connection, the descriptors of its request, and its unsent answer."""
 
     handles: list[Fd]
-    """Descriptors of the request; a handler removes those that it keeps."""
+    """Descriptors of the request. A handler removes those that it keeps."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
         self.channel = channel
         self.number = channel.fileno()
-        """File descriptor number, valid even after the channel has closed itself."""
+        """File descriptor number. It stays valid after the channel has closed itself."""
         self.answer: bytes | None = None
         self.sends: Sequence[Fd] = ()
-        """Descriptors that go with the answer."""
+        """Descriptors that the answer sends."""
 
     def check_new(self) -> None:
         """Raise if the connection has an epoch already."""
@@ -65,7 +65,7 @@ class _Client(Holder):
             raise StoreError("this connection writes or reads already: each epoch has its own")
 
     def writing(self) -> Epoch:
-        """Return the epoch that is being written."""
+        """Return the epoch that this client writes."""
         if self.epoch is None or self.epoch.entry.next is not self.epoch:
             raise StoreError("this connection writes nothing")
         return self.epoch
@@ -115,14 +115,14 @@ class StoreServer(Closes):
         if evict and limit is None:
             raise ValueError("evict=True: the store makes room below a limit=, which is missing")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Each chunk of each epoch is an open file, also of those that are taken over.
+        # Each chunk of each epoch is an open file, including those that are taken over.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
             known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices or ()]
             uuids = None if devices is None else [device.uuid.hex for device in known]
-            # An existing socket is stale: its server would hold the lock.
+            # An existing socket is stale, because a live server would hold the lock.
             path.unlink(missing_ok=True)
             self._listener: Listener = undo.enter_context(Channel.listen(path))
             self.address: str = self._listener.address
@@ -133,9 +133,11 @@ class StoreServer(Closes):
                 self._take_over(path.with_suffix(".keeper"), undo)
             self._wake = tuple(map(Fd, os.pipe()))
             self._spare = Fd(os.dup(self._wake[0].fileno()))
-            """Descriptor that is closed to accept, and refuse, a connection when no other is left."""
+            """Descriptor in reserve. It is closed to accept a connection when no other is left, and to refuse that
+            connection.
+            """
             self._told = False
-            """Whether the log says that no descriptor is left."""
+            """Whether the log already says that no descriptor is left."""
             self._clients: dict[int, _Client] = {}
             self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -143,10 +145,10 @@ class StoreServer(Closes):
             undo.pop_all()
 
     def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
-        """Adopt what the store's keeper holds, and let it keep what is committed from now on."""
+        """Adopt the commits that the store's keeper holds, and let it keep later ones."""
         undo.callback(self._holdings.release)
         self._keeper = keeper = ServiceManager(self.name) if ServiceManager.is_there() else Keeper(path)
-        undo.callback(keeper._channel.close)  # a keeper serves one connection at a time
+        undo.callback(keeper._channel.close)  # A keeper serves one connection at a time.
         for kept in keeper.take():
             with undoing(functools.partial(close_all, kept.handles)):
                 self._holdings.adopt(_adopted(kept))
@@ -154,12 +156,12 @@ class StoreServer(Closes):
 
     @property
     def lost(self) -> dict[str, str]:
-        """Keys lost without a request, for example when a server was killed, with the reason."""
+        """Keys that were lost without a request, for example when a server was killed, each with the reason."""
         return {key: reason for key, (_, reason) in self._holdings.lost.items()}
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the server was closed."""
         return self._lock.closed
 
     def start(self) -> Self:
@@ -184,12 +186,12 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """End :meth:`run`; signal handlers may call this."""
+        """End :meth:`run`. Signal handlers may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
 
     def close(self) -> None:
-        """Stop, and release all memory that no reader has mapped; idempotent. Without an effect in a forked child."""
+        """Stop, and release all memory that no reader has mapped; idempotent. No effect in a forked child."""
         if self.closed or self._process != os.getpid():
             return
         if self._thread is None:
@@ -209,12 +211,12 @@ class StoreServer(Closes):
         self._lock.close()
 
     def _keep(self, entries: Sequence[HeldEntry]) -> None:
-        """Tell the keeper of changes. Without one the server goes on, and its log says what that means."""
+        """Tell the keeper of changes. If there is no keeper, the server continues, and its log says what that means."""
         if self._keeper is None:
             return
         kept, dropped = [], []
         for entry in entries:
-            # Only complete commits: until the contents of a new one are there, the one before counts.
+            # Only complete commits. Until the contents of a new commit are complete, the previous one counts.
             epoch = entry.current if entry.current is None or entry.current.ready is None else entry.before
             if epoch is not None:
                 kept.append((entry.key, Kept(_described(epoch), (*epoch.files, *epoch.handles))))
@@ -226,7 +228,7 @@ class StoreServer(Closes):
             text = "nothing is kept any more of the store %r: what it holds is lost if its server is killed (%s)"
             logging.getLogger(__name__).warning(text, self.name, error)
             keeper, self._keeper = self._keeper, None
-            keeper.close()  # the next server shall not find what is out of date by then
+            keeper.close()  # The next server must not find commits that are out of date by then.
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -286,7 +288,7 @@ class StoreServer(Closes):
             client.sends = ()
             client.answer = self._refusal(error)
         except Exception:
-            # A fault of this server must not end the other clients' connections.
+            # A fault of this server must not end the connections of other clients.
             traceback.print_exc()
             self._drop(client)
         finally:
@@ -300,7 +302,7 @@ class StoreServer(Closes):
         try:
             client.channel.send(client.answer, client.sends, timeout=0)
         except TimeoutError:
-            return  # Too many descriptors in flight: send again later.
+            return  # Too many descriptors are in flight, so the answer is sent later.
         except OSError:
             self._drop(client)
         else:
@@ -380,7 +382,7 @@ class StoreServer(Closes):
         epoch.layout, epoch.count = hash, count
         epoch.fabric = bool(about.fabric)
         epoch.ready = None if word is None else (word, handles[first - 1], ready)
-        handles.clear()  # the epoch's from now on
+        handles.clear()  # From now on the epoch owns them.
         if prepare:
             return {"token": f"{client.number} {id(epoch)}"}
         self._holdings.publish([epoch])
@@ -422,7 +424,7 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {name: vars(StoreServer)[f"
 
 
 def _about(entry: HeldEntry) -> dict[str, Any]:
-    """Return what LIST says of a key."""
+    """Return the fields that LIST returns for a key."""
     epoch = entry.current
     about: dict[str, Any] = {
         "key": entry.key,
@@ -440,7 +442,7 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
 
 
 def _checked(layout: TensorLayout, nbytes: int, last: Epoch | None) -> int:
-    """Check a layout, unless it is that of the last commit. Returns its number of tensors."""
+    """Check a layout, unless it is the layout of the last commit. Returns its number of tensors."""
     if last is not None and last.layout == layout.hash and sum(last.chunks) <= nbytes:
         return last.count
     layout.check(nbytes)
@@ -453,7 +455,7 @@ def _described(epoch: Epoch) -> str:
 
 
 def _adopted(kept: Kept) -> Epoch:
-    """Return an epoch as :func:`_described` wrote it; ``ProtocolError`` if it is none."""
+    """Return the epoch that :func:`_described` wrote. Raises ``ProtocolError`` if it is not one."""
     try:
         about = json.loads(kept.text)
         entry = HeldEntry(checked_key(about["key"]), int(about["place"]), 0)
@@ -477,7 +479,7 @@ _DESCRIBED: dict[str, type] = {
     "device": str, "number": int, "chunks": list, "created": float, "layout": str, "count": int, "address": int,
     "fabric": bool,
 }  # fmt: skip
-"""Fields of an epoch that the keeper has, with their types."""
+"""Types of the fields of an epoch that the keeper has."""
 
 
 def _pids(epoch: Epoch) -> list[int]:
@@ -509,7 +511,7 @@ def announcement(block: Fd, ready: str) -> ReadyWord:
 
 
 def _locked(name: str, path: Path) -> Fd:
-    """Lock a file while the server lives. The kernel releases the lock with the process."""
+    """Lock a file until the server ends. The kernel releases the lock with the process."""
     while True:
         lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(lock.close):

@@ -38,11 +38,11 @@ class StoreEntry:
     epoch: int
     """Number of the last commit; 0 before the first."""
     nbytes: int
-    """Bytes of device memory, including replaced epochs with readers and the epoch being written."""
+    """Bytes of device memory, including replaced epochs with readers and the epoch that is being written."""
     writer: int | None
-    """Process id of the next epoch's writer; None without one."""
+    """Process id of the process that writes the next epoch; None if there is none."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Replaced epochs with readers: number, bytes, process ids."""
+    """Replaced epochs with readers, each with its number, bytes, and process ids."""
     readers: tuple[int, ...] = ()
     """Process ids of the last commit's readers."""
     tensors: int = 0
@@ -55,15 +55,15 @@ class StoreEntry:
     awaited: bool = False
     """Whether copies of the writer are still queued."""
     created: float = 0.0
-    """Unix time of the commit in seconds; ``used`` likewise for the last open or close."""
+    """Unix time of the commit in seconds. ``used`` is the time of the last open or close."""
     used: float = 0.0
     spare: int = 0
-    """Bytes that are kept for the next epoch like the last one; part of ``nbytes``."""
+    """Bytes kept for the next epoch that is like the last one; a part of ``nbytes``."""
 
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Identity of a store, and the sums of its contents.
+    """Identity of a store, and sums over its contents.
 
     :meth:`Store.statistics` returns it.
     """
@@ -73,9 +73,9 @@ class StoreStatistics:
     devices: tuple[str, ...] | None
     """UUIDs of the allowed devices; None: all."""
     limit: int | None
-    """Bytes of each device that it may hold."""
+    """Most bytes that the store may hold on each device; None for no limit."""
     evicted: int
-    """Keys that were removed to make room."""
+    """Number of keys that were removed to make room."""
     keys: int
     nbytes: int
     """Bytes of device memory held, or reserved by writers."""
@@ -84,7 +84,7 @@ class StoreStatistics:
     readers: int
     writers: int
     lost: dict[str, str]
-    """Keys lost without a request, and the reason; at most 100."""
+    """Keys that were lost without a request, each with the reason; at most 100."""
 
 
 class Store(Closes):
@@ -117,10 +117,10 @@ class Store(Closes):
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
         self.closed: bool = False
-        """Whether it was closed."""
+        """Whether the client was closed."""
         self._driver = driver
         self._idle: list[Connection] = [Connection(name)]
-        """The connection that has shown that there is a server, for the first request."""
+        """The connection that has shown that a server runs. The first request uses it."""
 
     @staticmethod
     def serve(
@@ -310,7 +310,7 @@ class Store(Closes):
         self._ask("remove", key=checked_key(key))
 
     def trim(self) -> int:
-        """Release the memory that is kept for next epochs like the last (:meth:`write`); return its size in bytes.
+        """Release the memory that is kept for later epochs (:meth:`write`), and return its size in bytes.
 
         The store does so itself before it refuses memory, or if a writer finds none on the device.
         """
@@ -329,7 +329,7 @@ class Store(Closes):
     def _connect(self) -> Connection:
         """Connect to the server. The connection of a writer or reader is what it holds in the store."""
         self._check_open()
-        with contextlib.suppress(IndexError):  # another thread may have taken it
+        with contextlib.suppress(IndexError):  # Another thread may have taken it.
             idle = self._idle.pop()
             if idle.alive:
                 return idle
@@ -348,7 +348,8 @@ class Store(Closes):
 
 
 # -- safetensors files -------------------------------------------------------------------------------------------------
-# The format is a length of 8 bytes, a JSON object with type, shape and position of each tensor, and the tensors' bytes.
+# The file has 8 bytes of length, a JSON object with type, shape and position of each tensor, and the bytes of the
+# tensors.
 
 _MOST_HEADER = 100 << 20
 _DTYPES = {
@@ -356,7 +357,7 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""Names in :data:`TYPES` by the type names in files."""
+"""Names in :data:`TYPES` by the names of types in files."""
 
 
 class _File(NamedTuple):
@@ -399,7 +400,7 @@ def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -
 
 
 def _copies(file: _File, writer: WeightsWriter) -> Iterator[int]:
-    """Copy the tensors of a file, in file order; yield the bytes of each."""
+    """Copy the tensors of a file in file order. Yields the bytes of each."""
     with open(file.path, "rb") as opened:
         source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):

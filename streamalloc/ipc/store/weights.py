@@ -32,7 +32,7 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 
 
 class StoredView(ForeignMemory, RangeView):
-    """A part of the range of :class:`Weights`. Streams and the host wait for pending contents."""
+    """A part of the range of :class:`Weights`. Streams and the host wait until the contents are complete."""
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
         super().__init__(weights.range, start, stop)
@@ -52,7 +52,7 @@ class StoredView(ForeignMemory, RangeView):
 
     @property
     def stream(self) -> Stream:
-        """The stream given at the open, or the default stream of the device."""
+        """The stream that the open got, or the default stream of the device."""
         return self.weights.stream
 
 
@@ -61,7 +61,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
 
     range: AddressRange
     stream: Stream
-    """The stream of operations that name no other."""
+    """Stream of operations that name no stream."""
     layout: TensorLayout
     """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
     metadata: dict[str, Any]
@@ -69,7 +69,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
     """Size of the memory in bytes."""
 
     _contents: tuple[Announcement, ...] = ()
-    """The announcement that every using stream waits for; without one none waits."""
+    """Announcement that each stream waits for before it uses the tensors; empty if none needs to wait."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return len(self.layout)
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # equality of contents would need a synchronisation
+        return self is other  # To compare contents would need a synchronisation.
 
     __hash__ = object.__hash__
 
@@ -115,9 +115,9 @@ class OpenEpoch:
     """Address of the range in the writer."""
     manifest: Manifest
     chunks: list[PhysicalMemory] = field(default_factory=list)
-    """In the order of addresses."""
+    """Chunks of the memory in the order of addresses."""
     ready: Announcement | None = None
-    """Announcement of the contents; None if they are there."""
+    """Announcement of the contents; None if they are complete."""
 
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
@@ -187,7 +187,7 @@ class Weights(Tensors, Closes):
         self._adopt(opened)
         self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
-        """Whether every using stream waits for the contents, not only :attr:`stream`."""
+        """Whether each stream that uses the contents waits for them, and not only :attr:`stream`."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
 
     def _adopt(self, opened: OpenEpoch) -> None:
@@ -214,7 +214,9 @@ class Weights(Tensors, Closes):
         return weights
 
     def _expect(self) -> None:
-        """Make the stream wait for the contents; without a given stream, each using stream waits."""
+        """Make the stream wait for the contents. If the caller gave no stream, each stream waits before its
+        first use.
+        """
         ready, self._contents = self._epoch.ready, ()
         if ready is not None:
             ready.precede(self.stream)
@@ -252,7 +254,7 @@ class Weights(Tensors, Closes):
 
     @property
     def lost(self) -> bool:
-        """Whether the awaited contents never came, because the writer died."""
+        """Whether the contents will never be complete, because the writer died."""
         ready = self._epoch.ready
         return ready is not None and ready.lost
 
@@ -314,7 +316,7 @@ class Weights(Tensors, Closes):
                 map_side_by_side(self.range, self._epoch.chunks, self._rights)
 
     def _renew(self, after: After) -> None:
-        """Map the last commit in place of this one."""
+        """Map the last commit in place of the present one."""
         before = self._epoch
         connection = Connection(before.connection.name)
         newer = OpenEpoch.open(connection, self.key, session_of(self.range), before.manifest.layout)
@@ -357,7 +359,7 @@ class Weights(Tensors, Closes):
 
 
 def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLayout) -> LayoutChangedError:
-    """Make the error for a layout that is not the expected one."""
+    """Return the error for a layout that differs from the expected one."""
     if isinstance(expected, str):
         what = f"its layout has the hash {found.hash}, not {expected}"
     else:
@@ -371,7 +373,7 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
-    with contextlib.suppress(AddressSpaceError):  # there may be no room for the larger ones
+    with contextlib.suppress(AddressSpaceError):  # The addresses may have no room for the larger sizes.
         for nbytes in sizes:
             reserved = AddressRange(nbytes, address=wanted, driver=driver)
             if reserved.honoured:

@@ -47,7 +47,7 @@ _LARGEST_CHUNK = 1 << 30
 
 
 class WeightsWriter(Tensors, Unique, Leaves):
-    """One epoch of a key during writing; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
+    """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
 
     The end of the ``with`` block commits. After an exception in the block, :meth:`abort`, or the death of this process,
     nothing is committed, and readers still open the previous epoch.
@@ -83,24 +83,24 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
         self._voted = False
-        """Whether the other ranks have, or get, this rank's vote."""
+        """Whether the other ranks have this rank's vote, or will get it."""
         self._chunks: list[PhysicalMemory] = []
-        """In the order of addresses; first those that the store gave."""
+        """Chunks in the order of addresses; the chunks that the store gave come first."""
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self._granularity = PhysicalMemory.granularity(device)
         self.nbytes: int = 0
-        """Bytes that are allocated."""
+        """Bytes allocated so far."""
         self._mapped = 0
         # Addresses for all memory that the device can have.
         capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
-        """Announcement of the contents, its value, and the event after the copies."""
+        """Announcement of the contents, its value, and the event after the copies; None if no copies are queued."""
         self._connection = connection
         with undoing(self._connection.close):
             self._begin(capacity, replace, like)
 
     def _begin(self, capacity: int, replace: bool, like: bool) -> None:
-        """Ask the store to begin an epoch, and reserve addresses where it proposes."""
+        """Ask the store to begin an epoch, and reserve addresses at its proposal."""
         reuse, device = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR, self.device
         answer, received = self._connection.ask(
             "write", key=self.key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
@@ -109,7 +109,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             undo.callback(close_all, received)
             self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
             self._like: str = answer.get("layout", "")
-            """Hash of the layout that was taken over."""
+            """Hash of the layout that the store gave; empty if it gave none."""
             if like:
                 undo.enter_context(undoing(self._release))
                 self._take_over(answer["chunks"], *received)
@@ -183,7 +183,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             tensor = Tensor(dtype_name(dtype), _sizes(shape), None, _aligned(end))
             end = tensor.offset + tensor.nbytes
             rows[str(name)] = self.layout.new_row(name, tensor, end)
-        self.reserve(end - start)  # last, so that a bad tensor leaves no memory in the epoch
+        self.reserve(end - start)  # Last, so that a bad tensor leaves no memory in the epoch.
         self.layout.add_rows(rows)
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
@@ -205,13 +205,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self[name]
 
     def reserve(self, nbytes: int) -> int:
-        """Allocate unnamed memory and return its offset in the range, a multiple of 512 bytes."""
+        """Allocate memory without a name. Returns its offset in the range, a multiple of 512 bytes."""
         self._check_open()
         nbytes = checked_size("nbytes", nbytes)
         offset = _aligned(self.nbytes)
         missing = offset + nbytes - self._mapped
         if missing > 0:
-            # Grow in steps of an eighth: many small tensors make few chunks, and little memory is wasted.
+            # The memory grows in steps of an eighth: many small tensors need few chunks, and little memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(self._rounded(step))
         self.nbytes = offset + nbytes
@@ -222,7 +222,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return -(-nbytes // self._granularity) * self._granularity
 
     def _grow(self, *sizes: int) -> None:
-        """Create and map one more chunk of each size. After an error those before it stay."""
+        """Create and map one more chunk of each size. After an error, the chunks before it stay."""
         if len(self._chunks) + len(sizes) > MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
         self._connection.ask("reserve", total=self._mapped + sum(sizes))
@@ -235,7 +235,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._mapped += nbytes
 
     def _created(self, nbytes: int) -> PhysicalMemory:
-        """Create a chunk; if there is no memory, again after the store has released what it keeps for next epochs."""
+        """Create a chunk. If there is no memory, ask the store to release what it keeps for later epochs, and try
+        again.
+        """
         try:
             return PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
         except OutOfMemoryError:
@@ -247,7 +249,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     @property
     def closed(self) -> bool:
-        """Whether it was committed or aborted."""
+        """Whether the epoch was committed or aborted."""
         return self._connection.closed or self.epoch > 0
 
     def commit(self) -> None:
@@ -271,7 +273,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._finish()
 
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
-        """Send the epoch. With ``block`` the host waits for queued work."""
+        """Send the epoch. With ``block``, the host first waits for queued work."""
         session = session_of(self.device)
         self._pending, ready = None, ""
         with contextlib.ExitStack() as undo:
@@ -296,11 +298,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
             about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
             about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
             answer, _ = self._connection.ask("commit", [*files, *handles], **about)
-            self.epoch = answer.get("epoch", 0)  # at once: what is refused from here on does not undo the commit
+            self.epoch = answer.get("epoch", 0)  # Set at once, because an error from here on does not undo the commit.
         return answer
 
     def _manifest(self) -> Manifest:
-        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []  # then the store gave none
+        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []  # the store gave none then
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)
 
@@ -329,7 +331,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.epoch = self._connection.ask("confirm", tokens=tokens)[0]["epoch"]
 
     def _vote(self, token: str) -> list[tuple[str, str]]:
-        """Return the server and the token of each rank. An empty token is a vote against the commit."""
+        """Exchange the votes. Returns the server and the token of each rank; an empty token votes against the
+        commit.
+        """
         assert self._group is not None
         self._voted = True
         # Ranks on another machine have another server.
@@ -350,7 +354,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the mapping, now or after the queued copies."""
+        """Release the mapping now, or after the queued copies."""
         pending = self._pending
         if pending is None:
             self._release(())
@@ -367,7 +371,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._connection.close()
 
     def _kept(self) -> Weights:
-        """Commit, and continue as a reader with the same mapping."""
+        """Commit, and return a reader with the same mapping."""
         self._check_open()
         answer = self._commit(keep=True, block=True)
         about = self._connection, self.key, answer["epoch"], self.device, self.range.address
@@ -383,7 +387,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _leave(self, *, failed: bool) -> None:
         if self.closed:
             return
-        # Whatever the driver refuses, others can write the key.
+        # Even if the driver refuses this, other processes can write the key.
         with undoing(self._connection.close):
             if failed:
                 self.abort()
@@ -408,7 +412,7 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _Ending(Deferred):
-    """The deferred end of a writer whose copies were still queued at the commit."""
+    """Queue item: the end of a writer whose copies were still queued at the commit."""
 
     def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
         self._writer: WeightsWriter | None = writer
@@ -424,7 +428,9 @@ class _Ending(Deferred):
         return self._writer is None
 
     def forget(self) -> None:
-        """The context is lost, so the contents never come. The end of the connection notifies the server."""
+        """Handle the loss of the context: the contents will never be complete. The end of the connection tells the
+        server.
+        """
         writer, self._writer = self._writer, None
         _endings.discard(self)
         if writer is not None:
@@ -438,5 +444,5 @@ _endings: set[_Ending] = set()
 def _await_copies() -> None:
     """Wait for the copies, so that the end of this process loses no commit."""
     for item in list(_endings):
-        with contextlib.suppress(CudaError, ForkedProcessError):  # a forked child has no copies to wait for
+        with contextlib.suppress(CudaError, ForkedProcessError):  # A forked child has no copies to wait for.
             item._event.synchronize()

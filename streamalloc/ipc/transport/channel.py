@@ -43,7 +43,7 @@ Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 
 
 class Peer(NamedTuple):
-    """The process that made the other end of a channel, as reported by the kernel.
+    """The process that made the other end of a channel, as the kernel reports it.
 
     For both ends of :meth:`Channel.pair` this is the process that called it, even after an end was passed to another
     process. ``pid`` is 0 for a process of another PID namespace (a container).
@@ -58,11 +58,11 @@ class Peer(NamedTuple):
 
 
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST_PATH = 107  # bytes: sun_path without its zero at the end
+_LONGEST_PATH = 107  # bytes in ``sun_path`` without its final zero
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """Return an address for the socket functions: for an abstract name bytes with a leading zero, otherwise a path.
+    """Return an address for the socket functions: bytes with a leading zero for an abstract name, else a path.
 
     Abstract names are local to a machine. If ``STREAMALLOC_HOST`` is set, it precedes the name, so that only processes
     with the same host name can connect.
@@ -94,7 +94,7 @@ def check_private(path: str) -> None:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Device and inode number of a file, without following links; None if the file does not exist."""
+    """Return device and inode number of a file, without following links; None if the file does not exist."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -103,13 +103,13 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The process that made the other end (``SO_PEERCRED``)."""
+    """Return the process that made the other end (``SO_PEERCRED``)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(found))
 
 
 def admitted(connection: socket.socket) -> Peer:
-    """The process at the other end; raises ``PermissionError`` if it belongs to another user."""
+    """Return the process at the other end. Raises ``PermissionError`` if it belongs to another user."""
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
         raise PermissionError(
@@ -204,12 +204,12 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def number_of(handle: Fd | int) -> int:
-    """A descriptor's number; raises ``TypeError`` for something else."""
+    """Return a descriptor's number. Raises ``TypeError`` for other objects."""
     return handle.fileno() if isinstance(handle, Fd) else operator.index(handle)
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """The packets of a message: one, or several parts if it is too large for one."""
+    """Return the packets of a message: one, or several parts of a large message."""
     if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
         yield _HEADER.pack(MAGIC, VERSION, len(handles), len(data)) + data, handles
         return
@@ -250,16 +250,16 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
 
 
 def no_descriptors(needed: int) -> OSError:
-    """The error of a process that has no room for file descriptors: how many are open, may be, and are needed."""
+    """Return the error of a process without room for file descriptors: how many are open, allowed, and needed."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
-        count = len(os.listdir("/proc/self/fd")) - 1  # one was open for the list
+        count = len(os.listdir("/proc/self/fd")) - 1  # the list itself needed one
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
 
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
-    """The reason why a packet is not valid, as text; None if it is valid."""
+    """Return the reason why a packet is invalid as text; None if it is valid."""
     if flags & socket.MSG_TRUNC:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:
@@ -282,7 +282,7 @@ _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 # Nanoseconds that a receiver polls before it sleeps. A message within this time arrives in a third of the time of a
 # thread wake-up. On one processor polling would only delay the sender.
 _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
-# After this many waits in a row without a message, only every 32nd wait polls.
+# After this many waits in a row without a message, only each 32nd wait polls.
 _MISSES_BEFORE_SLEEP, _POLL_EVERY = 3, 32
 # Calls never block in the kernel, where Python would restart them after each signal. poll() has the deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -302,7 +302,7 @@ class _Socket(socket.socket):
 
 
 class _SocketOwner(Closes):
-    """An owner of one socket."""
+    """Base of objects that own one socket."""
 
     __slots__ = ("__weakref__", "_socket")
 
@@ -323,14 +323,14 @@ class _SocketOwner(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here."""
+        """Whether this end was closed in this process."""
         return self._socket.fileno() < 0
 
     def _was_closed(self) -> ClosedError:
         return ClosedError(f"this {type(self).__name__.lower()} was closed")
 
     def _poll(self, events: int, timeout: int) -> bool:
-        """Wait up to ``timeout`` milliseconds for poll events; returns whether one has come."""
+        """Wait up to ``timeout`` milliseconds for poll events. Returns whether one has come."""
         poll = select.poll()
         poll.register(self.fileno(), events)
         return bool(poll.poll(timeout))
@@ -375,10 +375,10 @@ class Channel(_SocketOwner):
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0
-        """Consecutive waits in which polling found no message."""
+        """Number of waits in a row in which polling found no message."""
         self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
         self.peer: Peer = peer
-        """The process that made the other end."""
+        """Process that made the other end."""
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
         self._send_with = connection.sendmsg
         self._receive = connection.recvmsg
@@ -539,7 +539,7 @@ class Channel(_SocketOwner):
         """
         wait = self.timeout if timeout is None else timeout
         if wait is not None and not wait > 0:
-            deadline_after(wait)  # raises if it is negative
+            deadline_after(wait)  # This raises for a negative timeout.
         end: float | None = None
         while True:
             try:
@@ -582,7 +582,7 @@ class Channel(_SocketOwner):
         if self.closed:
             raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:
-            # Reported once: the peer ended with unread messages. Its own messages can still be received.
+            # Reported once, when the peer ended with unread messages. Its own messages can still be received.
             return
         if error.errno != errno.EAGAIN:
             raise error
@@ -599,7 +599,7 @@ class Channel(_SocketOwner):
         ready(milliseconds(end))
 
     def _take(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message | None:
-        """Check a packet. Return the message that it is or completes, or None."""
+        """Check a packet. Returns the message that it is or completes; None if parts are missing."""
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
@@ -617,7 +617,7 @@ class Channel(_SocketOwner):
             close_all(handles)
             self.close()
             raise ProtocolError(f"{self._who} sent something else than a message: {found}; the channel is closed")
-        if found is None:  # an earlier packet of this message was lost
+        if found is None:  # An earlier packet of this message is missing.
             close_all(handles)
         if found is None or len(found.data) == 1:
             self._drop_partial()
@@ -739,7 +739,7 @@ class Listener(_SocketOwner):
 
 
 def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
-    """The descriptors in a packet's ancillary data."""
+    """Return the descriptors in a packet's ancillary data."""
     numbers = array.array("i")
     for level, kind, data in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -56,7 +56,7 @@ class Collective(enum.IntEnum):
 
 
 class TimeLimit(NamedTuple):
-    """Time limit of a call: the given seconds and the deadline."""
+    """Time limit of a call, in seconds and as a deadline."""
 
     seconds: float | None
     end: float | None
@@ -91,12 +91,12 @@ class GroupError(Exception):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault, the first one first."""
+        """The ranks at fault, in ascending order."""
         return tuple(self.calls)
 
 
 class GroupTimeoutError(GroupError, TimeoutError):
-    """Ranks did not make the call in time."""
+    """Some ranks did not make the call in time."""
 
 
 class GroupGoneError(GroupError, PeerGoneError):
@@ -104,16 +104,16 @@ class GroupGoneError(GroupError, PeerGoneError):
 
 
 class GroupProtocolError(GroupError, ProtocolError):
-    """Ranks make different calls, or one runs another version."""
+    """The ranks make different calls, or one of them runs another version."""
 
 
 def described(error: BaseException) -> str:
-    """An error as text."""
+    """Describe an error as text."""
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
 
 def did_not_come(ranks: Iterable[int], limit: TimeLimit, where: str = "") -> GroupTimeoutError:
-    """The error for missing ranks; ``where`` begins with a space."""
+    """Return the error for missing ranks. ``where`` begins with a space."""
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
 
@@ -125,7 +125,7 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def by_value(values: Sequence[Any], text: str) -> str:
-    """Describe which ranks have which value; ``text`` gets the value in place of ``{}``."""
+    """Describe which ranks have which value. ``text`` has ``{}`` in the place of the value."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -145,13 +145,13 @@ _HELLO_SECONDS = 5.0
 
 
 class _Turn:
-    """The rest of a call that concerns one other rank."""
+    """The remaining work of a call with one other rank."""
 
     def __init__(self, rank: int, channel: Channel, packets: Sequence[Packet]) -> None:
         self.rank = rank
         self.channel = channel
         self.unsent = deque(packets)
-        """Packets to send."""
+        """Packets that are not sent yet."""
         self.received = False
         self.data = b""
         self.handles: tuple[Fd, ...] = ()
@@ -184,7 +184,7 @@ class Mesh(Closes):
         with undoing(lambda: close_all(channels.values())):
             while before or after:
                 for other in sorted(before):
-                    # It does not listen yet, or its queue is full.
+                    # The rank does not listen yet, or its queue is full.
                     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError, TimeoutError):
                         channels[other] = Channel.connect(addresses[other], timeout=0)
                         channels[other].send(_HELLO.pack(b"hello", rank))
@@ -317,7 +317,7 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Tim
         if word == b"hello" and rank in expected:
             return rank, channel
     except (ConnectionError, TimeoutError, ProtocolError):
-        pass  # The caller has ended, or is no rank.
+        pass  # The caller has exited, or is not a rank.
     channel.close()
     return None
 
@@ -327,7 +327,7 @@ def _awaited(link: _Turn) -> int:
 
 
 def _why_gone(link: _Turn) -> Exception:
-    """The error for a closed channel: the reason that the rank sent before, or that it is gone."""
+    """Return the error for a closed channel: the reason that the rank sent before, or that it has gone."""
     while True:
         try:
             data, handles = link.channel.receive(timeout=0)
@@ -339,7 +339,7 @@ def _why_gone(link: _Turn) -> Exception:
 
 
 def _reason(packet: bytes) -> Exception:
-    """The error in a packet of ``Collective.FAILED``."""
+    """Return the error in a packet of ``Collective.FAILED``."""
     try:
         late, calls, text = json.loads(packet[_HEAD.size :])
         at_fault = {int(rank): str(call) for rank, call in calls}
@@ -371,26 +371,26 @@ class Communicator(Protocol):
     host: str
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes."""
+        """Return the bytes of all ranks, by rank. Ranks may pass different numbers of bytes."""
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors of all ranks, by rank; raises ``ValueError`` if hosts differ."""
+        """Return duplicates of the descriptors of all ranks, by rank. Raises ``ValueError`` if hosts differ."""
 
     def close(self) -> None:
         """Leave the group; idempotent."""
 
 
 class GroupLike(Protocol):
-    """An object with a blocking all-gather of bytes, a rank and a size, which may have mpi4py's names.
+    """A group with a rank, a size and a blocking all-gather of bytes, under these names or those of mpi4py.
 
     :func:`as_communicator` accepts it.
     """
 
     def allgather(self, data: Any, /) -> Sequence[Any]:
-        """The data of all ranks, by rank."""
+        """Return the data of all ranks, by rank."""
 
 
 class TorchGroupLike(Protocol):
@@ -411,7 +411,7 @@ CommunicatorLike: TypeAlias = Communicator | GroupLike | TorchGroupLike | None
 
 
 class _Group(Closes):
-    """Base of the communicators; a subclass implements the all-gather of packets (:meth:`_gathered`)."""
+    """Base of the communicators. A subclass implements the all-gather of packets (:meth:`_gathered`)."""
 
     def __init__(self, rank: int, size: int, timeout: float | None) -> None:
         self.rank: int = rank
@@ -470,7 +470,9 @@ class _Group(Closes):
             raise
 
     def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
-        """The bytes of all ranks. The first byte of each packet is the rank's call, which must be equal on all."""
+        """Return the bytes of all ranks. The first byte of each packet is the rank's call, which must be equal on all
+        ranks.
+        """
         packets = self._gathered(call, bytes([call]) + data, limit)
         for rank, packet in enumerate(packets):
             if packet[:1] != bytes([call]):
@@ -479,11 +481,11 @@ class _Group(Closes):
         return [packet[1:] for packet in packets]
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
-        """The packets of all ranks, by rank."""
+        """Return the packets of all ranks, by rank."""
         raise NotImplementedError
 
     def _connected(self, limit: TimeLimit) -> Mesh | str:
-        """Channels to all ranks; or a text with the reason if hosts differ."""
+        """Return channels to all ranks, or a text with the reason if hosts differ."""
         if self._mesh is None:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
@@ -505,7 +507,7 @@ class _Group(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or a call has failed."""
+        """Whether the communicator was closed, or a call has failed."""
         return bool(self._ended)
 
     def close(self) -> None:
@@ -745,7 +747,7 @@ class TorchCommunicator(_Group):
         group = group if group is not None else distributed.group.WORLD
         if hasattr(group, "get_group_store"):
             store = group.get_group_store()
-        else:  # before PyTorch 2.9 it was private
+        else:  # It was private before PyTorch 2.9.
             store = getattr(distributed.distributed_c10d, "_get_process_group_store")(group)  # noqa: B009
         seconds = store.timeout.total_seconds() if timeout is None else timeout
         super().__init__(rank, distributed.get_world_size(group), seconds)
@@ -791,7 +793,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class or a function of a loaded module; () if the module is not loaded or failed to import."""
+    """Return a class or a function of a loaded module; () if the module is not loaded or failed to import."""
     return getattr(sys.modules.get(module), name, ())
 
 

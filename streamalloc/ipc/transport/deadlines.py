@@ -28,10 +28,10 @@ def deadline_after(timeout: float | None) -> float | None:
 
 
 def left(deadline: float | None) -> float:
-    """Seconds until a deadline, 0 or more; infinite without one."""
+    """Return the seconds until a deadline, 0 or more; infinite without a deadline."""
     return math.inf if deadline is None else max(0.0, deadline - now())
 
 
 def milliseconds(deadline: float | None) -> int:
-    """Milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
+    """Return the milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
     return math.ceil(min(left(deadline), _DAY) * 1000)

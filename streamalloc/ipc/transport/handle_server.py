@@ -24,7 +24,7 @@ _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """The name of the server's abstract socket, which is not a file."""
+    """Return the name of the server's abstract socket, which is not a file."""
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
@@ -52,15 +52,15 @@ def serve() -> bytes:
 
 
 def _serve(listener: Listener) -> None:
-    """Answer each client on a thread of its own, so that a silent one delays nobody."""
+    """Thread body: answer each client on a thread of its own, so that a silent client delays no other."""
     while True:
         try:
             client = listener.accept()
             threading.Thread(target=_answer, args=(client,), name="streamalloc handles", daemon=True).start()
         except PermissionError:
-            pass  # a client of another user
+            pass  # It is a client of another user.
         except (OSError, RuntimeError):
-            time.sleep(0.01)  # For example no descriptor is left: the client waits in the queue.
+            time.sleep(0.01)  # For example, no descriptor is left. The client waits in the queue.
 
 
 def _answer(client: Channel) -> None:
@@ -72,7 +72,7 @@ def _answer(client: Channel) -> None:
         try:
             client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
         except ClosedError:
-            # Closed meanwhile, by its owner or by a user of it.
+            # The owner or a user of the handle has closed it meanwhile.
             client.send(b"", timeout=0)
 
 

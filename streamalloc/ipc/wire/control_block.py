@@ -80,11 +80,11 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
 
 SLOTS = 1024
-"""Slots of a control block, and marks per kind."""
+"""Number of slots of a control block, and of marks per kind."""
 IMPORTERS = 128
-"""Most importers per exporter at a time; they need 1.5 MiB of page-locked memory."""
+"""Most importers of one exporter at a time. They need 1.5 MiB of page-locked memory."""
 WORD = 1 << 32
-"""Words count up modulo 2^32."""
+"""Modulus at which words start again from 0."""
 
 _MAGIC = b"SAblock\3"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -106,7 +106,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
-# Most expected announcements before those that have come are removed.
+# Number of expected announcements at which those that have come are removed.
 _MOST_EXPECTED = 64
 
 Words = npt.NDArray[np.uint32]
@@ -133,9 +133,9 @@ class SlotWords:
         self.opened: slice = slice(opened + step * slot, opened + step * (slot + 1))
         """Byte range of the words ``opened`` of all importers."""
         self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
-        """Bytes of the file: the words ``closed`` of all importers."""
+        """Byte range of the words ``closed`` of all importers."""
         self.last_announced: int = 0
-        """The exporter's own copy of ``announced``, which importers cannot write."""
+        """The exporter's copy of ``announced``. Importers cannot write it."""
 
     def was_lost(self, wanted: int) -> bool:
         """Whether ``ready`` reached ``wanted`` only because the exporter died."""
@@ -154,9 +154,9 @@ class ImporterWords:
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited: int = self.closed.value
-        """The last value of ``closed`` that streams of this process wait for."""
+        """The highest value of ``closed`` that streams of this process wait for."""
         self.users: set[object] = set()
-        """Uses of the slot's memory whose closes the host counts; the importer may have several."""
+        """Uses of the slot's memory whose closes the host counts. An importer may have several."""
 
 
 class ExporterMark:
@@ -180,7 +180,9 @@ class ExporterMark:
         self._word.value = value
 
     def over(self) -> bool:
-        """Whether the word has another value than this mark: an importer opened the descriptor, or changed the word."""
+        """Whether the word no longer has the value of this mark: an importer opened the descriptor, or changed the
+        word.
+        """
         return self._word is not None and self._word.value != self._value
 
     def __del__(self) -> None:
@@ -199,13 +201,13 @@ class ControlBlock:
         self.session: Session = session
         self.fd: Fd = fd
         self.id: bytes = name
-        """16 random bytes."""
+        """Id of the block: 16 random bytes."""
         self.importer: int = -1
         """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
-        """Bytes of the file whose locks a thread is waiting for."""
+        """Bytes of the file whose locks a thread waits for."""
         self._expected: dict[tuple[int, int], None] = {}
-        """Slots and values of ``ready`` that this process's streams wait for."""
+        """Slot and value of each ``ready`` that streams of this process wait for."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
         self._values = itertools.count(secrets.randbits(31))
@@ -213,7 +215,7 @@ class ControlBlock:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         kinds = len(_IMPORTER_WORDS)
         words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
-        # Words by slot and importer.
+        # words by slot and importer
         self.opened: Words
         self.closing: Words
         self.closed: Words
@@ -222,9 +224,11 @@ class ControlBlock:
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
         self.importers: dict[tuple[int, int], ImporterWords] = {}
-        """The results of :meth:`importer_words`, by slot and importer."""
+        """Results of :meth:`importer_words`, by slot and importer."""
         self._raw: int | None = None
-        """Address registered with the driver, so that streams can use the words; None if not registered."""
+        """Address of the words that is registered with the driver, so that streams can use them. None if not
+        registered.
+        """
         session.shut_with_me(self)
         # Registered memory is portable. A context of its own on another device would cost half a gigabyte there.
         self._ordinal = next(iter(session.ordinals), 0)
@@ -341,15 +345,15 @@ class ControlBlock:
             self.mark("hold", number).value = 0
 
     def all_closed(self, words: SlotWords) -> bool:
-        """Whether all importers that opened a slot have closed it and finished their work."""
+        """Whether each importer that opened a slot has closed it and finished its work."""
         return self._map[words.opened] == self._map[words.closed]
 
     def announcement(self, slot: int, generation: int, ready: int) -> bytes:
-        """Return the name of an announcement, equal in both processes."""
+        """Return the name of an announcement, which is equal in both processes."""
         return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
-        """Write a word after a stream's queued work, see :meth:`write_by`."""
+        """Write a word after a stream's queued work; see :meth:`write_by`."""
         handle = direct_handle(stream, self.session)
         if handle is not None:
             self.write_by(handle, sees_all_work(stream), word, value)
@@ -411,7 +415,7 @@ class ControlBlock:
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
-        """Whether an importer lives."""
+        """Whether an importer is alive."""
         return self._alive(1 + importer)
 
     def idle(self) -> bool:
@@ -457,7 +461,7 @@ class ControlBlock:
                 words = self.slot_words(slot)
                 missing = (wanted - words.ready.value) % WORD
                 if missing < WORD // 2:
-                    # ``lost`` first: a reader of ``ready`` must see that the announcement never came.
+                    # ``lost`` first, because a reader of ``ready`` must see that the contents never came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
                 self._expected.pop((slot, wanted), None)
@@ -471,12 +475,12 @@ class ControlBlock:
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
-                # A hostile importer overwrote its words, and a stream of this process waits for another value.
+                # A hostile importer overwrote its words. A stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 
 def _reopened(file: Fd) -> Fd:
-    """Open a file anew, for locks of its own."""
+    """Open a file anew, so that its locks are separate."""
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 
@@ -501,17 +505,17 @@ class ReadyWord:
 
     @property
     def reached(self) -> bool:
-        """Whether the announcement was written, by the exporter or on its behalf."""
+        """Whether the announcement was written by the exporter or for it."""
         return reached(self._ready[0], self._value)
 
     @property
     def lost(self) -> bool:
-        """Whether it was written on behalf of an exporter that died."""
+        """Whether the announcement was written for an exporter that died."""
         return bool(self._lost[0]) and not reached(int(self._ready[0]) - int(self._lost[0]), self._value)
 
 
 def _is_block(fd: Fd, name: bytes) -> bool:
-    """Whether a file is the control block with an id, and is sealed against resizing."""
+    """Whether a file is the control block with this id, and is sealed against resizing."""
     try:
         sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
         head = os.pread(fd.fileno(), _HEADER.size, 0)

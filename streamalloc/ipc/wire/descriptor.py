@@ -50,7 +50,7 @@ _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _BODY + _CHECK.size
 NOWHERE = bytes(16)
-"""The id that stands for no control block, endpoint or origin."""
+"""Id that stands for no control block, no endpoint or no origin."""
 MOST_CHUNKS = 2048
 """Most chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
@@ -75,7 +75,7 @@ class ChunkHandle(NamedTuple):
     """
 
     id: bytes
-    """16 bytes, the id of the memory in all processes."""
+    """Id of the memory (16 bytes), equal in all processes."""
     nbytes: int
     """Size in bytes."""
     fabric: bytes = b""
@@ -107,7 +107,7 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Pack the end of a payload: the type's text, the sizes, the number of sizes, the length of the text."""
+    """Pack the end of a payload: text of the type, sizes, number of sizes, length of the text."""
     return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
 
 
