@@ -182,7 +182,7 @@ class Questions:
         """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,)
-        # A simulated machine does not model all questions. The program did not make this call.
+        # A simulated machine models only some questions. Its error must not reach the program, which did not ask.
         with contextlib.suppress(NotImplementedError):
             answer = answer if function is None else function(*args)
         return () if answer[0] else answer[1:]

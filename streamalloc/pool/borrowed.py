@@ -49,7 +49,7 @@ _IDLE_PAUSE = 0.02
 _QUERIES = (0.0, 0.00005, 0.0002)
 """Seconds before each query of the devices' work: short, as the thread begins anew later."""
 THIS = "this"
-"""The owner of a handle that the object made of it ends."""
+"""Value of ``owner`` for a handle that its new object ends."""
 
 
 def is_ours(owner: object) -> bool:
@@ -157,7 +157,7 @@ class PlainEnd(HandleEnd):
         super().__init__(session_of(source), call, address)
         self.source = source
         self.stream: Stream = stream
-        """The stream whose work comes first."""
+        """Stream whose work must finish before the memory ends."""
         self.owner: object = owner
         self._use: Fence | None = None
 

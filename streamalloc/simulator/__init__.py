@@ -12,6 +12,20 @@ the state. The parts of the state do not refer to the machine:
 * :mod:`.profiles` describes the machine by files, which ``streamalloc profile`` makes from other machines.
 * :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` those of several devices.
 
+The way of an allocation, ``cuMemAllocFromPoolAsync``:
+
+1. ``calls.base.driver_call`` converts the arguments, takes the lock, and looks up the objects of the handles. It turns
+   the result, or a ``Fault``, into the tuple that the bindings return.
+2. ``calls.pools.PoolCalls._allocate_ordered`` adds a node if the stream is captured. Otherwise it calls
+   ``pool.Pool.take``.
+3. ``allocator.PoolAddresses.find_at_hand`` chooses a block with memory that the stream can use at once. If there is
+   none, ``pool.Pool._find_further`` looks for one that another stream freed, or puts memory under free addresses
+   (``Pool._back``, ``banks.Space.back``).
+4. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
+
+A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams
+the policies of the pool decide (:mod:`.allocator`, rules 3 and 4).
+
 A comment with ``observed on H200`` names the test in ``tests/facts`` that contains the reading.
 """
 

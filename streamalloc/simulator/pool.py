@@ -114,7 +114,7 @@ class Pool(Accessible):
         bytes.
         """
         line, scheduler, ordered = self.line, self._scheduler, None
-        if self.follow_events:  # only this shows the stream its order (observed on H200: test_placements)
+        if self.follow_events:  # only this merges the legacy stream's order (observed on H200: test_placements)
             stream.look()
             ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
         done = scheduler.executed if self.opportunistic else scheduler.outlived
@@ -124,7 +124,7 @@ class Pool(Accessible):
             left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if self.follow_events:  # other allocations are no work (observed on H200: test_events)
+        if self.follow_events:  # only such an allocation counts as work of the stream (observed on H200: test_events)
             stream.submit(Mark())
         return block
 
@@ -166,7 +166,7 @@ class Pool(Accessible):
         bank = self.space.bank
         needed = len(missing) * CHUNK
         if not self._banks.make_room(bank, needed, self.space) and self.device is None:
-            missing = missing[:had]
+            missing = missing[:had]  # a pool of the host keeps nothing of a failed growth
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)

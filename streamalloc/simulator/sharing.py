@@ -102,7 +102,7 @@ class Sharing:
         return pack(f"fabric {kind}", os.getpid(), physical.fd, int(label.serial, 16))
 
     def open_fabric(self, kind: str, data: bytes) -> int:
-        """Open a descriptor of an export, of this or another process of the domain."""
+        """Open the file behind a fabric handle, which any process of the domain may have exported."""
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         wanted = (self.labels.domain, f"{words[2]:016x}")

@@ -53,6 +53,7 @@ from streamalloc.ipc.exporter.exports import (
     hung_up,
 )
 from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism, check_array
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import CachingAllocator, MemoryKind, PlainBuffer, pointer_attributes
@@ -411,13 +412,14 @@ class _Draft:
         if self.hold is not None and lease is not None and not allocation:
             lease.add_hold(self.hold, kept=False)
         self.lease: Lease | None = lease
+        self.block: ControlBlock | None = None if lease is None else lease.block
+        """Control block that the importer needs: of the slot, else of the pool's mark."""
 
     def use_pool(self, pool: ExportedPool) -> None:
         """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
-        block = self.exports.block() if self.lease is None else self.lease.block
-        self.handles = {pool.origin: pool.fd, block.id: block.fd}
-        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
-        self.fields["control_block"] = block.id
+        self.block = self.exports.block() if self.block is None else self.block
+        self.handles[pool.origin] = pool.fd
+        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(self.block)}
         self.kept = pool
 
     def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
@@ -429,8 +431,10 @@ class _Draft:
         if lease is not None:
             ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
             fields |= {"slot": lease.slot, "generation": lease.generation, "ready": ready}
-            fields["control_block"] = lease.block.id
-            self.handles[lease.block.id] = lease.block.fd
+        if self.block is not None:
+            # The last handle: ``ReceivedHandles.identify`` takes them in this order.
+            fields["control_block"] = self.block.id
+            self.handles[self.block.id] = self.block.fd
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
         shared = Shared(described, self.handles, lease, self.hold, exports)

@@ -109,6 +109,17 @@ class ReceivedHandles:
             fd.close()
 
 
+def _refuse_freed(words: ImporterWords, generation: int) -> None:
+    """Refuse a descriptor whose memory was freed. Call it after the open was counted.
+
+    The exporter does both in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So
+    one of the two sees the other. If both looked first, the memory could be freed while it is opened.
+    """
+    fence()
+    if words.slot_words.generation.value != generation:
+        raise StaleDescriptorError(_STALE)
+
+
 class HostLease(Deferred):
     """The use of a lease whose close the host counts.
 
@@ -124,11 +135,7 @@ class HostLease(Deferred):
         words.users.add(self)
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
-            # Count first, then check for a free. The exporter does both in the opposite order, so one of the two sees
-            # the other.
-            fence()
-            if words.slot_words.generation.value != generation:
-                raise StaleDescriptorError(_STALE)
+            _refuse_freed(words, generation)
 
     def end(self) -> None:
         """Count the close. All work on the memory must have ended. Idempotent."""
@@ -284,17 +291,16 @@ class PoolImport(Import):
 
     def _count_open(self) -> None:
         words = self.words
-        # Count first, then check for a free. The exporter does both in the opposite order, so one of the two sees the
-        # other.
         self.number = number = (words.opened.value + 1) % WORD
         self.counted = True
         words.opened.value = number
-        fence()
-        if words.slot_words.generation.value != self.generation:
+        try:
+            _refuse_freed(words, self.generation)
+        except StaleDescriptorError:
             if self._raw is not None:
                 # Keep the import without a lease. This open has used no memory, so its end needs no stream.
                 words.opened.value, self.counted = (number - 1) % WORD, False
-            raise StaleDescriptorError(_STALE)
+            raise
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
         """End the import after the work of a stream (``cuMemFreeAsync``), and count the close.

@@ -1,4 +1,9 @@
-"""``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel."""
+"""``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
+
+An open takes these steps in this order: the open is counted in the lease (:mod:`.imports`), the driver imports the
+memory, the stream waits for the contents, the hold of the descriptor ends. Until the open is counted, only the hold
+keeps the exporter from freeing the memory, so a hold that ended earlier could let the import find other memory there.
+"""
 
 from __future__ import annotations
 
@@ -169,6 +174,7 @@ def _open(
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
+            # After an error, too: the exporter would keep the memory for a hold that nobody ends.
             if block is not None:
                 block.end_hold(described.hold)
     if not is_array:

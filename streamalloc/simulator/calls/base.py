@@ -68,7 +68,7 @@ def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
 def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
     """The conversions of a call's arguments and the look-ups that follow, each with the index of its argument.
 
-    A conversion has the class of a handle's usual form, too, which needs no call of a function.
+    A conversion also has the class of the handle's usual form, which ``int`` converts without a function of ours.
     """
     annotations = ((name, kind) for name, kind in method.__annotations__.items() if name != "return")
     kinds = [arguments.kind(name, annotation) for name, annotation in annotations]
