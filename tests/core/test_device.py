@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,16 @@ class TestStreamsOfADevice:
             streams = [device.default_stream, device.per_thread_stream, bound, free]
             assert [one.is_default for one in streams] == [True, True, False, False]
             assert [one.blocking for one in streams] == [True, True, True, False]
+
+    def test_of_an_ended_thread_is_no_thread_s(self, device: sa.Device) -> None:
+        """Another thread may get its identifier."""
+        with ThreadPoolExecutor(1) as thread:
+            stream = thread.submit(lambda: device.per_thread_stream).result()
+            assert stream.caller
+        gc.collect()
+        assert not stream.caller
+        stream._allow_direct()
+        assert not stream.caller
 
     def test_priority(self, device: sa.Device) -> None:
         """From 0 down to -5 on an H200; what lies outside is clamped."""

@@ -103,6 +103,14 @@ class TestMemory:
                     buffer.free()
             assert traced.calls == []
 
+    def test_the_peak_outlasts_merges(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        for buffer in [cache.allocate(20 * MiB, stream) for _ in range(3)]:
+            buffer.free()
+        with cache.allocate(40 * MiB, stream):
+            assert (cache.statistics().used, cache.statistics().used_high) == (40 * MiB, 60 * MiB)
+            cache.reset_peaks()
+            assert cache.statistics().used_high == 40 * MiB
+
     def test_classes_waste_a_64th(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         with cache.allocate(MiB + 1, stream):
             assert cache.statistics().used == MiB + MiB // 64

@@ -49,6 +49,21 @@ def test_contents_types_and_addresses(store: ipc.Store, device: sa.Device) -> No
             found["other"]
 
 
+def test_detached_weights_keep_their_addresses(store: ipc.Store) -> None:
+    write(store, "key", 1)
+    with store.open("key") as weights:
+        view, address = weights["all"], weights.address
+        weights.detach()
+        weights.detach()
+        with pytest.raises(sa.ClosedError):
+            view.copy_to(np.empty(view.shape, np.uint8))
+        with store.open("key") as other:
+            assert other.address != address
+        weights.attach()
+        weights.attach()
+        assert view.address == weights["all"].address and holds(view, 1)
+
+
 def test_a_reader_cannot_write(store: ipc.Store, device: sa.Device) -> None:
     write(store, "key", 4)
     with store.open("key") as weights:

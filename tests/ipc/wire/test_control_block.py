@@ -226,6 +226,28 @@ def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: 
     assert eventually(lambda: pool.statistics().used == 0)
 
 
+def test_threads_that_first_ask_for_a_slot_get_the_same_words(
+    pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared, to see whether an import is of the same lease."""
+    with pool.allocate(MiB, stream) as buffer, opened_by(sd.simulated(), ipc.share(buffer)) as opened:
+        (block,) = imports_of(opened._session).blocks.values()
+        unused = 1000
+        found: list[Any] = []
+        word = ControlBlock.word
+
+        def other_thread_first(self: ControlBlock, kind: str, slot: int, importer: int = 0) -> Any:
+            if not found:
+                found.append(None)
+                found[0] = self.importer_words(unused, self.importer)
+            return word(self, kind, slot, importer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ControlBlock, "word", other_thread_first)
+            mine = block.importer_words(unused, block.importer)
+        assert mine is found[0] and mine.slot_words is block.slot_words(unused)
+
+
 def _make_held(there: There) -> None:
     there.keep("pool", shared_pool(there.device))
     hold(there)
