@@ -37,7 +37,7 @@ class Watcher(Protocol):
         """Called after an allocation. If it raises, the memory is freed and the exception goes to the caller."""
 
     def allocation_failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
-        """After the driver has refused an allocation."""
+        """Called after the driver refused an allocation."""
 
     def freed(self, address: int, stream: Any, /) -> None:
         """Called before a free. The allocation may not have been notified. Takes no lock, never raises."""
@@ -48,7 +48,7 @@ class Watcher(Protocol):
         """
 
     def look(self) -> None:
-        """After a free that no finaliser made."""
+        """Called after a free that no finaliser made."""
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None, /) -> list[str]:
         """Return lines for an error text: live allocations in a location, by line of the program. Makes no driver
@@ -59,7 +59,7 @@ class Watcher(Protocol):
 
 
 class Watched(Protocol):
-    """An allocator, as far as hooks need it."""
+    """The parts of an allocator that hooks use."""
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
 
@@ -103,7 +103,8 @@ class Tap:
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function."""
         watchers, address = self._without(except_for), int(ptr)
-        # Before the free: another thread may then get the same address, and its notification must come second.
+        # Before the free, because another thread may get the same address after it, and that notification must come
+        # second.
         for watcher in watchers:
             watcher.freed(address, stream)
         refused = False
@@ -123,9 +124,7 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """Have watchers process their notes after a free, unless a finaliser of this package makes the free: it must not
-    wait.
-    """
+    """Let watchers process their notes after a free. A finaliser's free does not, because a finaliser must not wait."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_code.co_name == "__del__":
@@ -136,7 +135,7 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(function: Any) -> Tap | None:
-    """Return the tap that ``function``, one bound by an allocator, is a method of; None if there is none."""
+    """Return the tap of which ``function`` is a method; None if it is not a tap's."""
     tap = getattr(function, "__self__", None)
     return tap if type(tap) is Tap else None
 
@@ -206,7 +205,7 @@ def holders(session: Session, location: MemLocation, allocators: Collection[obje
     ``allocators``: see :meth:`Watcher.holders`.
     """
     lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location, allocators)]
-    return tuple(dict.fromkeys(lines))  # several observers say the same line
+    return tuple(dict.fromkeys(lines))  # Several observers may say the same line.
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from streamalloc.driver.internal import cuda
 T = TypeVar("T")
 
 _SHORTEST, _LONGEST = 0.001, 0.02
-"""Seconds between two attempts of :meth:`Allocator.allocate_async`."""
+"""Fewest seconds between two attempts of :meth:`Allocator.allocate_async`."""
 _OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
@@ -42,8 +42,8 @@ class Allocator(Unique, BufferSource):
     _alloc_name = "cuMemAllocFromPoolAsync"
     """Name of the driver function behind ``_alloc``, for errors."""
     _alloc: Any
-    """The driver's function, or one in its place: of watchers (:class:`Tap`), of the current pool, or one that raises,
-    for a closed pool and in a forked child.
+    """The driver's function, or a replacement: of watchers (:class:`Tap`), of the current pool, or one that raises
+    (closed pool, forked child).
     """
     _raw: Any
     """``CUmemoryPool``, the second argument of ``_alloc``."""
@@ -66,7 +66,7 @@ class Allocator(Unique, BufferSource):
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         """Notify these watchers of each further allocation and free; ``()`` restores the driver's own functions."""
-        tap = tap_of(self._free)  # a closed pool has replaced its _alloc, not its _free
+        tap = tap_of(self._free)  # A closed pool has replaced ``_alloc``, but not ``_free``.
         if tap is None:
             if watchers and not self._session.forked:
                 tap = Tap(self, self._alloc, self._free)
@@ -194,7 +194,7 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     def _ask_driver(self, buffer: Buffer) -> Any:
-        """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
+        """Allocate a buffer's memory by the driver. Returns the ``CUresult``."""
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
 
         def allocate(handle: Any) -> Any:
@@ -205,8 +205,8 @@ class Allocator(Unique, BufferSource):
         return buffer._stream._in_context(allocate, buffer._stream._checked_raw())
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Release memory and allocate again; then again as often as :meth:`_ask_again` says. Raises if ``result``
-        remains.
+        """Release memory and allocate again, repeatedly while :meth:`_ask_again` says so. Raises if
+        ``result`` remains.
         """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
@@ -231,7 +231,9 @@ class Allocator(Unique, BufferSource):
             raise error_from(result, self._alloc_name)
 
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
-        """Release what can be released now; returns whether an allocation may succeed then, and an error's text."""
+        """Release what can be released now. Returns whether an allocation may succeed then, and the text of
+        an error.
+        """
         try:
             await_closed_streams(self._session)
             freed = work(self._session)
@@ -244,7 +246,7 @@ class Allocator(Unique, BufferSource):
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
         own, pools = figures.pop("allocators", None), figures.pop("holders", ())
-        # At its own limit, other pools have no part in it. So it is if the device has memory.
+        # Other pools do not matter if this pool is at its own limit, or if the device has memory.
         used, free = figures.get("used", 0), figures.get("free", 0)
         limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
         if not limited:
@@ -257,7 +259,7 @@ class Allocator(Unique, BufferSource):
         return "the stream is being captured, and the pool was made for sharing or is not in device memory"
 
     def _check_open(self) -> None:
-        """Raise :class:`ClosedError` if nothing can be allocated any more."""
+        """Raise :class:`ClosedError` if the allocator was closed."""
 
     def _make_room(self, stream: Stream) -> bool:
         """Release unused memory if this allocator can. Returns whether some may be free now."""
@@ -268,7 +270,7 @@ class Allocator(Unique, BufferSource):
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        """Figures for an :class:`OutOfMemoryError`; those that cannot be read are left out."""
+        """Figures for an :class:`OutOfMemoryError`, without those that cannot be read."""
         raise NotImplementedError
 
     def _shut_after_fork(self) -> None:
@@ -276,7 +278,7 @@ class Allocator(Unique, BufferSource):
 
 
 def free_function(allocator: BufferSource) -> Any:
-    """The function by which an allocator frees now: the driver's, or one of watchers."""
+    """Return the function by which an allocator frees now: the driver's function or a watcher's."""
     return allocator._free
 
 

@@ -75,14 +75,14 @@ class SharedState(abc.ABC):
 
 
 class BufferSource:
-    """Origin of buffers' memory: an allocator, or the place of memory that no allocator of this package gave."""
+    """Origin of a buffer's memory: an allocator, or the place of memory that no allocator of this package allocated."""
 
     __slots__ = ("_free", "_ordinal", "_session", "location")
 
     location: MemLocation
     """Location of the memory."""
     _free: Any
-    """Function that frees: called with a pointer and a ``CUstream``, it returns the driver's answer."""
+    """Function that frees memory. It takes a pointer and a ``CUstream``, and returns the driver's answer."""
     _ordinal: int | None
     """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
     _session: Session
@@ -105,7 +105,7 @@ class Residence(NamedTuple):
     """The location of memory, and whether the driver moves it."""
 
     location: MemLocation | None
-    """None if it cannot be found."""
+    """Location of the memory; None if it cannot be found."""
     managed: bool
 
     @property
@@ -116,7 +116,7 @@ class Residence(NamedTuple):
 
 
 class PlainSource(BufferSource):
-    """The place of one memory, for its buffer in place of a pool."""
+    """Location of one memory that is of no pool; its buffer's source."""
 
     __slots__ = ("_managed",)
 
@@ -134,7 +134,7 @@ class PlainSource(BufferSource):
 
 
 class Allocates(Protocol):
-    """Allocator of :meth:`Buffer.copy`: a pool, a cache, or an object of the program."""
+    """An object that allocates for :meth:`Buffer.copy`: a pool, a cache, or an object of the program."""
 
     def allocate(self, nbytes: int, stream: Any, /) -> Buffer: ...
 
@@ -335,10 +335,10 @@ class Buffer(Memory, Closes):
         handle, free = ordered.direct or ordered.ready(), self._allocator._free
         if handle is None or still_imported is not _DEFER:
             return self._free_checked(stream, still_imported, timeout)
-        # Taken in one line, before the call: threads are not switched within it, so of two threads only one frees. A
-        # second free would end the memory of whoever gets the address next.
+        # Taken in one line, within which threads are not switched, so of two threads only one frees. A second free
+        # would end the memory of the address's next owner.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:  # shared with other processes, or freed
+        if ptr is None:  # the memory was shared with other processes, or freed
             return self._free_checked(stream, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
@@ -349,7 +349,7 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """:meth:`free` on the checked way: of memory that may be shared, with this ``CUstream``."""
+        """Do :meth:`free` for memory that may be shared, on this ``CUstream``."""
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
         pointer = ptr if shared is None else shared[1]
@@ -365,9 +365,11 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, shared)
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        """The error of a free that the driver refused. The buffer owns its memory again, unless that is gone."""
+        """Return the error of a free that the driver refused. The buffer owns its memory again, unless the memory is
+        gone.
+        """
         error = free_refused(result, ordered)
-        # Other errors than that of an unknown address may be about the stream: another one may have been destroyed.
+        # An error other than that of an unknown address may concern the stream: another stream may have been destroyed.
         if not is_gone(error) or (ordered is not self._stream and not isinstance(error, InvalidValueError)):
             self._ptr, self._shared = ptr, shared
         return error
@@ -410,11 +412,11 @@ class Buffer(Memory, Closes):
             free(ordered)
 
     def _belongs_to(self, capture: object) -> bool:
-        """Whether a capture, None for one by other code, may have allocated the memory."""
+        """Whether a capture may have allocated the memory. None stands for a capture by other code."""
         return False
 
     def _past_caches(self) -> Buffer:
-        """The buffer whose free returns the memory to the driver."""
+        """Return the buffer whose free returns the memory to the driver."""
         return self
 
     def _about(self) -> Iterator[Row]:
@@ -468,7 +470,8 @@ class PoolBuffer(Buffer):
             if self._shared is not None and self._allocator._session.usable:
                 self._shared[0].drop(self)
             return
-        # Cleared first: another finaliser of this garbage cycle may still use the buffer, and then finds it freed.
+        # Cleared first, because another finaliser of this garbage cycle may still use the buffer, and must find it
+        # freed.
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
@@ -477,7 +480,8 @@ class PoolBuffer(Buffer):
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = GLOBAL
-        # Before the handle is read, until the pop below: a close on another thread leaves the handle valid meanwhile.
+        # Listed from before the handle is read until the pop below, so that a close on another thread leaves the handle
+        # valid.
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
@@ -491,7 +495,8 @@ class PoolBuffer(Buffer):
             dropping.pop()
         if failed:
             error = error_from(failed, "cuMemFreeAsync")
-            # In a capture the driver gives the answer for memory that is gone to memory that the graph does not own.
+            # In a capture, the driver gives the same answer for memory that is gone and for memory that is not the
+            # graph's.
             if is_gone(error) and not session.cuStreamIsCapturing(handle)[1]:
                 _warn_not_freed(ptr, error)
                 return
@@ -514,10 +519,10 @@ class GraphBuffer(Buffer):
     __slots__ = ("_address", "_capture", "node")
 
     _address: int
-    """Set by a free in the capture."""
+    """Address that a free in the capture keeps."""
     _capture: Capture | _Graphs | None
     node: Any
-    """The allocation's ``CUgraphNode``, of :meth:`add_to`; otherwise unset."""
+    """The allocation's ``CUgraphNode``, if :meth:`add_to` made it; otherwise unset."""
 
     @classmethod
     def add_to(
@@ -633,7 +638,7 @@ class GraphBuffer(Buffer):
             self._ptr = pointer
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        self._ptr = ptr  # no launch has allocated it now, but the next one does, at the same address
+        self._ptr = ptr  # No launch has allocated it now, but the next launch will, at the same address.
         return free_refused(result, ordered)
 
     def _belongs_to(self, capture: object) -> bool:
@@ -648,7 +653,7 @@ class _Graphs(NamedTuple):
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # otherwise all memory of the context is gone
+    if not isinstance(error, LOST):  # otherwise all memory of the context is lost
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 
@@ -688,8 +693,8 @@ def pool_of(buffer: Buffer) -> object:
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's one behind a cached
-    buffer.
+    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer behind a cached
+    one.
 
     Cached memory leaves its cache for good. A free of the cached buffer then frees the pool's one.
     """
@@ -697,7 +702,7 @@ def past_caches(buffer: Buffer) -> Buffer:
 
 
 def shared_state(buffer: Buffer) -> SharedState | None:
-    """The state that frees a shared buffer; None if not shared."""
+    """Return the state that frees a shared buffer; None if the buffer is not shared."""
     return None if buffer._shared is None else buffer._shared[0]
 
 
@@ -708,7 +713,7 @@ def set_shared(buffer: Buffer, state: SharedState) -> None:
 
 
 def freed_already(buffer: Buffer) -> ClosedError:
-    """The error for a second free."""
+    """Return the error for a second free."""
     return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
 
 
@@ -718,14 +723,16 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
 
 
 def free_refused(result: Any, stream: Stream) -> CudaError:
-    """The exception for a free that the driver refused: a :class:`CaptureError` if the stream is being captured."""
+    """Return the exception for a free that the driver refused: a :class:`CaptureError` if the stream is being
+    captured.
+    """
     if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
         return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
     return error_from(result, "cuMemFreeAsync")
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take the ``CUdeviceptr`` out of a shared buffer, which then counts as freed; None if it was freed already."""
+    """Take the ``CUdeviceptr`` of a shared buffer, which then counts as freed. Returns None if it was freed already."""
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
-"""Driver function for each width of a pattern, in bytes."""
+"""Driver function by width of the pattern in bytes."""
 _Array = np.ndarray
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
-"""Answer to a copy of pool memory under another device's context."""
+"""Answer of the driver to a copy of pool memory under another device's context."""
 
 
 class Copyable(MemoryBase):
-    """Memory that is filled and copied."""
+    """Memory that can be filled and copied."""
 
     __slots__ = ()
 
@@ -148,12 +148,12 @@ class CopySide:
 
     @classmethod
     def readable(cls, source: object, session: Session) -> Self:
-        """Source of a copy: memory of ours, of another library, or an object with the buffer protocol."""
+        """Return the source of a copy: memory of ours or of another library, or an object with the buffer protocol."""
         return cls._of_argument(source, session, "source", writable=False)
 
     @classmethod
     def writable(cls, target: object, session: Session) -> Self:
-        """Target of a copy."""
+        """Return the target of a copy."""
         return cls._of_argument(target, session, "target", writable=True)
 
     def ordered_before(self, stream: Stream) -> None:
@@ -166,7 +166,7 @@ class CopySide:
                 stream.wait(Stream.of_handle(device, self.after, self.keep))
 
     def access_hint(self, stream: Stream) -> str:
-        """The likely reason why the driver refuses a stream's device the use of the memory."""
+        """Return the likely reason why the driver refuses a stream's device the use of the memory."""
         if isinstance(self.keep, MemoryBase):
             return self.keep._access_hint(stream)
         if self.ordinal in (None, stream.device.ordinal):
@@ -210,7 +210,7 @@ class CopySide:
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
-    """Make the plain copies, of equal size on one device, by a direct call. Returns False for all others. ``writing``:
+    """Make a plain copy, of equal sizes on one device, by a direct call. Returns False for other copies. ``writing``:
     ``ours`` is the target.
     """
     ptr, ordinal = ours._ptr, ours._ordinal
@@ -248,7 +248,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    # Pool memory is refused while another device's context is current, and mapped memory while none is.
+    # The driver refuses pool memory while another device's context is current, and mapped memory while none is.
     if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) == int(session.context(ordinal))):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))
@@ -278,7 +278,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
 
 
 def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
-    """The likely reason why the driver refuses a copy: memory of another device, or else of the host."""
+    """Return the likely reason why the driver refuses a copy: memory of another device, or of the host."""
     ordered = sorted(sides, key=lambda side: side.ordinal is None)
     return next(filter(None, (side.access_hint(stream) for side in ordered)), "")
 

@@ -79,7 +79,7 @@ class Deferred(abc.ABC):
     __slots__ = ("_dropped_with", "_round")
 
     _dropped_with: weakref.ref[object]
-    """The object whose end submits the item (:meth:`DeferredQueue.end_with`); often unset."""
+    """The object with whose end the item is submitted (:meth:`DeferredQueue.end_with`); often unset."""
     _round: int
     """Round of the last attempt; -1 if not attempted since it was submitted."""
 
@@ -98,7 +98,7 @@ class Deferred(abc.ABC):
         """
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Clear the handle, which is gone."""
+        """Clear the handle, because the object behind it no longer exists."""
 
 
 class DeferredQueue:
@@ -121,22 +121,24 @@ class DeferredQueue:
         """Held to enter a capture, and for calls that would invalidate one."""
         self._guard = guard
         self._lock = Lock()
-        """Held to move items. Only :meth:`work` takes it, which does nothing on a thread that is in it already, so a
+        """Held to move items. Only :meth:`work` takes it, and not on a thread that is already in :meth:`work`. So a
         finaliser or signal handler that comes while the lock is held does not wait for its own thread.
         """
         self._rounds = itertools.count(1)
         self.submitted: deque[Deferred] = deque()
-        """Items not yet taken over. Appending to it needs no lock. The same object for the queue's whole life."""
+        """Items that :meth:`work` has not taken over. An append needs no lock. The object stays the same for the
+        queue's whole life.
+        """
         self._owned: dict[weakref.ref[object], Deferred] = {}
         """Items that end with their owner, by weak reference to it."""
         self._orphaned: deque[weakref.ref[object]] = deque()
-        """References whose owners were dropped."""
+        """References whose owners were dropped. Their items are due."""
         self._new: dict[Deferred, None] = {}
         """Items taken over and not yet attempted."""
         self._waiting: dict[Deferred, None] = {}
         """Items attempted without success, oldest attempt first."""
         self._working: dict[int, Deferred | None] = {}
-        """Threads in :meth:`work`, each with the item that it attempts."""
+        """Threads that are in :meth:`work`, each with the item that it attempts."""
         self.has_work: Callable[[], bool] = functools.partial(
             any, (self.submitted, self._orphaned, self._new, self._waiting)
         )
@@ -189,7 +191,7 @@ class DeferredQueue:
     def submit(self, item: Deferred) -> None:
         """Add an item. The next point of work attempts it. Never raises."""
         self.submitted.append(item)
-        # Keeps a queue with items alive even if no other object of its driver is.
+        # This keeps a queue with items alive, even if no other object of its driver is.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:
@@ -229,12 +231,12 @@ class DeferredQueue:
         me = threading.get_ident()
         if not self.has_work() or self.paused or me in self._working:
             return 0
-        total, left = 0, [math.inf if most is None else most]  # left: attempts that may still be made in vain
+        total, left = 0, [math.inf if most is None else most]  # number of attempts that may still be in vain
         try:
             self._working[me] = None
             # Errors of the guard are not raised: the caller's own act is done.
             with contextlib.suppress(CudaError), self._guard():
-                # As long as some items end: another one, such as a pool, may have waited for them.
+                # Repeat while items end, because another item, such as a pool's, may have waited for them.
                 while ended := self._round(me, left):
                     total += ended
         finally:
@@ -251,24 +253,26 @@ class DeferredQueue:
         reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
-            with contextlib.suppress(AttributeError):  # another thread has ended the item, too
+            with contextlib.suppress(AttributeError):  # Another thread has ended the item, too.
                 del item._dropped_with
 
     def _leave_if_empty(self) -> None:
-        """Let the collector have a queue without items. A finaliser may add one meanwhile, so look again."""
+        """Let the collector have a queue without items. A finaliser may add an item meanwhile, so the queue is checked
+        again.
+        """
         if not (len(self) or self._owned):
             _unfinished.discard(self)
             if self.submitted:
                 _unfinished.add(self)
 
     def _round(self, me: int, left: list[float]) -> int:
-        """Attempt each item once, new ones first; returns the number that ended."""
+        """Attempt each item once, new items first. Returns the number that ended."""
         ended, now = 0, next(self._rounds)
         while (item := self._take(me, now, left)) is not None:
             try:
                 done = item.attempt()
             except CudaError as error:
-                done = is_gone(error)  # Otherwise the item is attempted again later. The caller is not concerned.
+                done = is_gone(error)  # The item is attempted again later. The caller is not concerned.
                 if done:
                     item.forget()
             if done and self._let_go(me, now):
@@ -278,8 +282,8 @@ class DeferredQueue:
         return ended
 
     def _take(self, me: int, now: int, left: list[float]) -> Deferred | None:
-        """Take a new item, or the one whose attempt is the longest ago, off the queue; None if none is left in this
-        round.
+        """Take a new item off the queue, or the item whose attempt is longest ago; None if none is left in
+        this round.
         """
         with self._lock:
             self._put_back(me)
@@ -297,8 +301,8 @@ class DeferredQueue:
             return item
 
     def _take_over(self) -> None:
-        """Move submitted items to the new ones. Each is added before it is removed, so that none is lost if a signal
-        handler raises in between: one that is added twice is there once.
+        """Move submitted items to the new ones. Each is added before it is removed, so that a signal handler that
+        raises in between loses none. An item that is added twice is there once.
         """
         while self._orphaned:
             if self._orphaned[0] in self._owned:
@@ -311,20 +315,20 @@ class DeferredQueue:
 
     def _add(self, item: Deferred) -> None:
         if item in self._working.values():
-            item._round = -1  # submitted again during its attempt
+            item._round = -1  # It was submitted again during its attempt.
         elif item not in self._waiting:
             self._new[item] = None
 
     def _put_back(self, me: int) -> None:
-        """Return the item that this thread has attempted in vain to the queue."""
+        """Put the item of this thread back, because its attempt was in vain."""
         item = self._working.get(me)
         if item is not None:
             (self._new if item._round < 0 else self._waiting)[item] = None
             self._working[me] = None
 
     def _let_go(self, me: int, now: int) -> bool:
-        """Forget the item of this thread, which has ended. False if it was submitted again meanwhile: state added since
-        may have come after the attempt, so it is attempted again.
+        """Forget the item of this thread, because it has ended. Returns False if it was submitted again meanwhile:
+        later state may be missing in the attempt, so it is attempted again.
         """
         with self._lock:
             item = self._working[me]
@@ -350,7 +354,7 @@ def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more
             lock.release()
 
 
-# Queues with items, which must stay alive.
+# Queues with items. They must stay alive.
 _unfinished: set[DeferredQueue] = set()
 
 
@@ -395,7 +399,7 @@ def end_handle(session: Session, call: str, raw: Any) -> Any:
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     queue = deferred_queue(session)
-    # First, because it is cheaper than the check of the driver.
+    # First, because this is cheaper than the check of the driver.
     if not queue.has_work() or not session.usable:
         return 0
     return queue.work(most)

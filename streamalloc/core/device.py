@@ -70,7 +70,7 @@ class Device:
 
     @classmethod
     def _of(cls, ordinal: int, session: Session) -> Device:
-        """A device that the driver itself has named."""
+        """Return a device that the driver named."""
         device = cls.__new__(cls)
         device._session = session
         device.ordinal = ordinal

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from streamalloc.formats.sizes import size_text as size_text  # one of the words of this package's errors
+from streamalloc.formats.sizes import size_text as size_text  # the package's errors use this word
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -251,9 +251,8 @@ class PendingFreesWarning(RuntimeWarning):
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
-"""Errors of a lost context: nothing remains to be released.
-
-After such an error of a release, the release may have happened. A second one would crash the driver.
+"""Errors of a lost context. Nothing remains to be released then. A release with such an error may have happened, and a
+second one would crash the driver.
 """
 _GONE_IF_INVALID = ("cuMemFree", "cuMemFreeAsync", "cuMemFreeHost", "cuMemPoolDestroy")
 """Releases for which ``CUDA_ERROR_INVALID_VALUE`` means that the driver does not know the address or the handle."""
@@ -271,7 +270,8 @@ def is_gone(error: CudaError) -> bool:
     return isinstance(error, (*LOST, InvalidHandleError))
 
 
-# Answers by exception class, without the prefix; CudaError is for all others. The first is that of a refused call.
+# Answers by exception class, without the prefix. CudaError stands for all others. The first answer is used for a
+# refused call.
 _ANSWERS: dict[type[CudaError], str] = {
     InvalidValueError: "INVALID_VALUE",
     OutOfMemoryError: "OUT_OF_MEMORY",
@@ -298,7 +298,7 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# Exception classes and hints for an answer of certain functions, by the first word after "cu" in their names.
+# Exception classes and hints for an answer of certain functions, by the first word of the name after "cu".
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -319,7 +319,7 @@ _HINTS_OF_CALLS = {
     ),
 }
 
-# Usual causes by answer, for calls that pass no hint.
+# Usual causes by answer, for calls that give no hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
     "CUDA_ERROR_SYSTEM_NOT_READY": _FABRIC_MANAGER,
@@ -339,9 +339,8 @@ _HINTS = {
 
 
 def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
-    """The exception for a ``CUresult`` other than success.
-
-    ``figures`` are arguments of :class:`OutOfMemoryError`; empty for any other answer.
+    """Return the exception for a ``CUresult`` other than success. ``figures`` are arguments of
+    :class:`OutOfMemoryError`, and empty for other answers.
     """
     name = str(getattr(result, "name", result))
     subject = re.match("cu([A-Z][a-z]*)", call)
@@ -415,5 +414,5 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
-    """The error for a function or attribute that this driver or these bindings lack."""
+    """Return the error for a function or attribute that this driver or these bindings lack."""
     return refused(NotSupportedError, call, f"needs {needed}, found {found}")

@@ -31,7 +31,7 @@ class EventLike(Protocol):
 
 
 class Spares(list[Any]):
-    """Closed events (``CUevent``) of a stream, which it records again.
+    """Closed events (``CUevent``) of a stream, which are recorded again.
 
     Creating an event costs twice as much as recording one, and may wait for the device if the driver needs room.
     Recording an event again is safe: ``cuStreamWaitEvent`` waits for the record before the call, not for later ones.
@@ -40,7 +40,7 @@ class Spares(list[Any]):
     __slots__ = ("open",)
 
     most = 16
-    """Events kept per stream, about the batches of a data loader under way."""
+    """Most events kept for a stream: about the batches that a data loader has under way."""
 
     def __init__(self) -> None:
         self.open: bool = True
@@ -139,7 +139,7 @@ class Event(Closes, Shareable, Shown):
         self.interprocess = interprocess
         self._session = device._session
         self._capture: Capture | None = None
-        """The capture by this package that the event is part of."""
+        """The capture by this package in which the event was recorded; None if it was recorded outside."""
         self._foreign_captures = False
         """Whether a record may be part of a capture by other code, which a stream that waits joins: on a stream that
         other code may capture, or by its handle.
@@ -213,12 +213,12 @@ class Event(Closes, Shareable, Shown):
             self._session.release(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
-        """Keep the driver's event for the next record of its stream; returns False if it must be destroyed."""
+        """Keep the driver's event for the next record of its stream. Returns False if the event must be destroyed."""
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._session.check_process()
-        # No call between these two lines, so two threads cannot both take the handle.
+        # There is no call between these two lines, so two threads cannot both take the handle.
         raw = self._raw
         self._raw = None
         if raw is not None:
@@ -245,7 +245,7 @@ class Event(Closes, Shareable, Shown):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """Whether a query's answer means that the work is done; raises for an error."""
+    """Whether the answer of a query means that the work is done. Raises for an error."""
     if not result:
         return True
     if result == _NOT_READY:
@@ -254,7 +254,7 @@ def is_done(result: Any, call: str) -> bool:
 
 
 def foreign_event(event: object) -> Any | None:
-    """The driver's event of a cuda.core or bindings event; None for other objects."""
+    """Return the driver's event of a cuda.core or bindings event; None for other objects."""
     if isinstance(event, cuda.CUevent):
         return event
     if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
@@ -266,7 +266,7 @@ def foreign_event(event: object) -> Any | None:
 
 
 class _StreamEnd(Deferred):
-    """Item that ends with the work of a stream that was closed or dropped earlier."""
+    """Queue item that ends with the work of a stream which was closed or dropped."""
 
     __slots__ = ("__weakref__", "event")
 
@@ -274,11 +274,11 @@ class _StreamEnd(Deferred):
         self.event = event
 
     def attempt(self) -> bool:
-        return self.event.closed or has_passed(self.event)  # its stream's owner closes it after a synchronisation
+        return self.event.closed or has_passed(self.event)  # The owner of its stream closes it after a synchronisation.
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
-"""Ends that the deferred queue has."""
+"""Ends that are in the deferred queue."""
 
 
 def defer_end(session: Session, last: Event) -> None:
@@ -299,7 +299,7 @@ def has_passed(event: Event) -> bool:
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())
     except ClosedError:
-        return False  # by another thread meanwhile; the next question finds it closed
+        return False  # Another thread closed it meanwhile. The next query finds it closed.
     except LOST:
         pass  # no work is left
     return True
@@ -308,25 +308,25 @@ def has_passed(event: Event) -> bool:
 # -- await in asyncio ----------------------------------------------------------------------------------------
 
 _TURNS = 1e-4
-"""Seconds during which every loop turn queries a new wait."""
+"""Seconds during which each turn of the loop queries a new wait."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Seconds between two queries of a wait. The younger it is, the more often it is queried."""
+"""Fewest seconds between two queries of a wait. A younger wait is queried more often."""
 _PER_WAIT, _MANY = 3e-5, 3e-2
-"""Seconds per wait of the loop that each pause lasts at least, and the most of that: many waits do not keep the loop
+"""Least seconds of a pause for each wait of the loop, and the most of their sum. Many waits then do not keep the loop
 busy.
 """
 
 waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKeyDictionary()
-"""One entry per wait of each event loop."""
+"""Entries by event loop, one for each wait."""
 
 
 def _has_finished(event: Event) -> bool:
-    """Whether an event has completed. The driver then has seen that the frees before it have run."""
-    # A query in another mode would invalidate captures of other streams.
+    """Whether an event has completed. If so, the driver has seen that the frees before it have run."""
+    # In another mode, a query would invalidate captures of other streams.
     with event._session.relaxed():
         if not event.query():
             return False
-        event.synchronize()  # returns at once; the driver then sees the frees before the event
+        event.synchronize()  # this returns at once, and shows the driver the frees before the event
         return True
 
 
@@ -348,4 +348,4 @@ async def finished(event: Event) -> None:
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        several.pop()  # the loop may be gone, with its entry
+        several.pop()  # The loop may be gone, and its entry with it.

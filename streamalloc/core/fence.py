@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PAUSE = 1e-4
-"""Seconds between looks at a fence whose work another thread is still queueing."""
+"""Seconds between two looks at a fence while another thread still queues its work."""
 
 
 class Fence:
@@ -103,14 +103,14 @@ class Fence:
     ) -> None:
         self.session: Session = session
         self._thread = None if ends is None else 0 if in_item else threading.get_ident()
-        """The thread that named ends; 0 for none, None for all known streams."""
+        """The thread that named the ends; 0 if none did, None for all known streams."""
         self.queueing: int = threading.get_ident() if queueing else 0
         """The thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not done, and no
         record of a stream is kept. A signal handler cannot raise while an attribute is set, so the fence is never left
         undone.
         """
         self.began: int = time.monotonic_ns()
-        """When it was made, in nanoseconds; work queued before then is covered."""
+        """Time at which the fence was made, in nanoseconds. It covers work that was queued before."""
         several = known_ends(session) if ends is None else dict.fromkeys(ends)
         self._ends: tuple[Event | Stream, ...] = tuple(end for end in several if end not in without)
         self.record()
@@ -124,12 +124,12 @@ class Fence:
                 self._recorded()
 
     def done(self) -> bool:
-        """Whether the work is done; then the host has also synchronised with it. The host does not wait."""
+        """Whether the work is done. If so, the host has synchronised with it. The host does not wait."""
         if self.queueing:
             return False
         with self.session.relaxed():
             left = [*self._recorded()]
-            # Stop at the first pending end: a thousand items may call this.
+            # Stops at the first pending end, because a thousand items may call this.
             while left and isinstance(left[-1], Event) and has_passed(left[-1]):
                 del left[-1]
             self._ends = tuple(left)
@@ -154,7 +154,7 @@ class Fence:
                         end.synchronize()
 
     def precede(self, stream: Stream) -> None:
-        """Order later work of ``stream`` after this work, or after what is queued of it so far.
+        """Order later work of ``stream`` after this work, or after as much of it as is queued by now.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Fence:
             stream.wait(end)
 
     def _recorded(self) -> tuple[Event | Stream, ...]:
-        """The ends, with open events in place of closed ones, and of streams that are not being captured."""
+        """Return the ends, with open events in place of closed ones and of streams that are not being captured."""
         queueing, ends = self.queueing, self._ends
         if not all(isinstance(end, Event) and end._raw is not None for end in ends):
             with self.session.relaxed():
@@ -192,26 +192,27 @@ class Fence:
         except CaptureError:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):
-            # Closed or destroyed meanwhile. A stream that was made here has kept its end event.
+            # It was closed or destroyed meanwhile. A stream of this package has kept its end event.
             return (end,) if _may_work(end) else end._last
         except LOST:
             return ()
 
 
 def known_ends(session: Session) -> list[Event | Stream]:
-    """All known streams, and the events that closed and dropped ones have left."""
-    # The streams first: one that is dropped meanwhile is either among them, or has left its end event.
+    """Return all known streams, and the events that closed and dropped streams have left."""
+    # The streams first: a stream that is dropped meanwhile is then among them, or has left its end event.
     return [*_known_streams(session, closed=True), *(item.event for item in members(pending_ends(session)))]
 
 
 def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
-    """Streams of ours, default streams that were used, and libraries' streams: open ones, or ``closed`` ones too that
-    may have work.
+    """Return the known streams: ours, default streams that were used, and those of libraries. With ``closed``, also
+    closed ones that may have work.
     """
 
     def counts(stream: Stream) -> bool:
         if isinstance(stream, LibraryStream):
-            # One that a library's object only names may be destroyed, and a call with its handle crash the process.
+            # A stream that its library's object only names may be destroyed, and a call with its handle can crash the
+            # process.
             return stream.owned and (not stream.closed or (closed and not stream.drained))
         return not isinstance(stream, PerThreadStream) or stream._ident == threading.get_ident()
 
@@ -219,12 +220,12 @@ def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
 
 
 def _may_work(end: Event | Stream) -> bool:
-    """Whether an end is a library's stream that was closed, and the device has not been idle since then."""
+    """Whether an end is a library's stream that was closed and may have work, as the device has not been idle since."""
     return isinstance(end, LibraryStream) and end.closed and not end.drained
 
 
 def _unknown_end(stream: Event | Stream, call: str) -> CudaError:
-    """The error of a call that has to come after the work of such a stream."""
+    """Return the error of a call that would have to come after the work of such a stream."""
     why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
     return refused(NotReadyError, call, why)
 
@@ -262,7 +263,7 @@ def await_device(session: Session, ordinal: int) -> None:
     blocks all threads that need the context. So the host first waits for the streams that are known.
     """
     fence = Fence(session, queueing=True)
-    fence.queueing = 0  # recorded by the next line, which raises what the driver refuses
+    fence.queueing = 0  # The next line records it, and raises what the driver refuses.
     fence.synchronize()
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):
         try:
@@ -282,7 +283,7 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
     ``all_threads``: the per-thread default stream stands for those of all threads.
     """
     if all_threads and isinstance(stream, PerThreadStream):
-        stream = legacy_stream(stream.device)  # comes after all blocking streams
+        stream = legacy_stream(stream.device)  # The legacy stream comes after all blocking streams.
     elif isinstance(stream, LegacyStream):
         # A blocking stream's work runs after all queued work of the legacy stream.
         return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
@@ -362,7 +363,9 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
-    """Call ``act`` with a new stream. A wait on a blocking one, or on a default stream, delays all blocking streams."""
+    """Call ``act`` with a new stream. It is non-blocking, because a wait on a blocking stream would delay all blocking
+    streams.
+    """
     with device.create_stream(blocking=blocking) as substitute:
         return act(substitute)
 
@@ -437,7 +440,7 @@ def _while_open(stream: Stream, act: Callable[[], T]) -> T:
         if is_default:
             queue.refuse_captures("work on a default stream")
         try:
-            stream._attempting += (me,)  # no call here: a signal handler could raise after it
+            stream._attempting += (me,)  # There is no call here, because a signal handler could raise after it.
             return act()
         finally:
             stream._attempting.remove(me)

@@ -53,7 +53,7 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept: tuple[object, ...] = ()
-        """Objects whose memory the graph's copies use; they live as long as the graph."""
+        """Objects whose memory the copies of the graph use. They live as long as the graph."""
         self._closed = False
 
     @classmethod
@@ -184,7 +184,8 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             self._begin(raw)
             return self.graph
         except BaseException as error:
-            # If a signal handler raises after the capture has begun, end the capture now. The traceback would keep it.
+            # If a signal handler raises after the capture has begun, the capture ends here. The traceback would keep it
+            # alive.
             self.__exit__(type(error), error, None)
             raise
 
@@ -193,7 +194,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         captures_changed(self._session)
         # A deferred item may be using the stream on another thread.
         with self._origin._in_use:
-            # First: if a signal handler raises when the call returns, the capture must be ended.
+            # First, so that the capture is ended if a signal handler raises when the call returns.
             self._begun = True
             try:
                 hint = "is the stream being captured already, or a legacy one?"
@@ -242,7 +243,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:
-        """Add a stream: its allocations belong to the graph until the capture ends."""
+        """Add a stream. Its allocations belong to the graph until the capture ends."""
         stream._capture = self
         stream._forbid_direct()
         self._streams.append(stream)

@@ -1,4 +1,4 @@
-"""Objects of other libraries that are streams: their types, handles and devices, and the table of those in use.
+"""Streams of other libraries: types of their objects, their handles and devices, and the table of the streams in use.
 
 A library's stream is resolved once, which takes several driver calls. The table keeps the latest ones, each with its
 object: while the object lives, no other stream gets its handle, and no other object its ``id``. So an entry that is
@@ -61,7 +61,7 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
-# Attributes with a handle, in the order of the attempts.
+# Attributes that may have the handle, in the order of the attempts.
 _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
@@ -99,7 +99,7 @@ def handle_of_library_stream(stream: object) -> int:
 
 
 class _Named:
-    """A library's object whose ``__cuda_stream__`` gives another handle, or raises, once the stream is closed."""
+    """An object of a library whose ``__cuda_stream__`` returns another handle, or raises, once the stream is closed."""
 
     __slots__ = ("_number", "stream")
 
@@ -111,7 +111,7 @@ class _Named:
     def is_closed(self) -> bool:
         try:
             return _by_protocol(self.stream) != self._number
-        except Exception:  # as a closed stream may raise
+        except Exception:  # a closed stream may raise this
             return True
 
 
@@ -141,7 +141,8 @@ def device_of_library_stream(stream: object) -> int | None:
 
 
 def only_names(stream: Any, number: int) -> bool:
-    """Whether a library's object names stream ``number`` without owning it, so that other code may destroy the stream.
+    """Whether a library's object only names stream ``number`` and does not own it, so that other code may destroy the
+    stream.
 
     So do CuPy's and PyTorch's ``ExternalStream``, the bindings' ``CUstream``, and PyTorch's objects for an external
     stream, whose id is its handle.
@@ -187,12 +188,12 @@ class LibraryStreams:
 
     def __init__(self) -> None:
         self.entries: dict[Hashable, tuple[object, Any]] = {}
-        """Library's object and its ``Stream``, by key; the latest one last."""
+        """A library's object and its ``Stream``, by key. The latest entry comes last."""
         self.latest: tuple[object, Any] = object(), None
-        """The entry that was found last, which is looked at first."""
+        """The entry that was found last. It is compared first."""
 
     def find(self, stream: Any) -> Any | None:
-        """The ``Stream`` that is kept for a library's object; None if none is."""
+        """Return the ``Stream`` kept for a library's object; None if there is none."""
         entry = self.entries.get(_keys.get(type(stream), id)(stream))
         if entry is None:
             return None
@@ -200,7 +201,9 @@ class LibraryStreams:
         return entry[1]
 
     def keep(self, stream: Any, found: T) -> list[T]:
-        """Keep ``found``, the resolution of a library's stream, as the latest entry. Returns the entries that leave."""
+        """Keep ``found``, the stream of a library's object, as the latest entry. Returns the entries that it
+        displaces.
+        """
         kind = type(stream)
         of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))
         if of_pytorch is not None:
@@ -209,6 +212,6 @@ class LibraryStreams:
         left = [self.entries.pop(key, None)]
         self.entries[key] = self.latest = stream, found
         while len(self.entries) > MOST_KEPT:
-            with contextlib.suppress(RuntimeError, StopIteration):  # another thread adds or removes entries
+            with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
                 left.append(self.entries.pop(next(iter(self.entries)), None))
         return [entry[1] for entry in left if entry is not None and entry[1] is not found]

@@ -143,7 +143,7 @@ class Memory(Copyable, Migrating):
         return flat if shape is None else flat.reshape(shape)
 
     def _on_host(self, refusal: type[Exception]) -> npt.NDArray[np.uint8]:
-        """The bytes as a host array; raises ``refusal`` if the host cannot access them."""
+        """Return the bytes as a host array; raise ``refusal`` if the host cannot access them."""
         self._check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
@@ -271,7 +271,9 @@ class Memory(Copyable, Migrating):
         return part
 
     def _order(self, handle: int, of_host: bool = False) -> None:
-        """Order a stream of other code, which uses the memory unless ``of_host``, after the work of :attr:`stream`."""
+        """Order a stream of other code, which is about to use the memory, after the work of :attr:`stream`.
+        ``of_host``: the stream does not use the memory.
+        """
         ours = self.stream
         if handle != ours._number:
             _precede(ours, handle)
@@ -283,9 +285,9 @@ def _precede(stream: Stream, handle: int) -> None:
     """Order later work of another library's stream after all queued work of ours."""
     raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
     if raw is not None and handle not in DEFAULT_HANDLES:
-        # No objects for the event and that stream, which would cost three times as much as both calls.
-        theirs = cuda.CUstream(handle)  # raises for what is no handle
-        event = spare.pop() if spare else None  # one line, within which threads are not switched
+        # An event object and a stream object would cost three times as much as both calls.
+        theirs = cuda.CUstream(handle)  # this raises for a value that is no handle
+        event = spare.pop() if spare else None  # in one line, within which threads are not switched
         if event is not None:
             record, wait = session.cuEventRecord, session.cuStreamWaitEvent
             try:

@@ -9,8 +9,8 @@ from typing import Any
 from streamalloc.driver.bindings import number_of
 
 SETTLERS: list[Callable[[], int | None]] = []
-"""Functions of the facade that attempt deferred releases before leaks are reported. A number is that of the remaining
-items.
+"""Functions of the facade that attempt deferred releases before leaks are reported. Each returns the number of
+remaining items, or None.
 """
 
 # For each kind, the calls that create it (handle: first value of the answer) and those that end it (first argument).

@@ -48,7 +48,7 @@ class Called(tuple[tuple[CodeType, int], ...]):
 
 
 class Launched(Called):
-    """The place of a capture or of a node, together with that of its launch."""
+    """Place of a capture or of a node, together with the place of its launch."""
 
     launch: Stack
 
@@ -69,14 +69,14 @@ LAUNCHED = ", launched"
 """End of the name of a place that launched the graph of the place before."""
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-# The stand-ins of an installed driver pass the program's calls on: they are no users of memory.
+# An installed driver's replacements pass the program's calls on. They do not use memory themselves.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
-"""Most frames of a user's driver between package and checker."""
+"""Most frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
 # A stack ends at frames of a test runner, notebook or process starter.
 _RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
-# Frames that call the program's functions and say nothing of them.
+# Frames that call the program's functions, and tell nothing about them.
 _CALLERS = (
     "<frozen ",
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
@@ -118,7 +118,7 @@ def _kind(file: str) -> int:
 
 
 def from_package(area: str = "") -> bool:
-    """Whether this package makes the call, perhaps through a user's driver. Its own drivers do not count.
+    """Whether this package makes the call, perhaps through a user's driver. Calls of its own drivers do not count.
 
     ``area``: only this folder of the package counts, such as ``"ipc/"``.
     """
@@ -163,7 +163,7 @@ def _cell(code: CodeType) -> str:
     """
     try:
         _, name = sys.modules["IPython"].get_ipython().compile.format_code_name(code.co_filename)
-    except (AttributeError, KeyError, TypeError):  # no notebook, or no cell of it
+    except (AttributeError, KeyError, TypeError):  # the code is not of a notebook
         return ""
     return f"cell {name.removeprefix('In').strip()}"
 
@@ -261,6 +261,6 @@ class Hazards(list[Hazard]):
 
 
 def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
-    """Hazards as JSON has them."""
+    """Return the hazards in the form of JSON."""
     names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
     return [{name: getattr(one, name) for name in names} for one in hazards]

@@ -305,7 +305,7 @@ def default() -> Driver:
 
 
 def default_or_simulated(**settings: Any) -> tuple[Driver, str]:
-    """Return the default driver, or without a choice and a CUDA driver a simulated one, and the reason for that."""
+    """Return the default driver and ""; without a CUDA driver and a choice, return a simulated one and the reason."""
     try:
         return default(), ""
     except DriverNotFoundError as error:

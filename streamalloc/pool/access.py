@@ -11,7 +11,7 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, M
 
 
 class GrantsAccess(Allocator):
-    """A pool as far as access to its memory goes; :class:`MemoryPool` is one."""
+    """The part of a pool that concerns access to its memory. :class:`MemoryPool` is one."""
 
     __slots__ = ("closed",)
 
@@ -24,7 +24,7 @@ class GrantsAccess(Allocator):
         return self._raw
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
-        """A driver call whose first argument is this pool."""
+        """Call a driver function whose first argument is this pool."""
         return self._session.call(name, self._checked_raw(), *args, hint=hint)
 
     @property
@@ -83,13 +83,13 @@ class GrantsAccess(Allocator):
     def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
-        # The handle of a closed pool is valid while buffers of it live.
+        # The handle of a closed pool stays valid while buffers of it live.
         with self._session.relaxed():
             flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
-        """The location of an argument of access to a pool."""
+        """Return the location that an argument of access to a pool names."""
         session, own = self._session, self.location
         location = known_location(session, "who", who)
         if check_peer and location.type is own.type is MemLocationType.DEVICE:

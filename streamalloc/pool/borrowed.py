@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
 _TRIES = 5
-"""Most attempts of a call of :class:`OnceIdle` that the driver refuses."""
+"""Most attempts of a call of :class:`OnceIdle`, after refusals by the driver."""
 _IDLE_PAUSE = 0.02
-"""Seconds between two of its threads while a device is busy. Points of work may come by more often."""
+"""Seconds between two of its threads while a device is busy, because points of work may come more often."""
 _QUERIES = (0.0, 0.00005, 0.0002)
-"""Seconds before each query of the devices' work: short, as the thread begins anew later."""
+"""Seconds before each query of the devices' work. They are few, because the thread begins anew later."""
 THIS = "this"
 """Value of ``owner`` for a handle that its new object ends."""
 
 
 def is_ours(owner: object) -> bool:
-    """Whether ``owner`` says that the object made of a handle ends it; ``ValueError`` for another string."""
+    """Whether ``owner`` says that the new object ends the handle. Raises ``ValueError`` for another string."""
     if isinstance(owner, str) and owner != THIS:
         raise ValueError(
             f"owner={owner!r}: allowed are the object that owns the handle, None if code without such an object does, "
@@ -63,12 +63,14 @@ def is_ours(owner: object) -> bool:
 
 
 def refuse_second_owner(known: object) -> ValueError:
-    """The error for a handle that an object of this process ends already."""
+    """Return the error for a handle that an object of this process already ends."""
     return ValueError(f"owner={THIS!r}: {known!r} owns this handle already, and would end it a second time")
 
 
 def number_of_handle(name: str, value: Any, kind: type) -> int:
-    """A driver handle as a number: an integer, an object of ctypes, or of the class ``kind`` of the bindings."""
+    """Return a driver handle as a number. ``value`` is an integer, a ctypes object, or an object of the bindings' class
+    ``kind``.
+    """
     value = value.value if isinstance(value, ctypes.c_void_p) else value
     other = type(value).__module__.startswith("cuda.bindings.") and not isinstance(value, kind)
     if other or isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
@@ -128,7 +130,7 @@ class OnceIdle(Deferred):
 
     def _run(self) -> None:
         for _ in range(_TRIES):
-            # After an error of a lost context there is no work to wait for.
+            # After the error of a lost context there is no work to wait for.
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self._idle():
                     deferred_queue(self._session).submit(self)
@@ -148,12 +150,16 @@ class OnceIdle(Deferred):
 
 
 class PlainEnd(HandleEnd):
-    """The end of one memory after the work of a stream: of the reference to its owner, or by a call that waits."""
+    """The end of memory after the work of a stream: a call of the driver that waits, or the release of a reference to
+    the owner.
+    """
 
     __slots__ = ("_use", "owner", "source", "stream")
 
     def __init__(self, source: Any, call: str, address: int | None, stream: Stream, owner: object) -> None:
-        """``call``: the driver function that frees the memory; empty if ``owner`` does. ``source``: the allocator."""
+        """``call``: the driver function that frees the memory; empty if ``owner`` frees it. ``source``: the
+        allocator.
+        """
         super().__init__(session_of(source), call, address)
         self.source = source
         self.stream: Stream = stream
@@ -162,13 +168,13 @@ class PlainEnd(HandleEnd):
         self._use: Fence | None = None
 
     def __int__(self) -> int:
-        """The address, for watchers of frees."""
+        """Return the address, for watchers of frees."""
         return int(self._raw or 0)
 
     def end(self) -> None:
         """End the memory. The host waits for the stream if a driver call frees it."""
         if self._call:
-            if not self.stream.closed:  # that of a dropped buffer may be; its work is done
+            if not self.stream.closed:  # the stream of a dropped buffer may be closed, but its work is done
                 self.stream.synchronize()
             self._session.release(self, self._call)
         else:
@@ -178,7 +184,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # a dropped buffer: the call waits, which an item must not
+        if self._call:  # for a dropped buffer, because the call waits, which an item must not
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
@@ -194,13 +200,13 @@ class PlainEnd(HandleEnd):
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
-    """End memory, in the place of the driver's function for frees."""
+    """End memory. Takes the arguments of the driver's function for frees."""
     end.end()
     return (cuda.CUresult.CUDA_SUCCESS,)
 
 
 def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
-    """Return the place of memory, and the driver function that ends it if it is ours; raises as
+    """Return the place of memory, and the driver function that frees it if it is ours. Raises as
     :meth:`Buffer.from_handle`.
     """
     ask = Address(session, address)
@@ -213,7 +219,7 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
     with session.relaxed():
         start, size = ask.integer("RANGE_START_ADDR"), ask.integer("RANGE_SIZE")
         stop = start + size
-        # Mappings side by side are memory, too. The driver reports no start for host memory without access.
+        # Adjacent mappings count as memory, too. The driver reports no start for host memory without access.
         while start and stop < address + nbytes and not ours and residence_of(session, stop) is not None:
             stop += Address(session, stop).integer("RANGE_SIZE")
         if start and address + nbytes > stop:
@@ -242,15 +248,15 @@ def _free_call(ask: Address, place: Residence) -> str:
 
 
 class PlainBuffer(Buffer):
-    """A :class:`Buffer` of memory that is of no pool, or that other code owns. Its :class:`PlainEnd` ends it, after the
-    work of its stream.
+    """A :class:`Buffer` of memory that is of no pool or that other code owns. Its :class:`PlainEnd` ends the memory,
+    after the work of its stream.
     """
 
     __slots__ = ("_end",)
 
     @property
     def _stream(self) -> Stream:
-        """The stream of the end, after whose work the memory ends."""
+        """Stream after whose work the memory ends."""
         return self._end.stream
 
     @_stream.setter
@@ -265,7 +271,7 @@ class PlainBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """The object that owns the memory, or its allocator; None once it was released, and if there is none."""
+        """Object that owns the memory, or its allocator. None once it was released, and if there is none."""
         return self._end.owner
 
     @property

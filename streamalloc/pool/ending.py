@@ -61,7 +61,7 @@ class PoolEnd(HandleEnd):
         self._place = (location, allocation_type)
         self._resigned = False
         self._frees: Fence | None = None
-        """The work queued after the last frees; None if not recorded."""
+        """Fence behind the last frees; None if it was not recorded."""
         self.readers: int = 0
         """Number of threads that read statistics; the pool is not destroyed meanwhile."""
 
@@ -87,7 +87,7 @@ class PoolEnd(HandleEnd):
         try:
             return super().attempt()
         except CudaError:
-            if self._raw is not None:  # otherwise the pool is gone, and a new one may get its handle
+            if self._raw is not None:  # Otherwise the pool is gone, and a new pool may get its handle.
                 closed.add(int(raw))
             raise
 
@@ -119,7 +119,7 @@ class PoolEnd(HandleEnd):
         if self._frees is None:
             self._frees = Fence(self._session)
         if self._frees.done():
-            self._frees = None  # A free that is still pending is on an unknown stream, or came later.
+            self._frees = None  # A pending free is on an unknown stream, or was made later.
         return self._is_empty()
 
     def _is_empty(self) -> bool:

@@ -23,7 +23,7 @@ class Address(NamedTuple):
     number: int
 
     def value(self, name: str) -> Any:
-        """The value of an attribute (``cuPointerGetAttribute``)."""
+        """Return the value of an attribute (``cuPointerGetAttribute``)."""
         attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         try:
             return self.session.call("cuPointerGetAttribute", attribute, self.number)
@@ -31,12 +31,12 @@ class Address(NamedTuple):
             return 0
 
     def integer(self, name: str) -> int:
-        """The value of an attribute as an integer."""
+        """Return the value of an attribute as an integer."""
         return int(self.value(name))
 
 
 def residence_of(session: Session, address: int) -> Residence | None:
-    """The place of the memory at an address; None for pageable host memory, freed memory, or none.
+    """Return the location of the memory at an address; None for pageable host memory, freed memory, or no memory.
 
     Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
     13.3 read 0 for every device there. Captures stay valid.
@@ -59,7 +59,7 @@ def residence_of(session: Session, address: int) -> Residence | None:
 
 
 def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
-    """The location of virtual memory (``cuMemRetainAllocationHandle``); None for memory of graphs."""
+    """Return the location of virtual memory (``cuMemRetainAllocationHandle``); None for memory of graphs."""
     try:
         raw = session.call("cuMemRetainAllocationHandle", address)
     except CudaError:
@@ -67,7 +67,7 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
     try:
         prop = session.call("cuMemGetAllocationPropertiesFromHandle", raw)
         return MemLocation.from_driver(prop.location)
-    except CudaError:  # a multicast object, which has no location
+    except CudaError:  # it is a multicast object, which has no location
         return None
     finally:
         session.call("cuMemRelease", raw)
@@ -76,7 +76,8 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
 def location_of_pool(
     session: Session, raw: Any, on_host: bool, allocation_type: MemAllocationType
 ) -> MemLocation | None:
-    """The location of a pool; None if it was not made here and its location cannot be found.
+    """Return the location of a pool; None if the pool was not made here and its location cannot be found. Not all
+    bindings can read it.
 
     Not all bindings can read it. A device always has access to its own pool. So if one device has access to device
     memory, it owns the memory. The locations of default and current pools are known. Every other pool of pinned host
@@ -104,7 +105,9 @@ def location_of_pool(
 
 
 def _named_pools(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> list[int]:
-    """Handles of the default and the current pool of a location; none if the driver or the bindings refuse it."""
+    """Return the handles of the default and the current pool of a location; none if the driver or the
+    bindings refuse.
+    """
     try:
         return [int(existing_pool(session, which, location, allocation_type)) for which in ("Default", "")]
     except (InvalidValueError, InvalidDeviceError, NotSupportedError):
@@ -112,7 +115,7 @@ def _named_pools(session: Session, location: MemLocation, allocation_type: MemAl
 
 
 def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
-    """Whether a device has access to a pool's memory; False where the driver does not tell."""
+    """Whether a device has access to a pool's memory; False if the driver does not tell."""
     try:
         flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
     except (InvalidValueError, InvalidDeviceError):
@@ -124,7 +127,7 @@ def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
 
 
 def existing_pool(session: Session, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
-    """The driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
+    """Return the driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
     if has_calls_of_its_own(location, allocation_type):
         return session.call(f"cuDeviceGet{which}MemPool", location.id)
     return session.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))

@@ -116,7 +116,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
-        _holding = depth  # a finaliser that ran inside of the begin of a call may have left a larger number
+        _holding = depth  # it is larger if a finaliser makes this call while another call begins
     try:
         for _ in range(depth):
             leave(is_main)

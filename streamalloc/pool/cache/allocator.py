@@ -146,9 +146,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state = self._make_state()
         self.limit = most
         self._key = self._state.key
-        """Key of the free lists; no stream has lists under another one."""
+        """Key of the free lists of this cache. Under any other key a stream has no lists."""
         self._dropped: deque[CachedBlock] = self._state.dropped
-        """Dropped buffers' blocks, see :class:`CacheState`."""
+        """Blocks of dropped buffers; see :class:`CacheState`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
@@ -189,9 +189,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         lists = ordered.free_lists.get(self._key)
-        if lists is None:  # not used yet, or of another driver, on whose handle this one would crash
+        if lists is None:  # the stream was not used yet, or is of another driver, which would crash on this handle
             return self._allocate_checked(nbytes, stream)
-        # Memory of a free list needs no driver call, and so not the context that a default stream asks for.
+        # Memory of a free list needs no driver call, and so no context for a default stream.
         usable = ordered.ready(True) is not None if ordered.capturable else ordered.caller is True
         if usable and type(nbytes) is int:
             try:
@@ -216,7 +216,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     def statistics(self) -> CacheStatistics:
         """Return the pool's figures, and the bytes that are cached and in use."""
         self._state.collect_dropped()
-        own = self.pool.statistics()  # first: it attempts deferred frees
+        own = self.pool.statistics()  # first, because it attempts deferred frees
         cached = self._state.cached
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
 
@@ -245,16 +245,16 @@ class CachingAllocator(Allocator, Closes, Shown):
         if self._state.closed:
             return
         self._state.closed = True
-        # The item below is not attempted during a capture: until then no stream has lists under this key.
+        # The item below is not attempted during a capture. Until then no stream has lists under the new key.
         self._key = _NOWHERE
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
     def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
-        """Allocate what no free list serves directly. ``ready``: the stream if it is ready and not captured."""
+        """Allocate if no free list serves directly. ``ready``: the stream, if it is ready and not captured."""
         state, ordered, cache = self._state, ready, None
         size = nbytes if type(nbytes) is int and 0 < nbytes < _ADDRESSES else 0
-        # The key is another one for a cache that was closed, is watched, or is a forked child's.
+        # A cache that was closed or is watched, or a forked child's, has another key.
         if size and ordered is not None and self._key is state.key and not self._dropped:
             cache = state.of(ordered)
         if ordered is None or cache is None:
@@ -344,7 +344,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         block, watchers = buffer._ptr, state.watchers
         cache: StreamCache = block.size_class.owner
         if not state.closed and state.of(ordered) is cache:
-            # First, because from ``put`` on a finaliser may free the block without notifying watchers.
+            # First, because from ``put`` on a finaliser may free the block without a notification.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:

@@ -49,7 +49,7 @@ class SizeClass:
 
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
-        """StreamCache."""
+        """The :class:`StreamCache` of the stream."""
         self.nbytes: int = nbytes
         self.free: list[CachedBlock] = []
         """Free blocks; the last one freed is reused first."""

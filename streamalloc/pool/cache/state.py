@@ -102,7 +102,7 @@ class StreamCache(Deferred):
         self._kept = None if isinstance(stream, OwnStream) else stream
         self._last: Sequence[Event] = end_of(stream)
         self.per_thread: bool = isinstance(stream, PerThreadStream)
-        """Whether it is a thread's default stream, whose handle names another stream on other threads."""
+        """Whether it is a thread's default stream. On other threads its handle names another stream."""
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
@@ -111,11 +111,11 @@ class StreamCache(Deferred):
         self.returning: deque[tuple[Event, CachedBlock]] = deque()
         """Blocks freed on other streams, with the events after their last uses."""
         self.peak: int = 0
-        """Most bytes in use, as of the last count."""
+        """Most bytes in use up to the last count."""
         end_with_stream(stream, self)
 
     def size_class(self, nbytes: int) -> SizeClass:
-        """The size class for a request."""
+        """Return the size class for a request."""
         size = class_size(nbytes, self.cache.finer)
         found = self.classes.get(size)
         if found is None:
@@ -125,7 +125,9 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
-        """Remove the smallest free block that fits. Its list then serves requests of this size until it is empty."""
+        """Remove the smallest free block that fits. The list that had it then serves requests of this size until it is
+        empty.
+        """
         if self.returning:
             self.collect()
         block, served_from = None, wanted.free
@@ -133,7 +135,7 @@ class StreamCache(Deferred):
             if free:
                 try:
                     block = free.pop()
-                except IndexError:  # another thread took it
+                except IndexError:  # Another thread has taken it.
                     continue
                 served_from = free
                 break
@@ -143,7 +145,7 @@ class StreamCache(Deferred):
         return block
 
     def serve(self, nbytes: int, free: list[CachedBlock]) -> None:
-        """Serve requests of this size directly from a free list from now on."""
+        """Serve requests of this size directly from a free list."""
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
@@ -178,8 +180,8 @@ class StreamCache(Deferred):
             self.cache.queue.submit(self)
 
     def put(self, block: CachedBlock) -> None:
-        """Put a block into the free list of its size class. If this cache has ended, a point of work releases the
-        block.
+        """Put a block into the free list of its size class. If this stream cache has ended, a point of work releases
+        the block.
         """
         size_class = block.size_class
         if not (self.cache.closed or self.ended):
@@ -197,7 +199,7 @@ class StreamCache(Deferred):
         in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
 
     def collect_behind(self, ordered: Stream) -> None:
-        """Move the blocks freed on other streams to free lists, for use in the order of ``ordered``, which waits."""
+        """Move blocks freed on other streams to free lists, for use after ``ordered``, which waits for their events."""
         for entry in drained(self.returning.popleft):
             event, block = entry
             try:
@@ -215,12 +217,12 @@ class StreamCache(Deferred):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in free lists and returning."""
+        """Bytes of blocks in free lists, and of blocks that wait for an event."""
         free = sum([one.nbytes * len(one.free) for one in list(self.classes.values()) if one.free])
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
     def serve_no_more(self) -> None:
-        """End the direct calls."""
+        """Stop serving requests directly."""
         if not self.ended:
             self.ended = True
             # From now on a buffer's block comes back by :meth:`put`, which submits this item again.
@@ -252,8 +254,8 @@ class StreamCache(Deferred):
         return self.ended and not any(one.count for one in list(self.classes.values()))
 
     def ordered(self, act: Callable[[Stream], object]) -> None:
-        """Call ``act`` with the stream, or after its end with a stream ordered after its work. Prevents a concurrent
-        close.
+        """Call ``act`` with the stream or, after the stream's end, with a stream ordered after its work. No other
+        thread can close the stream meanwhile.
         """
         stream = self.stream()
         if stream is None:
@@ -278,13 +280,13 @@ class CacheState(Deferred):
         self.session: Session = session_of(pool)
         self.queue: DeferredQueue = deferred_queue(self.session)
         self.key: object = object()
-        """Key of this cache in ``Stream.free_lists``."""
+        """Key of this cache in the ``free_lists`` of streams."""
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, CachedBlock] = {}
         """Blocks by address, free or in buffers."""
         self.stream_caches: dict[int, StreamCache] = {}
-        """By the ``id`` of the stream, which an ended stream may have left to a later one."""
+        """Stream caches by ``id`` of the stream. A later stream may have the ``id`` of an ended one."""
         self.dropped: deque[CachedBlock] = deque()
         """Blocks of buffers that were dropped while their streams were not ready."""
         self.closed: bool = False
@@ -292,7 +294,7 @@ class CacheState(Deferred):
         self._opening = RLock()
         """Held while a stream is opened. No finaliser takes it."""
         self._reserved = 0
-        """Bytes that the pool would reserve, computed at the last query."""
+        """Bytes that the pool would reserve, as computed at the last query."""
         self._room = POOL_STEP
         """Bytes to allocate before the next query of the pool."""
         self._releases = 0
@@ -304,7 +306,7 @@ class CacheState(Deferred):
             block.home = None
         self.collect_dropped()
         for one in list(self.stream_caches.values()):
-            # Attempt ended ones again: buffers may have been dropped since.
+            # Ended ones are attempted again, because buffers may have been dropped since.
             self.queue.end(one)
         if self.blocks:
             return False
@@ -314,12 +316,12 @@ class CacheState(Deferred):
     # -- streams ---------------------------------------------------------------------------------------------
 
     def of(self, stream: Stream) -> StreamCache | None:
-        """The stream cache of a stream; None if there is none that has not ended."""
+        """Return the stream cache of a stream; None if there is none, or if it has ended."""
         found = self.stream_caches.get(id(stream))
         return found if found is not None and not found.ended and found.stream() is stream else None
 
     def open(self, stream: Stream) -> StreamCache:
-        """The stream cache of a stream, made if there is none."""
+        """Return the stream cache of a stream, and make it if there is none."""
         self.session.check_process()
         with self._opening:
             found = self.of(stream)
@@ -349,7 +351,7 @@ class CacheState(Deferred):
         bought: list[CachedBlock] = []
 
         def buy_here(handle: Any) -> Any:
-            # The cache knows the block before the context is restored, which the driver may refuse.
+            # The cache lists the block before the context is restored, because the driver may refuse that.
             result, pointer = alloc(wanted.nbytes, upstream._raw, handle)
             if not result:
                 bought.append(self._new_block(int(pointer), wanted))
@@ -357,9 +359,9 @@ class CacheState(Deferred):
 
         try:
             result = in_context(stream, buy_here, raw_handle(stream))
-        except OutOfMemoryError:  # the limit of a watcher of the pool
+        except OutOfMemoryError:  # the limit of a watcher of the pool was reached
             return None
-        except CudaError:  # the context was not restored
+        except CudaError:  # the driver did not restore the context
             wanted.free += bought
             raise
         if result and result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -385,11 +387,11 @@ class CacheState(Deferred):
             The driver refused. The block is in its free list again, unless other code has freed its memory.
         """
         address = block.address
-        # Before the call: another thread may get the address at once.
+        # Before the call, because another thread may get the address right after it.
         self.blocks.pop(address, None)
         pool = self._pool()
         free = self._pool_free if pool is None else free_function(pool)
-        free = without_notifying(free, self.watchers)  # they have recorded the free
+        free = without_notifying(free, self.watchers)  # the watchers have recorded the free
         refused = free(block, raw)[0]
         if refused and not is_gone(free_refused(refused, ordered)):
             self.blocks[address] = block
@@ -437,7 +439,7 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            # To count the bytes in use takes long.
+            # To count the bytes in use takes long, so it is done rarely.
             if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()
@@ -461,7 +463,7 @@ class CacheState(Deferred):
         return _whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
-        """Begin anew with the allowance."""
+        """Compute the allowance anew."""
         self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
@@ -488,7 +490,7 @@ class CacheState(Deferred):
                 if one.free_bytes:
                     stream = one.stream()
                     if stream is not None and stream.closed:
-                        continue  # its end is an item of the queue, and may have to wait until the device is idle
+                        continue  # its end is a queue item, which may have to wait until the device is idle
                     with contextlib.suppress(CaptureError, ClosedError):  # a captured stream keeps its blocks
                         one.ordered(functools.partial(release, one))
             for event in frees:
@@ -501,7 +503,7 @@ class CacheState(Deferred):
 
 
 def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
-    """Bytes that a pool reserves, that it needs with one more block, and that it will reserve for them."""
+    """Return the bytes that a pool reserves, that it needs with one more block, and that it will reserve then."""
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
     return reserved, needed, max(reserved, _whole_steps(needed))
 
