@@ -49,6 +49,7 @@ _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
+_ROOM = 32  # times as many addresses are reserved for each next part of a search for a size
 _UNSAID = object()
 
 T = TypeVar("T")
@@ -504,28 +505,32 @@ def _most_bytes(memory: PhysicalMemory) -> int:
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
-def _size_among(session: Session, raw: Any, sizes: Sequence[int]) -> int:
-    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps none."""
-    if not sizes:
+def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0) -> int:
+    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps none. Sizes before the
+    index ``begin`` are left out.
+    """
+    # A few sizes first: the process may not have as many addresses as the device has memory.
+    some = sizes[begin : _ROOM * max(begin, 1)]
+    if not some:
         return 0
-    trial = Reservation(session, sizes[-1])
+    trial = Reservation(session, some[-1])
     trial._raw = session.call("cuMemAddressReserve", trial.nbytes, 0, 0, 0)
     try:
-        for size in sizes:
+        for size in some:
             result = session.driver.cuMemMap(trial.raw, size, 0, raw, 0)[0]
             if not result:
                 trial.entries.append(MappedBytes(trial, 0, size, {}))
                 return size
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
-                break
+                return 0
             if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
                 raise error
     finally:
         # A release that the driver refuses is repeated later.
         with undoing(lambda: trial.allocations.drop(trial)):
             trial.allocations.end(trial)
-    return 0
+    return _size_among(session, raw, sizes, begin + len(some))
 
 
 _NOT_MAPPED = "no memory is mapped by cuMemMap at this address"

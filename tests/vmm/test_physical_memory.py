@@ -9,6 +9,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.wrappers import Wrapper
 from tests.support import Account, MiB, holds, names
 from tests.vmm.support import HOST, PAGE
 
@@ -39,6 +41,20 @@ class TestSize:
     def test_granularity(self, device: sa.Device, where: sa.MemLocation | None) -> None:
         for recommended in (False, True):
             assert vmm.PhysicalMemory.granularity(where or device, recommended=recommended) == PAGE
+
+    @pytest.mark.parametrize("pages", [1, 40])
+    def test_of_a_handle_where_addresses_are_few(self, machine: Any, pages: int) -> None:
+        class Few(Wrapper):
+            def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
+                if name == "cuMemAddressReserve" and args[0] > 4 << 30:
+                    return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+                return function(*args)
+
+        device = sa.Device(0, driver=Few(machine))
+        memory = vmm.PhysicalMemory(device, pages * PAGE, handle_types=FD)
+        fd: Any = memory.export()
+        with memory, vmm.PhysicalMemory.from_handle(fd, driver=device.driver) as found:
+            assert found.nbytes == pages * PAGE
 
     @pytest.mark.parametrize("nbytes", [1 << 46, 1 << 63, (1 << 64) - PAGE])
     def test_more_than_there_is(self, device: sa.Device, nbytes: int) -> None:
