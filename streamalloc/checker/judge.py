@@ -236,7 +236,7 @@ class Judge:
         assert ended is not None
         queued = range_.last.pop(actor.number, None)
         if queued is not None and queued.time == NEVER:
-            return  # reported at the free
+            return  # the free was reported
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
             kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."

@@ -41,13 +41,13 @@ class RecordedOperation:
 
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
-            return self.actor.name  # it contains the call
+            return self.actor.name  # the name of a graph node contains the call
         call = f"{self.what} in {self.call}" if self.call != self.what else self.what
         return f"{call} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
 
     @property
     def call(self) -> str:
-        """Place of the call in the program. A call of this package stands for the driver call that it made."""
+        """Name of the call in the program. For a driver call of this package, the public function that made it."""
         function = function_of(self.stack) if self.what.startswith("cu") else ""
         return f"{function}()" if function else self.what
 

@@ -169,7 +169,7 @@ class Recorder:
         self._reports.deliver(self._alone(self._after, name, args, answer, finish))
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
-        """Record a call that another feed than the wrapper has seen, with the caller's context and place.
+        """Record a call that was not made through the wrapper, with the caller's context and place.
 
         Calls are fed in the order in which they were made, without the questions of the checker itself. Their hazards
         are delivered like those of the wrapper's calls. It is too late to stop a wrong one: a free of an unknown handle
@@ -589,7 +589,7 @@ class CheckedDriver(Wrapper, Recorder):
         except REFUSED:
             number = 0
         if not number:
-            return self._call(name, launch, args)  # the driver refuses it
+            return self._call(name, launch, args)  # the driver refuses this address
         call = self._alone(host_function, self._state, stream)
         pointer = self._stand_in(kind, number, call)
         try:
@@ -637,7 +637,7 @@ _alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._turn.lock = RLock()
-        one._reports.shown.update(one.hazards)  # the parent shows them
+        one._reports.shown.update(one.hazards)  # the parent process shows them
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -702,7 +702,7 @@ class Poison:
         else:
             with self._under(range_.context):
                 if value == FREED:
-                    self._driver.cuCtxSynchronize()  # as the free does
+                    self._driver.cuCtxSynchronize()  # cuMemFree waits, too
                 self._now(range_.base, range_.size, value)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:

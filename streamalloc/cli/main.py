@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            raise  # it is the program's
+            raise  # the error is the program's
         return _INTERRUPTED
 
 

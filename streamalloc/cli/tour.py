@@ -152,7 +152,7 @@ def _code_by_line(part: Part) -> dict[int, list[str]]:
     lines, start = inspect.getsourcelines(part)
     tree = ast.parse(whole := "".join(lines)).body[0]
     assert isinstance(tree, ast.FunctionDef)
-    found, before = {}, tree.body[0].end_lineno or 0  # of the docstring
+    found, before = {}, tree.body[0].end_lineno or 0  # the end of the docstring
     for one in sorted((one for one in ast.walk(tree) if isinstance(one, ast.Yield)), key=lambda one: one.lineno):
         source = [line.rstrip()[tree.body[0].col_offset :] for line in lines[before : one.lineno - 1]]
         assert isinstance(one.value, ast.Tuple)

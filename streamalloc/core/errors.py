@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from streamalloc.formats.sizes import size_text as size_text  # the package's errors use this word
+from streamalloc.formats.sizes import size_text as size_text  # this package's error texts use it
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 

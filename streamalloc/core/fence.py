@@ -355,7 +355,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
         def act_and_wait(substitute: Stream) -> T:
             result = act(substitute)
-            substitute._call("cuStreamSynchronize")  # then the pool may give memory that was freed to any stream
+            substitute._call("cuStreamSynchronize")  # the pool may then give freed memory to any stream
             return result
 
         return _on_new_stream(stream.device, act_and_wait)

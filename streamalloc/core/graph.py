@@ -227,7 +227,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         try:
             self._origin._in_context(self._take_graph)
         finally:
-            # The streams execute their work again.
+            # The streams run their work again from here on.
             for stream in self._streams:
                 stream._capture = None
                 stream._allow_direct()

@@ -128,7 +128,7 @@ def closable(stream: Any, number: int) -> Any | None:
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    return stream if tells else _Named(stream, number)  # cuda.core's tells
+    return stream if tells else _Named(stream, number)  # cuda.core's object tells
 
 
 def device_of_library_stream(stream: object) -> int | None:
@@ -176,7 +176,7 @@ _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
 }
-"""Keys of PyTorch's own types."""
+"""Keys in the table for PyTorch's stream types."""
 _keys: dict[type, Callable[[Any], Hashable]] = {}
 """Key of an object in the table, by its type; by default its ``id``."""
 

@@ -540,7 +540,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            return  # cannot be copied; the copy raises
+            return  # it cannot be copied, and the copy raises
         dtype, shape = form
         if dtype != self.dtype:
             raise TypeError(f"{name} has elements of {dtype}, not of {self.dtype}; .bytes copies whatever they are")

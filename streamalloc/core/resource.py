@@ -43,7 +43,7 @@ class Unique:
     def __repr__(self) -> str:
         try:
             return f"<{type(self).__name__}{self._text()}>"
-        except AttributeError:  # its making has raised
+        except AttributeError:  # __init__ has raised
             return f"<{type(self).__name__} that could not be made>"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ class RawHandles(NamedTuple):
     fabric: tuple[MemFabricHandle, ...] = ()
     """Fabric handles of the chunks, in place of descriptors."""
     data: MemPoolPtrExportData | IpcMemHandle | IpcEventHandle | None = None
-    """The handle of an allocation of a pool, of memory of ``cuMemAlloc``, or of an event."""
+    """Handle of the shared object: an allocation of a pool, memory of ``cuMemAlloc``, or an event."""
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk, or of the allocation."""
     offset: int = 0
@@ -224,7 +224,7 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        if hasattr(self, "_number"):  # unset in an object whose making has raised
+        if hasattr(self, "_number"):  # unset if __init__ has raised
             self.close()
 
     def _text(self) -> str:

@@ -151,7 +151,7 @@ class Session(_Direct):
     def __del__(self) -> None:
         # The collector clears the weak references to a session that is in a cycle before it drops the other objects of
         # the cycle. Their releases keep this session alive, and would wait for ever if another one served the driver.
-        if hasattr(self, "_lock") and self.usable:  # not if its making has raised
+        if hasattr(self, "_lock") and self.usable:  # unset if __init__ has raised
             _sessions.setdefault(id(self.driver), self)
 
     @property

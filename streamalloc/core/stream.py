@@ -325,7 +325,7 @@ class Stream(Closes, Shown):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
-                        with contextlib.suppress(ValueError):  # another thread was faster
+                        with contextlib.suppress(ValueError):  # another thread has removed it
                             self._before_work.remove(item)
         finally:
             self._attempting.remove(me)
@@ -376,7 +376,7 @@ class Stream(Closes, Shown):
             if reused:
                 event._spare = None  # so its finaliser destroys it, rather than offer it again
                 if result == _INVALID_HANDLE:
-                    return self.record()  # it was of a context that was reset
+                    return self.record()  # the event belonged to a context that was reset
             raise error_from(result, "cuEventRecord")
         event._capture = self._capture
         event._foreign_captures |= self.capturable
@@ -398,7 +398,7 @@ class Stream(Closes, Shown):
                 self._call("cuStreamWaitEvent", foreign, 0)
                 self._notice_joining()
                 return
-            self._checked_raw()  # before anything is recorded
+            self._checked_raw()  # this raises before anything is recorded
             event = as_stream(cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
@@ -568,7 +568,7 @@ class OwnStream(Stream):
             return
         refuse_capture(self, "cuStreamDestroy", "end the capture first")
         with self._in_use:
-            if self.closed:  # by another thread meanwhile
+            if self.closed:  # another thread has closed it meanwhile
                 return
             for item in tuple(self._endings):
                 # If the driver refuses, a later point of work attempts the item again.
@@ -612,7 +612,7 @@ class OwnStream(Stream):
                 if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
                     self._record_end(raw)
         self._raw = None
-        self._destroy(raw, later=captured)  # at once it would end the capture by other code
+        self._destroy(raw, later=captured)  # an immediate destruction would end the capture by other code
 
 
 class _LateEnd(HandleEnd):
@@ -755,7 +755,7 @@ class _OfThread:
         self.stream: PerThreadStream = PerThreadStream._make(device, PER_THREAD)
 
     def __del__(self) -> None:
-        stream = getattr(self, "stream", None)  # unset in an object whose making has raised
+        stream = getattr(self, "stream", None)  # unset if __init__ has raised
         if stream is not None:
             stream._ident = stream.caller = False
             if stream._session.usable:

@@ -70,7 +70,7 @@ class HandleCounts:
             if handle and captured:
                 self._uncounted.add(handle)
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
-                pass  # captured into an existing graph
+                pass  # the call was captured into an existing graph
             elif handle:
                 # The driver may reuse an address that belonged to a graph.
                 self._uncounted.discard(handle)

@@ -145,7 +145,7 @@ def handle_types_member(value: int) -> Any:
         return cuda.CUmemAllocationHandleType(value)
     except ValueError:
         made: Any = int.__new__(cuda.CUmemAllocationHandleType, value)
-        made._value_ = value  # read by the setter of cuda-bindings 12.9
+        made._value_ = value  # the setter of cuda-bindings 12.9 reads this
         return made
 
 

@@ -22,7 +22,7 @@ COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
 """Most blocks of a launch."""
 COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
-_THREADS = 256  # of a thread block
+_THREADS = 256  # threads of a block
 _SHIFT = COPY_UNIT.bit_length() - 1
 _SPAN = 32 + _SHIFT  # bits of an offset in bytes that is a 32-bit number of units
 _PART = 2048  # bytes that a warp moves at once
@@ -158,7 +158,7 @@ END:
 
 
 def copy_ptx(names: Collection[str]) -> str:
-    """The module with these kernels."""
+    """Return the PTX module with these kernels."""
     head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
     same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
     sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}

@@ -66,7 +66,7 @@ def parent_test() -> ParentTest | None:
 
     The answer is constant for the life of the process, even if the test ends.
     """
-    return _find(os.getpid())  # by process, as a fork copies the cache
+    return _find(os.getpid())  # cached by process, because a fork copies the cache
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def alive(process: int) -> bool:
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE)  # no descriptor: nothing shows that it has ended
+        return error.errno in (errno.EMFILE, errno.ENFILE)  # without a free descriptor nothing shows that it has ended
 
 
 def runs(stat: bytes) -> bool:

@@ -208,7 +208,7 @@ class Hazard:
 
     def found_again(self) -> None:
         """Count this place once more."""
-        object.__setattr__(self, "count", self.count + 1)  # frozen for programs
+        object.__setattr__(self, "count", self.count + 1)  # the class is frozen for programs
 
     @property
     def pair(self) -> tuple[object, ...]:

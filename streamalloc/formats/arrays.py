@@ -250,7 +250,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
         return element.tobytes() == padded
     if dtype.names is not None:
         return isinstance(value, (tuple, np.void))
-    if dtype.kind == "V" and dtype.type is not np.void:  # of ml_dtypes
+    if dtype.kind == "V" and dtype.type is not np.void:  # a type of ml_dtypes
         return isinstance(value, _NUMBERS)
     given = np.asarray(value)
     rounds = dtype.kind in "fc" and given.dtype.kind in "biufc"
@@ -336,5 +336,5 @@ def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
         return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
     try:
         return {"typestr": dtype.str, "descr": dtype.descr} if np.dtype(dtype.descr) == dtype else None
-    except ValueError:  # fields that overlap
+    except ValueError:  # the fields overlap
         return None

@@ -86,7 +86,7 @@ class TorchMemorySaver:
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
             whole.__enter__()
-            # PyTorch's pools cannot be used while the interpreter exits, so the regions are left before.
+            # The regions end before the interpreter exits, because PyTorch's pools cannot be used then.
             atexit.register(whole.__exit__, None, None, None)
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ class TorchMemorySaver:
             raise EvictedError(f"graphs of tag={tag!r} are paused: resume() them before another is captured")
         graphs = {key: bridge for key, bridge in self._bridges.items() if key[2] is not None}
         for key, bridge in graphs.items():
-            if bridge.pool.use_count() == 1:  # its graphs are gone
+            if bridge.pool.use_count() == 1:  # the graphs of the pool are gone
                 self._bridges.pop(key).close()
         ours = next((one for one in graphs.values() if one.pools and one.pool.id == pool), None)
         bridge = ours or self._bridge(kind, object() if pool is None else pool)

@@ -301,7 +301,7 @@ def collect() -> int:
             kept.append(pool)
         else:
             _taken.pop(pool.id, None)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # of _immortal()
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # the reference that _immortal() added
         del pool
     _ended.extend(kept)
     return freed + _return_segments()
@@ -397,7 +397,7 @@ class Callbacks:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
         except OutOfMemoryError as error:
-            self.refusal = error.with_traceback(None)  # whose frames would keep their memory
+            self.refusal = error.with_traceback(None)  # its frames would keep their memory
         except BaseException as error:
             _report(error, self._allocate)
         if address:

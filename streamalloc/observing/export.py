@@ -152,7 +152,7 @@ class Log:
             words = (*(names.get(name, "") for name in _NAMES), *map(str, of.sites[:1]))
             writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
         data = text.getvalue().encode(errors="backslashreplace")  # paths may have bytes that are no text
-        while data:  # a disk that becomes full takes a part
+        while data:  # a disk that fills up takes only a part
             data = data[self._file.write(data) :]
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class Account:
 
     def _end(self) -> None:
         self.started = False
-        while self._notes:  # no thread adds any from now on
+        while self._notes:  # no thread adds notes any more
             self._enter_notes()
         self._close_log()
 
@@ -292,7 +292,7 @@ class Account:
             try:
                 one = self._unreported.popleft()
             except IndexError:
-                return  # another thread has taken it
+                return  # another thread has taken them
             self.on_free(one)
 
     def settle(self) -> None:

@@ -341,7 +341,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def attributes(self) -> PoolAttributes:
-        """The pool's attributes, live: read and assign."""
+        """The attributes of the pool. To read one asks the driver, to assign one sets it."""
         return PoolAttributes(self)
 
     def statistics(self) -> PoolStatistics:

@@ -56,8 +56,8 @@ class Block:
         self.size: int = size
         self.owner: int = owner
         self.seq: int = seq
-        self.since: int = 0  # when it was freed
-        self.stamp: int = 0  # Time at which the block was put on its shelf.
+        self.since: int = 0  # time of the free
+        self.stamp: int = 0  # time at which the block was put on its shelf
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -123,7 +123,7 @@ class PoolAddresses:
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
         self._head = self._last = Block(0, capacity)
-        self._heap = Shelf()  # without the end of the line
+        self._heap = Shelf()  # all but the end of the line
         self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # by stream
         self._ranks = ranks
         self.backed: set[int] = set()

@@ -212,7 +212,7 @@ def member(name: str, value: Any, cls: Any) -> int:
         raise TypeError(f"Argument '{name}' must not be None")
     if not isinstance(value, cls):
         if not hasattr(value, "value"):
-            return int(value.value)  # raises the AttributeError that the bindings raise
+            return int(value.value)  # this raises the AttributeError that the bindings raise
         raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
     return int(value)
 

@@ -40,7 +40,7 @@ class ArrayLayout:
     extent: Dim3
     layers: int
     solid: bool
-    """Three-dimensional."""
+    """Whether the array has three dimensions."""
     element: int
     """Bytes."""
     levels: int = 1

@@ -95,7 +95,7 @@ def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got."""
     global _depth, _held, _holding
     _depth -= 1
-    if _held == 1 and not _get_thresholds()[0]:  # no other thread has set it meanwhile
+    if _held == 1 and not _get_thresholds()[0]:  # no other thread has set them meanwhile
         _set_threshold(_threshold)
     _held -= 1
     _release()
@@ -128,7 +128,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         try:
             enter(is_main)
             entered += 1
-        except BaseException as raised:  # another signal
+        except BaseException as raised:  # another signal arrived
             error = raised
     if is_main:
         _holding = holding
@@ -140,8 +140,8 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 
 _holding = 0  # calls of the main thread that run inside each other
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
-_handlers: list[Any] = []  # of _SIGNALS, as the program installed them
-_replaced: dict[int, Any] = {}  # those that are functions, by signal
+_handlers: list[Any] = []  # handlers of _SIGNALS, as the program installed them
+_replaced: dict[int, Any] = {}  # by signal, the handlers that are functions
 _late: list[int] = []  # signals that came during a call
 
 

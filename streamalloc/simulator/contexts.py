@@ -286,7 +286,7 @@ class EventTable:
 
 
 def _close(words: memoryview, fd: int) -> None:
-    words.release()  # and the mapping with it
+    words.release()  # this also ends the mapping
     os.close(fd)
 
 

@@ -239,7 +239,7 @@ def _place(base: int, size: int) -> bool:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # a kernel without the flag
+    if got != base:  # this kernel lacks the flag
         _unmap(got, size)
     return got == base
 
@@ -256,7 +256,7 @@ def _mapped_now(taken: Intervals) -> Intervals:
 
 # -- memory that is not simulated --------------------------------------------------------------------------------
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # of madvise
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice of madvise
 _USER_END = 1 << 63
 
 

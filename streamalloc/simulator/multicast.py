@@ -40,7 +40,7 @@ _MAX_RECORDS = 4096
 _WORD = 8
 _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 
-_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
+_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes that are locked
 
 
 class TeamBinding(NamedTuple):
@@ -258,7 +258,7 @@ class MulticastMemory(Mappable):
         self.imported = imported
         self._owner = owner
         self._bound: dict[int, Backing] = {}  # by binding number; only bindings of this holder
-        self._windows: dict[int, ReservedExtent] = {}  # to all bindings
+        self._windows: dict[int, ReservedExtent] = {}  # windows of all bindings
 
     @property
     def serial(self) -> str:

@@ -251,7 +251,7 @@ class OpenedPool(Accessible):
     """A pool of another process. Its allocations have the same offsets here, at this process's addresses."""
 
     managed = False
-    granted = True  # it is device memory
+    granted = True  # memory of a device always has access
     # It cannot be exported again (observed on H200: test_sharing).
     handle_types = constants.HandleType.NONE
 

@@ -180,7 +180,7 @@ class Profile:
     context_api_version: int = _read(_whole(0, 99999))
     context_flags: int = _read(_whole(0, 255))
     stream_priorities: tuple[int, int] = _read(_priorities)
-    """Least and greatest."""
+    """Least and greatest priority of a stream."""
     pitch: int = _read(_whole(1, 1 << 20))
     """Alignment of row pitches of ``cuMemAllocPitch``, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
@@ -235,7 +235,7 @@ class Profile:
 
 _FIELDS: dict[str, Check] = {one.name: one.metadata["check"] for one in fields(Profile) if one.metadata}
 _MERGED = ("granularities", "attributes", "limits", "error_strings")
-"""Tables merged with the base's by entry."""
+"""Tables whose entries replace those of the base one by one."""
 _NEEDED = {
     "granularities": ("DEVICE", "HOST", "HOST_NUMA", "MULTICAST"),
     "attributes": (

@@ -128,7 +128,7 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
         # replaced.
         return (function if found is _call else found)(*args, **named)
 
-    return _call  # a name with an underscore: reports leave it out
+    return _call  # reports leave out a name with an underscore
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -162,7 +162,7 @@ def watch_imports() -> Iterator[None]:
     global _watching, _added
     if not _added:
         _added = True
-        sys.addaudithook(_look)  # the interpreter keeps it
+        sys.addaudithook(_look)  # the interpreter keeps the hook
     _reported.clear()
     _watching = True
     try:

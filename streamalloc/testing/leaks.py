@@ -204,7 +204,7 @@ class _Places:
             function(thing, *args, **options)
             reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
             found = self._found.get(id(thing))
-            if found is None or found.reference() is not thing:  # else __init__ of a base class has recorded it
+            if found is None or found.reference() is not thing:  # otherwise __init__ of a base class has recorded it
                 self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
 
         self._functions.append((kind, "__init__", function))
@@ -281,7 +281,7 @@ class Watch(Leaves):
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
-            foreign = isinstance(one, threading._DummyThread)  # which nobody can join
+            foreign = isinstance(one, threading._DummyThread)  # nobody can join such a thread
             if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
                 continue
             one.join(max(end - time.monotonic(), 0))
@@ -314,9 +314,9 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # it belongs to a counted object, or to the simulated machine
+                continue  # a counted object or the simulated machine owns it
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
-                continue  # counted as the object, or kept by the package
+                continue  # it is counted as the object, or the package keeps it
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
                 found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))
@@ -395,7 +395,7 @@ def _descriptors() -> dict[tuple[int, int, int], str]:
     """The file names of this process's open descriptors, by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # listdir() has closed its own
+        with contextlib.suppress(OSError):  # this is the descriptor of listdir(), which is closed
             if int(text) >= _STANDARD:
                 found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found

@@ -64,7 +64,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     --------
     >>> with SymmetricMemory.local(sa.Device.all(), 1 << 20) as memory:
     ...     stream = memory.buffers[0].stream
-    ...     multimem_st(stream, memory.multicast_buffer, np.arange(4))  # in the memory of each device
+    ...     multimem_st(stream, memory.multicast_buffer, np.arange(4))  # writes to the memory of each device
     """
     array, at = _operand(values, address)
     data = array.tobytes()

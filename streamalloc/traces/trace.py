@@ -109,7 +109,7 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple(self.events))  # once: it may be an iterator
+        object.__setattr__(self, "events", tuple(self.events))  # once, because it may be an iterator
         checked = CheckedTrace()
         for number, event in enumerate(self.events):
             try:

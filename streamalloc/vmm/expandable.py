@@ -296,7 +296,7 @@ class _Ranges(StreamCache):
         """Return the free lists that have blocks of at least ``least`` bytes."""
         sizes, free_lists = self.free_lists
         if len(sizes) != len(self.classes):
-            classes = dict(sorted(self.classes.items()))  # the end of the stream on another thread may remove them
+            classes = dict(sorted(self.classes.items()))  # a stream that ends on another thread may remove some
             sizes, free_lists = [*classes], [one.free for one in classes.values()]
             self.free_lists = sizes, free_lists
         return filter(None, free_lists[bisect_left(sizes, least) :])
@@ -329,7 +329,7 @@ class _Ranges(StreamCache):
 
     def _join_small(self, least: int) -> None:
         """Move free parts of slabs that have at least ``least`` bytes to the free ranges."""
-        for part in self.small:  # the largest first
+        for part in self.small:  # largest part first
             if part[1] - part[0] < least:
                 break
             if self.small.remove(*part):
@@ -347,7 +347,7 @@ class _Ranges(StreamCache):
 
     def attempt(self) -> bool:
         self.serve_no_more()
-        if self.ranges or self.small:  # memory of no block
+        if self.ranges or self.small:  # free memory outside of blocks
             with contextlib.suppress(CaptureError, NotReadyError):
                 self.ordered(self.release)
             if self.ranges or self.small:
@@ -792,7 +792,7 @@ class ExpandableCache(CachingAllocator):
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
-        self._free = end_plain  # statistics of the blocks that leave the cache
+        self._free = end_plain  # frees the buffers whose memory leaves the cache
 
     def _make_state(self) -> _State:
         return _State(self.pool)

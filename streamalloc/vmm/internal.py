@@ -102,7 +102,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 def is_counted(memory: MappedMemory) -> bool:
     """Whether this process created memory that was just mapped and has no other mapping."""
     if not isinstance(memory, GenericAllocation):
-        return True  # a page
+        return True  # it is a page
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1

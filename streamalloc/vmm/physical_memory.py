@@ -524,7 +524,7 @@ def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
                 return 0
-            if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
+            if not isinstance(error, NotSupportedError):  # the driver answers so for a wrong size
                 raise error
     finally:
         # A release that the driver refuses is repeated later.

@@ -72,11 +72,11 @@ class Residents(Shown):
     """
 
     device: Device
-    """The device."""
+    """Device of the figures."""
     total: int
-    """Memory of the device."""
+    """Bytes of memory of the device."""
     free: int
-    """Free memory."""
+    """Bytes that are free."""
     group: Mapping[str, int]
     """Bytes of the group's awake buffers, by tag."""
     mapped: int
@@ -204,7 +204,7 @@ class Votes:
     def __init__(self, ranks: Ranks | None, name: str, timeout: float | None) -> None:
         self._ranks = ranks
         self._name = name
-        """Name of the call."""
+        """Name of the call, for errors."""
         self._timeout = timeout
         self._voted = False
         """Whether this rank has voted."""

@@ -763,7 +763,7 @@ class TorchCommunicator(_Group):
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
                 # Every rank that made this call has read all packets of the previous call.
-                with contextlib.suppress(NotImplementedError, RuntimeError):  # not every store can
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # some stores cannot do this
                     self._store.delete_key(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
             raise GroupGoneError(f"the store of the group does not answer; its process may be gone: {error}") from error

@@ -466,7 +466,7 @@ class MulticastObject(GenericAllocation):
             if node.gone:
                 node.unlink(self._team)
                 self._live_bindings()
-                self._node.allocations.work()  # the memory may have been closed, and waits for this
+                self._node.allocations.work()  # memory that was closed may wait for this
 
     def _end(self, after: After) -> None:
         self._wait(after)
@@ -483,7 +483,7 @@ class MulticastObject(GenericAllocation):
             for state in states if self._node.gone else ():
                 if state is not None:
                     state.teams.pop(self._team, None)
-            allocations.work()  # memory or addresses may have been given up, and wait for this
+            allocations.work()  # memory or addresses that were given up may wait for this
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -282,7 +282,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             return self._allocate_past(size, ordered, False)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, size, ordered)
         if cache.ended or state.watchers:
-            block.home = None  # its free must be seen
+            block.home = None  # watchers must see its free
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, size, raw_handle(ordered))
         return buffer

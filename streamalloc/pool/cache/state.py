@@ -412,7 +412,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # another time
+                except CudaError:  # a later point of work tries again
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:

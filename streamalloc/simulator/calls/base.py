@@ -142,8 +142,8 @@ _names_of_lock = vars(call_lock)
 
 
 def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
-    """Whether calls can be made while the interpreter exits: the names of modules still exist, and no thread holds the
-    lock that will never run again. The real driver answers to the end (observed on H200: tests/simulator/test_life).
+    """Whether calls can still be made while the interpreter exits: the names of modules must exist, and no stopped
+    thread may hold the lock. The real driver answers to the end (observed on H200: tests/simulator/test_life).
     """
     acquire = names["_acquire"]
     if acquire is None or not acquire(False):

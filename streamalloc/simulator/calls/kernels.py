@@ -191,7 +191,7 @@ def packed(params: Any, extra: Any) -> tuple[Any, int]:
     The driver accepts only one of the two.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
-    node.kernelParams = params  # raises the errors of the bindings
+    node.kernelParams = params  # this raises the errors of the bindings
     buffer = int(extra or 0)
     check(not (int(node.kernelParams) and buffer))
     return node, buffer
@@ -236,7 +236,7 @@ def _is_a(kind: Any, cls: type) -> bool:
 def plain(cell: Any) -> Any:
     """Return an argument in the form that kernels get."""
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
-    return 0 if value is None else value  # an address of the value null
+    return 0 if value is None else value  # the argument is a null address
 
 
 def _word(address: int) -> int:

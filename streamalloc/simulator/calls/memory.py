@@ -123,7 +123,7 @@ class MemoryCalls(Calls):
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
             self._machine.allocations.remove(allocation)
-            allocation.memory.freed(dptr)  # at once, as with pool memory
+            allocation.memory.freed(dptr)  # at once, as cuMemFree does for pool memory
         else:
             self._machine.drain(allocation.device)
             check(self._machine.allocations.at.get(dptr) is allocation)

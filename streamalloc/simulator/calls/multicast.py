@@ -143,7 +143,7 @@ class MulticastCalls(CopyCalls):
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         multicast = self._machine.multicast
         check(mcHandle.table.add(multicast.labels.number(dev.ordinal), multicast.has_slot))
-        self._machine.scheduler.announce()  # to threads that wait for the team
+        self._machine.scheduler.announce()  # wakes threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class SharingCalls(Calls):
         check(kind & found.handle_types and not flags)
         self._need_channel(kind)
         physical = found.export()
-        # inheritable (observed on H200: test_sharing)
+        # the descriptor is inheritable (observed on H200: test_sharing)
         return self._export("pool", kind, physical, lambda: fcntl.fcntl(physical.fd, fcntl.F_DUPFD, 0))
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
@@ -169,7 +169,7 @@ class SharingCalls(Calls):
         self._not_during_capture()
         sharing.opened_at(dptr)
         self._machine.drain(sharing.opened_at(dptr).device)
-        opened = sharing.opened_at(dptr)  # another thread may have closed it meanwhile
+        opened = sharing.opened_at(dptr)  # another thread may have closed it
         opened.times -= 1
         if not opened.times:
             sharing.forget_memory(opened)

@@ -48,7 +48,7 @@ _DEFAULTS = {
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
-_ENTRY = struct.Struct("=i4xQQI")  # of a CUstreamBatchMemOpParams
+_ENTRY = struct.Struct("=i4xQQI")  # an entry of CUstreamBatchMemOpParams
 _BARRIER_FLAGS = struct.Struct("=4xI")
 _MOST = 255
 """Most operations of a batch (observed on H200: test_stream_words)."""

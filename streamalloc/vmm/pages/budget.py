@@ -39,8 +39,8 @@ _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
 _MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pages, requests for any pages.
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
-_TABLE_LOCK = 0  # byte of the file
-_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests
+_TABLE_LOCK = 0  # number of the byte in the file
+_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests, normally and after an error
 _AGAIN, _STEP = 0.05, 0.002  # seconds between two requests, and between two attempts
 
 

@@ -142,7 +142,7 @@ class Kernel:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._functions: dict[int, Any] = {}
-        """Functions by the most blocks of a launch, in ascending order; none if the kernel is not loaded."""
+        """Kernel functions by the most blocks of a launch, in ascending order. Empty if the kernel is not loaded."""
         self._most = 0, 0
         """The most bytes of a copy for which the kernel is faster, for each direction: to the device and from it."""
         self._lock = Lock()

@@ -93,7 +93,7 @@ def _close(fd: Fd) -> None:
     _closing.append(closing)
     try:
         _thread.start_new_thread(_free, (number, closing))
-    except RuntimeError:  # the interpreter ends
+    except RuntimeError:  # the interpreter exits
         _free(number, closing)
 
 
@@ -178,7 +178,7 @@ class DiskFile:
             part.unlink()  # A process that has died left it.
         with undoing(lambda: part.unlink(missing_ok=True)):
             fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            os.fchmod(fd.fileno(), 0o600)  # whatever the umask is
+            os.fchmod(fd.fileno(), 0o600)  # independent of the umask
             if path is None:
                 part.unlink()
             file = cls(fd, sizes, block, path, None if path is None else part)

@@ -399,7 +399,7 @@ class HostTier(BlockTier):
                 self._rooms.append(self._pinning.reserve(count * HUGE))
         while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
-            self._workers += 1  # it waits for the lock
+            self._workers += 1  # the thread waits for the lock
 
     def _free_blocks(self) -> int:
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)

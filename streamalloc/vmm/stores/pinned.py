@@ -326,7 +326,7 @@ class HostMemory:
         self.release: AfterCopies = AfterCopies(session_of(device), self, release)
         """Release of the memory, after the copies that may still use it."""
         self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
-        """The slots."""
+        """The memory of each slot."""
 
     def close(self) -> None:
         """Release the memory; idempotent. If the driver refuses, it is released later."""
