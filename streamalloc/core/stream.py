@@ -957,7 +957,9 @@ def _current_ordinal(session: Session) -> int:
     """The ordinal of the current context's device; without a context 0, as in the runtime API."""
     try:
         return int(session.call("cuCtxGetDevice"))
-    except InvalidContextError:
+    except InvalidContextError as error:
+        if error.name != "CUDA_ERROR_INVALID_CONTEXT":  # a destroyed context may have been of another device
+            raise
         return 0
 
 

@@ -43,9 +43,7 @@ class Signals:
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """Waits so far, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], Fence] = {}
-        """Stream of the last call and an event after that call, by (kind, rank, peer, channel). The peer of a barrier
-        is -1.
-        """
+        """The last call, by (kind, rank, peer, channel). The peer of a barrier is -1."""
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Make the stream of each rank in ``streams`` wait for all other ranks."""

@@ -22,6 +22,7 @@ from streamalloc.core.fence import Fence
 from streamalloc.core.session import Session, session_of
 from streamalloc.core.stream import OwnStream, as_stream
 from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Faults
 from tests.interleaving import interleaved
 from tests.support import end_what_was_dropped, holds, in_threads, names
 
@@ -282,6 +283,20 @@ def test_a_null_stream_is_that_of_the_current_device(scene: Scene, name: str, ha
         assert not addresses[scene.device] & addresses[peer]
         assert list(map(len, addresses.values())) == [1, 1]
         source.close()
+
+
+def test_a_null_stream_in_a_destroyed_context(device: sa.Device) -> None:
+    """The context may have been of another device."""
+
+    class Null:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 0
+
+    faults = Faults(device.driver)
+    with sa.MemoryPool(sa.Device(0, driver=faults)) as pool:
+        faults.fail("cuCtxGetDevice", result="CUDA_ERROR_CONTEXT_IS_DESTROYED")
+        with pytest.raises(sa.InvalidContextError, match="cuCtxGetDevice"):
+            pool.allocate(64, Null())
 
 
 @pytest.mark.gpus(2)
