@@ -24,7 +24,7 @@ from streamalloc.driver.reports import Stack, here, place_of
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
-"""Handles of the legacy default stream."""
+"""Handles of the default streams, legacy and per-thread."""
 _MOST_EVENTS = 64
 """Most operations that are followed on each stream."""
 

@@ -26,7 +26,7 @@ from streamalloc.driver.internal import cuda
 T = TypeVar("T")
 
 _SHORTEST, _LONGEST = 0.001, 0.02
-"""Fewest seconds between two attempts of :meth:`Allocator.allocate_async`."""
+"""Fewest and most seconds between two attempts of :meth:`Allocator.allocate_async`."""
 _OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "

@@ -310,7 +310,7 @@ def has_passed(event: Event) -> bool:
 _TURNS = 1e-4
 """Seconds during which each turn of the loop queries a new wait."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Fewest seconds between two queries of a wait. A younger wait is queried more often."""
+"""Fewest and most seconds between two queries of a wait. A younger wait is queried more often."""
 _PER_WAIT, _MANY = 3e-5, 3e-2
 """Least seconds of a pause for each wait of the loop, and the most of their sum. Many waits then do not keep the loop
 busy.

@@ -359,9 +359,7 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 _taken: dict[object, list[Any]] = {}
 """Tensors in segments without memory, by the ids of their pools."""
 _routes = threading.local()
-"""Attribute ``all``: the routes of a thread, outermost first. The other attribute: whether the thread is in
-:func:`_strip`.
-"""
+"""Routes of a thread, outermost first (``all``), and whether the thread runs :func:`_strip` (``stripping``)."""
 
 
 class Callbacks:

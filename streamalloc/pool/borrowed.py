@@ -316,7 +316,7 @@ _taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _
 def buffer_from_handle(
     address: Any, nbytes: int, owner: object, stream: StreamLike | None, driver: Driver | None
 ) -> Buffer:
-    """:meth:`Buffer.from_handle`."""
+    """Implement :meth:`Buffer.from_handle`."""
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     session.check_process()
     number, nbytes = number_of_handle("address", address, cuda.CUdeviceptr), checked_size("nbytes", nbytes)

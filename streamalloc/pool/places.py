@@ -76,8 +76,7 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
 def location_of_pool(
     session: Session, raw: Any, on_host: bool, allocation_type: MemAllocationType
 ) -> MemLocation | None:
-    """Return the location of a pool; None if the pool was not made here and its location cannot be found. Not all
-    bindings can read it.
+    """Return the location of a pool; None if the pool was not made here and its location cannot be found.
 
     Not all bindings can read it. A device always has access to its own pool. So if one device has access to device
     memory, it owns the memory. The locations of default and current pools are known. Every other pool of pinned host

@@ -37,7 +37,7 @@ _PORTABLE, _WRITE_COMBINED = 0x1, 0x4  # CU_MEMHOSTALLOC_*
 
 
 class _Source(Allocator):
-    """Allocator whose buffers have an end of their own."""
+    """Base of allocators that do not free by ``cuMemFreeAsync``: each buffer has a :class:`PlainEnd`."""
 
     def __init__(self, where: Device | MemLocation, managed: bool, driver: Driver | None) -> None:
         self.location = location_of("where", where)
@@ -268,9 +268,9 @@ class CallbackAllocator(_Source):
             if not callable(function) and (function is not None or name == "allocate"):
                 raise TypeError(f"{name} must be a function, not {type(function).__name__}")
         self.take: Allocate = allocate
-        """The function that gives memory."""
+        """Function that returns new memory."""
         self.free: Free | None = free
-        """The function that takes it back."""
+        """Function that takes memory back; None if there is none to call."""
         super().__init__(where, managed, driver)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:

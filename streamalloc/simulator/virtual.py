@@ -20,8 +20,8 @@ from streamalloc.simulator.scheduler import Scheduler
 
 _LARGEST_ADDRESS = 1 << 47
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
-"""Ranges this large are never placed this high. The driver searches from the hint on (observed on H200:
-test_address_ranges).
+"""A range of the first size is never placed above the second address. The driver searches from the hint on (observed on
+H200: test_address_ranges).
 """
 _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
 

@@ -78,10 +78,9 @@ class SpaceMemory(Memory, Closes):
             self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses. ``after`` None
-        waits for all work of the device. Idempotent.
+        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
 
-        Default: all work of the device. Idempotent.
+        Default of ``after``: all work of the device. Idempotent.
         """
         if self._range.closed:
             return
