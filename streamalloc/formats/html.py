@@ -72,7 +72,7 @@ def _cell(value: object) -> str:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """A table; what is no :class:`Html` is escaped."""
+    """Return a table. Values other than :class:`Html` are escaped."""
     titles = "".join(f"<th{_LEFT}>{_cell(title)}</th>" for title in head)
     body = "".join(f"<tr>{''.join(f'<td{_LEFT}>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")

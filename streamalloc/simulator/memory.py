@@ -384,7 +384,7 @@ class ReservedRange(ReservedExtent):
 
 
 FREED = 0xDB
-"""Byte value of freed host memory in arrays; writes are lost."""
+"""Byte that arrays over freed host memory read. Their writes are lost."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256

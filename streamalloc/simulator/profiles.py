@@ -184,7 +184,7 @@ class Profile:
     pitch: int = _read(_whole(1, 1 << 20))
     """Alignment of row pitches of ``cuMemAllocPitch``, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Growth step of pools in bytes. This and the next two are equal in all profiles."""
+    """Growth step of pools in bytes. All profiles have the same value here and in the next two fields."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
     """Block size of small cuMemAlloc allocations, in bytes."""

@@ -503,7 +503,7 @@ class CacheState(Deferred):
 
 
 def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
-    """Return the bytes that a pool reserves, that it needs with one more block, and that it will reserve then."""
+    """Return three numbers of bytes of a pool: reserved now, needed with one more block, and reserved then."""
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
     return reserved, needed, max(reserved, _whole_steps(needed))
 

@@ -332,7 +332,7 @@ class HostTier(BlockTier):
         kernel_of(self.device).prepare(again=True)
 
     def prepare(self, nbytes: int, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
-        """Pin free memory for so many bytes of buffers, beside those that sleep.
+        """Pin memory in advance for ``nbytes`` bytes of buffers that do not sleep yet.
 
         Parameters
         ----------
