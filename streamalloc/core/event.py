@@ -141,8 +141,8 @@ class Event(Closes, Shareable, Shown):
         self._capture: Capture | None = None
         """The capture by this package in which the event was recorded; None if it was recorded outside."""
         self._foreign_captures = False
-        """Whether a record may be part of a capture by other code, which a stream that waits joins: on a stream that
-        other code may capture, or by its handle.
+        """Whether the event may be recorded in a capture by other code: on a stream that other code may capture, or by
+        the event's handle. A stream that waits for it then joins that capture.
         """
 
     @property

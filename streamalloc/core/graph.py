@@ -227,7 +227,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         try:
             self._origin._in_context(self._take_graph)
         finally:
-            # The streams run their work again from here on.
+            # From here on, work on the streams runs instead of being recorded.
             for stream in self._streams:
                 stream._capture = None
                 stream._allow_direct()
