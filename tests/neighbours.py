@@ -20,6 +20,8 @@ import streamalloc.driver as sd
 __all__ = ["FreeMemory", "pytest_runtest_protocol"]
 
 _ATTEMPTS = 5
+_PAUSE = 1.0
+"""Seconds in which a neighbour may return what it has taken."""
 _SAMPLES, _SECONDS = 25, 0.02
 """Readings of the free memory, and the time between two of them."""
 _NONE_LEFT = re.compile("OUT_OF_MEMORY|out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)")
@@ -64,6 +66,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(_ATTEMPTS):
         if attempt:
+            time.sleep(_PAUSE)
             item._initrequest()  # type: ignore[attr-defined]
         before = FreeMemory.calls
         reports = runtestprotocol(item, log=False, nextitem=nextitem)

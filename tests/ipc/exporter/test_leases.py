@@ -169,8 +169,6 @@ def _close_later(there: There, name: str, seconds: float) -> None:
 
 def _copy_of(there: There, name: str, copy: str, on: str) -> None:
     """Queue a copy into memory of this process, which shows what was there when the stream came to it."""
-    if "aside" not in there.kept:
-        steps.make_stream(there, "aside")
     source, aside = there.kept[name], there.kept["aside"]
     there.keep(copy, sa.allocate(source.nbytes, aside))
     aside.synchronize()
@@ -196,7 +194,8 @@ class TestWorkOfImporters:
     """They have closed the memory, and their streams are still at it."""
 
     @pytest.fixture
-    def buffer(self, pool: sa.MemoryPool, stream: sa.Stream) -> sa.Buffer:
+    def buffer(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> sa.Buffer:
+        partner.run(steps.make_stream, "aside")  # now: cuStreamCreate may wait for a stream that is held
         buffer = pool.allocate(SIZE, stream)
         buffer.fill(7)
         return buffer
