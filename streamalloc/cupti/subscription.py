@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
-from time import time_ns
+from time import sleep, time_ns
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -169,9 +169,8 @@ class Subscription:
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             # The signal arrived during a callback. Its exception belongs to the program.
-            timer = threading.Timer(SOON, _thread.interrupt_main)  # calls the program's handler
-            timer.daemon = True
-            timer.start()
+            # Thread.start would wait here, where the second signal would be lost with the callback.
+            _thread.start_new_thread(_interrupt_soon, ())
         elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
 
@@ -340,6 +339,11 @@ made = tuple.__new__
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
 """Whether this process was forked. Its subscriptions belong to the parent."""
+
+
+def _interrupt_soon() -> None:
+    sleep(10 * SOON)
+    _thread.interrupt_main()  # calls the program's handler
 
 
 def _after_fork() -> None:

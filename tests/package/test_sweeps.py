@@ -780,6 +780,7 @@ def fails_in_turn(
                 # What was to be made nobody has where that has failed.
                 allowed = shapes[:-1] if kind is object and raised is not None else shapes
                 if there not in allowed:
+                    gc.collect()  # frames may refer to the error that refers to them
                     there = world.shape()  # without what the frames of the error had
                 assert there in allowed, f"{first}, {failed}: {there} is none of {shapes}"
             if times == 1:
