@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""How certain the order of two operations is: not at all, by a choice of the driver in this run, in each run."""
+"""Certainty of the order of two operations: none, by a choice of the driver in this run, in each run."""
 
 _CHOICES = 256
 """Most recorded choices of the driver."""
