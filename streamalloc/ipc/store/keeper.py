@@ -282,23 +282,26 @@ def keep(path: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kept: dict[str, Kept] = {}
     with Channel.listen(path) as listener:
-        going = True
-        while going:
+        while not listener.closed:
             with contextlib.suppress(OSError, ProtocolError), listener.accept() as channel:
-                while going:
+                while not listener.closed:
                     data, handles = channel.receive()
-                    going = _answer(channel, kept, decode(data), handles)
+                    fields = decode(data)
+                    if "end" in fields:  # Before the answer: no later server may find this keeper.
+                        listener.close()
+                        close_all(fd for one in kept.values() for fd in one.handles)
+                    _answer(channel, kept, fields, handles)
 
 
-def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], handles: tuple[Fd, ...]) -> bool:
-    """Answer one request. Returns whether more requests may come."""
+def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], handles: tuple[Fd, ...]) -> None:
+    """Answer one request."""
     left = list(handles)
     with undoing(lambda: close_all(left)):
         if "take" in fields:
             channel.send(encode({"answer": [len(kept)]}), timeout=_SECONDS)
             for one in kept.values():
                 channel.send(one.text.encode(), one.handles, timeout=_SECONDS)
-            return True
+            return
         if "put" in fields:
             changes = _checked(fields, len(handles))
             for key, text, count in changes:
@@ -309,7 +312,6 @@ def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], han
             for key in fields["drop"]:
                 close_all(kept.pop(key, Kept("", ())).handles)
         channel.send(encode({"answer": []}), timeout=_SECONDS)
-    return "end" not in fields
 
 
 def _checked(fields: dict[str, Any], count: int) -> list[tuple[str, str, int]]:
