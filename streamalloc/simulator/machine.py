@@ -68,15 +68,9 @@ class Machine:
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
         shared = (self.labels, banks, self.allocations, self.scheduler)
-        self.virtual: VirtualMemory = VirtualMemory(
-            *shared, self.profile.page, max(self.profile.context_free, default=0)
-        )
+        self.virtual: VirtualMemory = VirtualMemory(*shared, self.profile)
         self.sharing: Sharing = Sharing(*shared, self.devices)
-        of_teams = self.profile.granularity("MULTICAST")
-        self.multicast: Multicast = Multicast(
-            *(self.labels, self.allocations, self.scheduler, self.virtual),
-            *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
-        )
+        self.multicast: Multicast = Multicast(self.labels, self.allocations, self.scheduler, self.virtual, spec)
         _machines.add(self)
 
     def _bank(self) -> Bank:

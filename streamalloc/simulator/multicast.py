@@ -26,6 +26,7 @@ from streamalloc.simulator.files import Label, Labels, reach
 from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange, window
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.pool import Pool
+from streamalloc.simulator.profiles import MachineSpec
 from streamalloc.simulator.scheduler import Scheduler
 from streamalloc.simulator.virtual import VirtualMemory
 
@@ -378,19 +379,19 @@ class Multicast:
     allocations: AllocationTable
     scheduler: Scheduler
     virtual: VirtualMemory
-    slots: int
-    patience: float
-    granularity: int
+    spec: MachineSpec
     objects: set[MulticastMemory] = field(default_factory=set)
 
     def fits(self, *sizes: int) -> bool:
         """Whether sizes, offsets and addresses are multiples of the granularity."""
-        return not any(size % self.granularity for size in sizes)
+        of_teams = self.spec.profile.granularity("MULTICAST")
+        granularity = of_teams.minimum if of_teams else self.spec.profile.page
+        return not any(size % granularity for size in sizes)
 
     @property
     def has_slot(self) -> bool:
         """Whether the switch has a slot for another team. Only objects with a handle in this machine count."""
-        return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.slots
+        return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.spec.multicast_slots
 
     def create(self, devices: int, size: int, handle_types: int) -> MulticastMemory:
         label = self.labels.new("multicast", NOWHERE)
@@ -426,7 +427,7 @@ class Multicast:
 
     def _wait(self, table: MulticastTable, call: str) -> None:
         scheduler = self.scheduler
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + self.spec.patience
 
         def over() -> bool:
             return table.state != WAITING or not self._may_come(table) or time.monotonic() > end
@@ -439,7 +440,7 @@ class Multicast:
         ordinals = ", ".join(str(number % (1 << 32)) for number in added)
         names = f"{len(added)} of {table.device_count} devices were added ({ordinals or 'none'})"
         if self._may_come(table):
-            why = f"nobody has added the others within {self.patience:g} s"
+            why = f"nobody has added the others within {self.spec.patience:g} s"
         else:
             why = "nobody else is there to add the others"
         raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")

@@ -16,6 +16,7 @@ from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need
 from streamalloc.simulator.files import Labels
 from streamalloc.simulator.memory import Physical, RangeMap, ReservedRange
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
+from streamalloc.simulator.profiles import Profile
 from streamalloc.simulator.scheduler import Scheduler
 
 _LARGEST_ADDRESS = 1 << 47
@@ -34,10 +35,8 @@ class VirtualMemory:
     banks: Banks
     allocations: AllocationTable
     scheduler: Scheduler
-    page: int
-    """Page size in bytes; addresses and sizes are multiples of it."""
-    room: int
-    """Bytes that small ranges find in a context's region."""
+    profile: Profile
+    """The profile. Addresses and sizes are multiples of its ``page``."""
     mappings: RangeMap[MappedExtent] = field(default_factory=RangeMap)
     handles: Handles[Mappable] = field(default_factory=Handles)
     _released: dict[int, Mappable] = field(default_factory=dict)
@@ -109,16 +108,16 @@ class VirtualMemory:
     # -- addresses -------------------------------------------------------------------------------------------
 
     def reserve(self, size: int, alignment: int, hint: int) -> int:
-        check(size and size % self.page == 0)
+        check(size and size % self.profile.page == 0)
         check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
-        alignment = max(alignment, self.page)
+        alignment = max(alignment, self.profile.page)
         check(hint % alignment == 0)
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        # Ranges get low addresses unless they fit beside what the context has in its own region (observed on H200:
-        # test_address_ranges).
+        # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
+        # takes low addresses (observed on H200: test_address_ranges).
         near = sum(one.size for one in self._ranges.values() if not one.is_placed)
-        low = max(size, alignment) >= CHUNK or near + size > self.room
+        low = max(size, alignment) >= CHUNK or near + size > max(self.profile.context_free, default=0)
         found = ReservedRange(size, alignment, low=low, hint=hint)
         if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
@@ -158,7 +157,7 @@ class VirtualMemory:
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size)
         memory.check_part(offset, size)  # checked before the alignment (observed on H200: test_mappings)
-        check(address % self.page == 0)
+        check(address % self.profile.page == 0)
         end = address + size
         segments = self._segments(address, end)
         check(segments and not self.mappings.overlapping(address, end))
