@@ -131,17 +131,7 @@ class StoreServer(Closes):
             self._keeper: Keeper | ServiceManager | None = None
             if keep:
                 self._take_over(path.with_suffix(".keeper"), undo)
-            self._wake = tuple(map(Fd, os.pipe()))
-            self._spare = Fd(os.dup(self._wake[0].fileno()))
-            """Descriptor in reserve. It is closed to accept a connection when no other is left, and to refuse that
-            connection.
-            """
-            self._told = False
-            """Whether the log already says that no descriptor is left."""
-            self._clients: dict[int, _Client] = {}
-            self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._wake[0], selectors.EVENT_READ)
+            self._await_clients(undo)
             undo.pop_all()
 
     def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
@@ -153,6 +143,20 @@ class StoreServer(Closes):
             with undoing(functools.partial(close_all, kept.handles)):
                 self._holdings.adopt(_adopted(kept))
         self._holdings.keep = self._keep
+
+    def _await_clients(self, undo: contextlib.ExitStack) -> None:
+        """Make what :meth:`run` waits for: connections to the listener, and the pipe by which :meth:`stop` wakes it."""
+        self._clients: dict[int, _Client] = {}
+        self._wake = tuple(map(Fd, os.pipe()))
+        self._spare = Fd(os.dup(self._wake[0].fileno()))
+        """Descriptor in reserve. It is closed to accept a connection when no other is left, and to refuse that
+        connection.
+        """
+        self._told = False
+        """Whether the log already says that no descriptor is left."""
+        self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake[0], selectors.EVENT_READ)
 
     @property
     def lost(self) -> dict[str, str]:
