@@ -1,4 +1,4 @@
-"""The library that makes a driver call, and NVML's figures of the memory of this process."""
+"""The library that calls the driver, found on the C stack, and the memory of this process as NVML reports it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NATIVE_NAMES = {
     **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
 }
 NATIVE = frozenset(_NATIVE_NAMES.values())
-"""Names of libraries that allocate memory for themselves and order its uses themselves."""
+"""NVIDIA's libraries that allocate memory for themselves and order its uses themselves."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
-"""Files of stack frames between the driver and the library that called it."""
+"""Files of the frames between libcuda and the library that called it: runtime, CUPTI, ctypes, the bindings."""
 _PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")  # The program's own object may have no path.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _MOST_FRAMES = 64
@@ -40,16 +40,16 @@ class _Symbol(ctypes.Structure):
 
 
 _frames = (ctypes.c_void_p * _MOST_FRAMES)()
-# ``CDLL`` would release Python's lock during the call, and another thread would write to the same array.
+# Not ``CDLL``: it releases the GIL during a call, and another thread would overwrite ``_frames``.
 _c = ctypes.PyDLL(None)
 _backtrace: Any = getattr(_c, "backtrace", None)  # of glibc
 if _backtrace is not None:
-    _backtrace(_frames, 1)  # The first call loads a library and allocates memory, so it is made before any callback.
+    _backtrace(_frames, 1)  # The first call loads libgcc and allocates memory, so it must not be in a callback.
 
 
 @functools.cache
 def _file(address: int) -> str:
-    """Return the file of the library that contains a machine instruction."""
+    """Return the path of the shared library that contains an address (``dladdr``); empty if there is none."""
     found = _Symbol()
     return (found.file or b"").decode(errors="replace") if _c.dladdr(ctypes.c_void_p(address), _at(found)) else ""
 
@@ -59,8 +59,10 @@ def _at(thing: Any) -> Any:
 
 
 def caller(frame: FrameType | None) -> str:
-    """Return the library that called the driver; for use in a callback. It is found on the C stack, else on Python's
-    stack.
+    """Return the name of the library that called the driver, for use in a callback.
+
+    It is the first frame of the C stack outside of the driver and the bindings. If that is Python itself, it is the
+    first package on Python's stack.
     """
     count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
@@ -114,8 +116,10 @@ _UNKNOWN = (1 << 64) - 1
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the GPUs by UUID; empty without NVML. This makes no driver call, because a program that forks before its
-    first CUDA call must find CUDA uninitialised.
+    """Return the GPUs by UUID; empty without NVML.
+
+    NVML needs no CUDA. A call of the driver would initialise it, and a program could no longer use CUDA in a child that
+    it forks.
     """
     try:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
@@ -143,19 +147,20 @@ def gpus() -> dict[str, Gpu]:
 
 
 class Process:
-    """The driver's figure for the memory of this process."""
+    """The device memory of this process, as NVML reports it."""
 
     def __init__(self) -> None:
         self._before = gpus()
         self._numbers: dict[str, int] = {}
-        """Number by which NVML knows this process, by GPU; known after :meth:`figures`."""
+        """Number of this process in NVML, by GPU. :meth:`figures` finds it."""
 
     def figures(self) -> dict[str, int]:
-        """Bytes of this process by UUID, for GPUs of which NVML reports them."""
+        """Return the bytes of this process by UUID of the GPU. GPUs for which NVML does not tell are left out."""
         found = {}
         for name, gpu in gpus().items():
             before = self._before.get(name, Gpu(0, {}))
-            # In a container NVML reports the host's process numbers. Ours is the number that is new.
+            # In a container NVML reports the host's process numbers, not that of ``os.getpid``. A number that is new
+            # since the beginning, if it is the only one, is ours.
             new = [os.getpid()] if os.getpid() in gpu.processes else [*gpu.processes.keys() - before.processes]
             number = self._numbers.get(name, 0)
             if number not in gpu.processes and len(new) == 1:
@@ -165,7 +170,7 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Bytes by which the GPU's free memory has decreased; None if unknown."""
+        """Return the bytes by which the free memory of a GPU has decreased; None if NVML does not know the GPU."""
         return self._before[name].free - free if name in self._before else None
 
 

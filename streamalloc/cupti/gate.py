@@ -1,15 +1,15 @@
-"""The gate between CUPTI and the callback in Python: machine code that writes some calls down itself.
+"""CUPTI's callback in machine code: it records some driver calls without the GIL, and passes the others to Python.
 
-A callback in Python waits for Python's lock. A library that calls the driver with a lock of its own would wait with
-it, and hang if the owner of Python's lock waits for the library's. PyTorch's allocator has its lock while it queries,
-records and destroys the events of ``record_stream``, frees segments (``empty_cache``), and maps those that grow. Its
-memory history needs that lock, and is read with Python's. So the gate writes down the calls of these functions,
+A callback in Python waits for the GIL. PyTorch's allocator holds its mutex while it queries, records and destroys the
+events of ``record_stream``, frees segments (``empty_cache``), and maps expandable segments. If another thread holds the
+GIL and waits for that mutex, the two threads deadlock. A thread that reads PyTorch's memory history does just that. So
+the machine code stores calls of these functions in a ring buffer:
 
-* while somebody asks the allocator (:meth:`Gate.asking`): all of them;
-* once PyTorch is there: queries and frees of threads without Python's lock, of which the line matters little.
+* all of them while a thread is in the block of :meth:`Gate.asking`;
+* after the import of PyTorch, queries and frees by threads without the GIL. Their source line matters little.
 
-The next callback takes what was written. The gate also leaves out the callback before each call. It is for Linux on
-x86-64; elsewhere each call waits for Python's lock.
+The next callback in Python takes the stored calls. CUPTI calls back twice, before and after each driver call; the
+machine code ignores the first. It needs Linux on x86-64. Elsewhere every callback waits for the GIL.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from typing import Any, NamedTuple
 Callback = Callable[[int, int, int, int], None]
 """Takes user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
 C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
-_LATER, _WITHOUT_LOCK, _UNSEEN = 1, 2, 4
-"""Flags of a function. ``_LATER``: its calls are written down while a thread asks PyTorch's allocator.
-``_WITHOUT_LOCK``: also otherwise, if the calling thread lacks Python's lock and PyTorch is imported. ``_UNSEEN``: its
-calls are left out instead, because the memory of their arguments is gone later.
+_LATER, _WITHOUT_GIL, _UNSEEN = 1, 2, 4
+"""Flags of a function. ``_LATER``: its calls are stored while a thread asks PyTorch's allocator. ``_WITHOUT_GIL``:
+after the import of PyTorch, its calls by threads without the GIL are stored, too. ``_UNSEEN``: its calls are dropped
+where others are stored, because their arguments point to memory of the caller, which may be gone later.
 """
 _MODES = {
-    **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_LOCK),
-    **dict.fromkeys(("cuMemUnmap", "cuMemRelease", "cuMemAddressFree"), _LATER | _WITHOUT_LOCK),
+    **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_GIL),
+    **dict.fromkeys(("cuMemUnmap", "cuMemRelease", "cuMemAddressFree"), _LATER | _WITHOUT_GIL),
     **dict.fromkeys(("cuEventRecord", "cuEventRecordWithFlags", "cuEventSynchronize"), _LATER),
     **dict.fromkeys(("cuStreamSynchronize", "cuCtxSynchronize", "cuMemMap"), _LATER),
     **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), _LATER | _UNSEEN),
 }
 QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"}
-"""Functions that PyTorch often calls while it holds its allocator's lock and Python's. Their callbacks must
-not wait.
+"""Functions that PyTorch often calls while the thread holds the GIL and the allocator's mutex. Their callbacks must
+wait for no other thread, because that thread may wait for the mutex.
 """
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
 _PATIENCE = 1.0
-"""Seconds to wait for callbacks that have begun: a debugger may have stopped one."""
-_CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_LOCK = range(9)
-"""Indices of the words that the machine code reads and counts in. If ``TAKEN`` differs from ``WRITTEN``, calls can be
-taken.
+"""Most seconds to wait for the callbacks of other threads. A signal handler may have ended one before it was counted.
+"""
+_CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_GIL = range(9)
+"""Indices of the 64-bit words that the machine code uses. ``_ASKING``, ``_ENTERED``, ``WRITTEN``, ``_LEFT_OUT`` and
+``TAKEN`` are counters. The ring has calls while ``WRITTEN`` differs from ``TAKEN``.
 """
 _CODE = """
 00: 83 39 01                   cmp DWORD PTR [rcx],0x1                 ; before the call: return
@@ -61,9 +62,9 @@ _CODE = """
 14: 45 84 c9                   test r9b,r9b                            ; no mode: Python
 17: 0f 84 9c 00 00 00          je 0xb9
 1d: f0 48 ff 47 18             lock inc QWORD PTR [rdi+0x18]           ; entered += 1
-22: 48 83 7f 10 00             cmp QWORD PTR [rdi+0x10],0x0            ; asking: write it down
+22: 48 83 7f 10 00             cmp QWORD PTR [rdi+0x10],0x0            ; asking: store it
 27: 75 1d                      jne 0x46
-29: 41 f6 c1 02                test r9b,0x2                            ; not _WITHOUT_LOCK: Python
+29: 41 f6 c1 02                test r9b,0x2                            ; not _WITHOUT_GIL: Python
 2d: 0f 84 86 00 00 00          je 0xb9
 33: 57                         push rdi
 34: 56                         push rsi
@@ -76,9 +77,9 @@ _CODE = """
 3f: 5a                         pop rdx
 40: 5e                         pop rsi
 41: 5f                         pop rdi
-42: 85 c0                      test eax,eax                            ; the thread has the lock: Python
+42: 85 c0                      test eax,eax                            ; the thread has the GIL: Python
 44: 75 73                      jne 0xb9
-46: 41 f6 c1 04                test r9b,0x4                            ; _UNSEEN: leave it out
+46: 41 f6 c1 04                test r9b,0x4                            ; _UNSEEN: drop it
 4a: 75 67                      jne 0xb3
 4c: 48 8b 47 20                mov rax,QWORD PTR [rdi+0x20]
 50: 48 2b 47 30                sub rax,QWORD PTR [rdi+0x30]
@@ -103,52 +104,55 @@ _CODE = """
 a4: 0f 11 40 28                movups XMMWORD PTR [rax+0x28],xmm0
 a8: 4d 8b 41 20                mov r8,QWORD PTR [r9+0x20]
 ac: 4c 89 40 38                mov QWORD PTR [rax+0x38],r8
-b0: 89 10                      mov DWORD PTR [rax],edx                 ; the number last: the slot is whole
+b0: 89 10                      mov DWORD PTR [rax],edx                 ; the number last: now take() may read the slot
 b2: c3                         ret
 b3: f0 48 ff 47 28             lock inc QWORD PTR [rdi+0x28]           ; left_out += 1
 b8: c3                         ret
 b9: ff 27                      jmp QWORD PTR [rdi]                     ; Python
 """
-"""The machine code: offset, bytes, instruction, and purpose. Registers: rdi has the address of the words, edx the
-number of the function, rcx the ``CUpti_CallbackData``. ``objdump -D`` shows the same instructions for these bytes.
+"""The callback in machine code. A line has the offset, the bytes, the instruction, and its purpose. On entry rdi has
+the address of the words, edx the number of the function, and rcx the address of the ``CUpti_CallbackData``.
 """
 
 
 class Written(NamedTuple):
-    """A call that the machine code wrote down."""
+    """A driver call that the machine code has stored."""
 
     number: int
+    """CUPTI's number of the function."""
     result: int
     thread: int
     context: int
     args: Any
-    """Arguments of the call, as a buffer."""
+    """First 40 bytes of the arguments, as a ctypes buffer."""
 
 
 class Gate:
-    """The gate in front of one callback."""
+    """The machine code in front of one callback in Python, with its words and its ring of calls.
+
+    ``functions`` has the names of the subscribed functions by number.
+    """
 
     def __init__(self, callback: Callback, functions: dict[int, str]) -> None:
-        """``functions``: names of the functions whose calls are reported, by number."""
         self._kept = C_CALLBACK(callback)
         self.left = 0
-        """Number of callbacks that have ended, of functions with a mode. The callback counts them."""
+        """Number of callbacks in Python that have ended. ``callback`` counts those of functions with flags."""
         self.inside: list[int] = []
-        """Threads of such callbacks that have begun in Python. The callback lists them."""
+        """Threads that are in such a callback in Python. ``callback`` keeps the list."""
         self.modes: Any = (ctypes.c_uint8 * (max(functions, default=0) + 1))()
-        """Mode of each function by its number; 0 for none."""
+        """Flags of each function by number; 0 for none."""
         self._later = {number: _MODES[name] for number, name in functions.items() if name in _MODES}
         for number, mode in self._later.items():
-            self.modes[number] = mode & ~_WITHOUT_LOCK
+            self.modes[number] = mode & ~_WITHOUT_GIL
         self._ring = ctypes.create_string_buffer(_SLOTS * _SLOT.size)
         self._words = (ctypes.c_uint64 * 9)()
         self._lock = threading.Lock()
         self._code = _executable(machine_code(_CODE))
         self.address: int = ctypes.cast(self._kept, ctypes.c_void_p).value or 0
-        """The function that CUPTI calls, with ``user`` as its data."""
+        """Address of the function that CUPTI calls; it takes ``user`` as its data."""
         self._words[_CALLBACK] = self.address
         self._words[_TABLE], self._words[_RING] = ctypes.addressof(self.modes), ctypes.addressof(self._ring)
-        self._words[_HAS_LOCK] = ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p).value or 0
+        self._words[_HAS_GIL] = ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p).value or 0
         self.words: Any = memoryview(self._words).cast("B").cast("Q")
         self.user: int = ctypes.addressof(self._words)
         if self._code is not None:
@@ -156,31 +160,34 @@ class Gate:
 
     @property
     def has_left_out(self) -> bool:
-        """Whether calls were left out, so that nothing is known about them."""
+        """Whether calls were dropped."""
         return bool(self.words[_LEFT_OUT])
 
     @property
     def is_asking(self) -> bool:
-        """Whether a thread asks PyTorch's allocator now."""
+        """Whether a thread is in the block of :meth:`asking`."""
         return bool(self.words[_ASKING])
 
     def write_frees(self) -> None:
-        """From now on write down calls that free or query, if their thread lacks Python's lock."""
+        """Store the queries and frees of threads without the GIL from now on."""
         for number, mode in self._later.items():
             self.modes[number] = mode
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask PyTorch's allocator in a ``with`` block. Before the block begins, wait until no callback holds the
-        allocator's lock and waits for Python's.
+        """Take the mutex of PyTorch's allocator in a ``with`` block without a deadlock.
+
+        It first waits until the callbacks of other threads have ended, because one may hold the mutex and wait for the
+        GIL.
         """
         words = self.words
         words[_ASKING] += 1
         try:
             end, own = monotonic() + _PATIENCE, self.inside.count(get_ident())
-            # Read in this order. A call between the two reads then looks unfinished, and hides no other call.
+            # The count of ended callbacks is read first. In the other order, a callback that begins and ends between
+            # the two reads would hide one that still runs.
             while (ended := own + self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
-                if monotonic() > end:  # A signal handler raised before the call was counted.
+                if monotonic() > end:  # A signal handler has raised in the callback before it counted its end.
                     self.left += entered - ended
                 sleep(1e-4)
             yield
@@ -188,18 +195,19 @@ class Gate:
             words[_ASKING] -= 1
 
     def take(self) -> Iterator[Written]:
-        """Take the written calls, oldest first. If another thread takes them, return none."""
+        """Yield the stored calls, oldest first, and remove them. Yield none while another thread takes them."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             while self.words[WRITTEN] != self.words[TAKEN]:
                 at = self.words[TAKEN] % _SLOTS * _SLOT.size
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
-                    sleep(0)  # The thread of this slot is about to write the number.
+                    sleep(0)  # Another thread has reserved the slot and not filled it yet.
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
                 try:
                     struct.pack_into("I", self._ring, at, 0)
-                finally:  # A signal handler may raise now, and no thread writes this number again.
+                # The number is 0 now. If a signal handler raised before the count, the next take would wait for ever.
+                finally:
                     self.words[TAKEN] += 1
                 yield Written(number, result, thread, context, ctypes.create_string_buffer(args))
         finally:
@@ -207,17 +215,17 @@ class Gate:
 
 
 def machine_code(listing: str) -> bytes:
-    """Return the machine code of a listing."""
+    """Return the bytes of a listing."""
     return b"".join(bytes.fromhex(line[4:31]) for line in listing.strip().splitlines())
 
 
 def _executable(code: bytes) -> mmap.mmap | None:
-    """Return executable memory with machine code; None on other systems and processors, or if the system refuses it."""
+    """Return executable memory with the code; None elsewhere than on Linux and x86-64, or if the system refuses it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
-    # Hardened systems refuse memory that is writable and executable at the same time.
+    # SELinux and similar systems refuse memory that is writable and executable at the same time.
     at = ctypes.addressof(ctypes.c_char.from_buffer(made))
     refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(len(made)), _READ_AND_EXECUTE)
     return None if refused else made

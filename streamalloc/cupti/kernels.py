@@ -1,9 +1,11 @@
-"""Kernels: their names, the words of their arguments, and which of their addresses they certainly write, as far as
-libraries keep to a convention.
+"""Kernels: names, the pointers among the arguments of a launch, and which of these the kernel writes.
 
-PyTorch's element-wise kernels have the output first among their pointers; its reductions have it second; those of lists
-of tensors, such as optimizers', have the list that they change first. CuPy's kernels have the output last. What other
-kernels do with an address is unknown.
+The driver tells the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
+address counts as a pointer. Which pointers a kernel writes is known where its library keeps to a convention:
+
+* PyTorch's element-wise kernels have the output as the first pointer, and its reductions as the second.
+* PyTorch's kernels for lists of tensors, such as those of optimizers, change the tensors of the first list.
+* CuPy's kernels have the output as the last pointer.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for the driver's answer about a kernel."""
 _SMALL = 64
-"""Bytes of an argument that PyTorch fills completely."""
+"""Most bytes of an argument of a PyTorch kernel in which every byte is set. Larger ones have bytes of earlier calls."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
-"""Range of the addresses that the driver gives to memory."""
+"""Range of the device addresses that the driver returns."""
 
 
 class Kernel(str):
-    """A kernel of the program. The text is its mangled name; the attributes hold the facts about its arguments."""
+    """A kernel. The string is its mangled name, and the attributes say how to read its arguments.
+
+    ``sizes`` has the bytes of each argument; None if the driver does not tell them.
+    """
 
     def __new__(cls, name: str, sizes: list[int] | None) -> Kernel:
-        """``sizes``: bytes of each argument of the kernel; None if the driver does not tell them."""
         made = super().__new__(cls, name)
         readable = _demangled(name)
         made.what = f"kernel {_short(readable)}"
@@ -44,7 +48,8 @@ class Kernel(str):
         made._lists = _lists(readable, sizes[0]) if sizes else None
         made._parts = None if sizes is None else _parts(readable, sizes, made._lists is not None)
         if sizes and made._lists is None and _OF_LISTS.search(readable):
-            made._written, made.is_known = None, False  # the unfilled part holds addresses that the stack had before
+            # The lists of this version have an unknown form. Their unused slots hold addresses of earlier calls.
+            made._written, made.is_known = None, False
         made._has_rows = "::CatArrayBatchedCopy" in readable
         made._at = struct.Struct(f"{len(sizes or ())}Q").unpack_from
         return made
@@ -52,7 +57,7 @@ class Kernel(str):
     what: str
     """Name for reports: the C++ name without arguments."""
     is_known: bool
-    """Whether a convention tells which addresses the kernel writes."""
+    """Whether a convention tells which pointers the kernel writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
     _parts: list[tuple[int, int, int]] | None
     _lists: _Lists | None
@@ -60,9 +65,11 @@ class Kernel(str):
     _at: Callable[[Any, int], Addresses]
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
-        """Return the words of a launch's arguments that may be addresses. ``params`` points to pointers to the
-        arguments; ``columns`` and ``rows`` are sizes of the grid. None if the driver does not tell the arguments, or if
-        they are one block of bytes.
+        """Return the pointers among the arguments of a launch. Return None if the driver does not tell the sizes of the
+        arguments, or the launch passes them as one block (``CU_LAUNCH_PARAM_BUFFER_POINTER``).
+
+        ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns`` and ``rows`` are ``gridDimX`` and
+        ``gridDimY``.
         """
         if self._parts == [] and self._lists is None:
             return ()
@@ -77,23 +84,23 @@ class Kernel(str):
         return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Return the addresses that the kernel certainly writes; ``addresses`` has those among its arguments, in their
-        order.
-        """
+        """Return those of the pointers of a launch that the kernel writes by convention; empty without a convention."""
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
 class _Lists(NamedTuple):
-    """Position of the addresses in a kernel for lists of tensors: each list is a row of slots, of which a launch fills
-    the first ones.
+    """Lists of tensors in the first argument of a PyTorch kernel (``TensorListMetadata``).
 
-    The rows, and sizes of tensors in one more, begin the first argument.
+    Each list is a row of pointers. A launch fills the first slots of each row; the others hold addresses of earlier
+    calls. Another row has the sizes of the tensors.
     """
 
     rows: tuple[int, ...]
+    """Numbers of the rows that have pointers."""
     slots: int
+    """Slots in a row."""
     slot_of_block: int
-    """Offset of one byte per block of the grid: the slot of the block's tensor. The bytes ascend."""
+    """Offset of ``block_to_tensor``: for each block of the grid, one byte with the slot of its tensor, ascending."""
 
     def words(self, place: int, blocks: int) -> bytes:
         last = place + self.slot_of_block + min(blocks, _MOST_BLOCKS) - 1
@@ -102,8 +109,8 @@ class _Lists(NamedTuple):
 
 
 def _lists(name: str, size: int) -> _Lists | None:
-    """Return the lists of a PyTorch kernel whose first argument has ``size`` bytes; None if it has no lists or unknown
-    ones.
+    """Return the lists in the first argument of a PyTorch kernel, which has ``size`` bytes. Return None if the kernel
+    has no lists, or lists of an unknown form.
     """
     found = _OF_LISTS.search(name)
     if found is None:
@@ -111,7 +118,8 @@ def _lists(name: str, size: int) -> _Lists | None:
     count = int(found["count"])
     slots = 96 if found["scalars"] and count == 1 else _SLOTS.get(count, 0)
     rows = (*range(count), count + 1) if found["fused"] else (*range(count),)
-    # The block tables follow a scalar for each tensor, or the address of a counter.
+    # The struct ends with block_to_tensor (a byte for each block) and block_to_chunk (an int for each). Between the
+    # sizes and these it has a scalar or the address of a step counter for each tensor, or nothing.
     slot_of_block = size - 5 * _MOST_BLOCKS - (0 if found["scalars"] else 8)
     before = slot_of_block - 8 * slots * (count + 1)
     known = (4 * slots, 8 * slots) if found["scalars"] else (8 * slots if found["fused"] else 0,)
@@ -119,25 +127,28 @@ def _lists(name: str, size: int) -> _Lists | None:
 
 
 def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int, int]]:
-    """Return the parts of a kernel's arguments that may have addresses: argument, first byte, and size. Known lists are
-    left out.
+    """Return the parts of the arguments that may have pointers: number of the argument, first byte, and size. The first
+    argument is left out if ``has_lists``.
     """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
-        found.insert(0, found.pop(2))  # number of elements, function, data: the function may have addresses, too
+        # The arguments are the number of elements, a functor, and the pointers. The functor may have pointers, too,
+        # and the output would not be the first.
+        found.insert(0, found.pop(2))
     return [one for one in found if one[2]]
 
 
 def _part(name: str, size: int) -> tuple[int, int]:
-    """Return the first byte and the size of the part of an argument that may have addresses.
+    """Return the first byte and the size of the part of an argument that may have pointers.
 
-    PyTorch leaves much of its large structures as it finds the stack: with addresses of earlier launches. So only known
-    parts of them count.
+    PyTorch does not initialise all bytes of its large structs: they hold stack contents, addresses of earlier launches
+    among them. So only the parts that PyTorch sets are read.
     """
     if size <= _SMALL or "at::native::" not in name:
         return 0, size // 8 * 8
     if "::reduce_kernel<" in name:
-        return size - 64, 48  # source, two targets, two buffers, semaphores; then two words of settings
+        # source, two targets, two buffers, semaphores; then two words of settings
+        return size - 64, 48
     if "::elementwise_kernel<" in name:
         count = round((size - 304) / 108)
         return -(-_calculator(count) // 8) * 8, 8 * count
@@ -150,7 +161,7 @@ def _part(name: str, size: int) -> tuple[int, int]:
 
 
 def _calculator(tensors: int) -> int:
-    """Bytes of PyTorch's ``OffsetCalculator`` for this number of tensors: divisors and strides for 25 dimensions."""
+    """Return the bytes of PyTorch's ``OffsetCalculator`` for so many tensors: divisors and strides of 25 dimensions."""
     return 4 + 25 * (12 + 4 * tensors)
 
 
@@ -163,12 +174,14 @@ def _addresses(words: bytes) -> Addresses:
 
 
 _known: dict[bytes, Addresses] = {}
-"""Addresses by words. Programs launch the same kernels with the same arguments again and again."""
+"""Pointers by the bytes of the arguments. Programs launch the same kernels with the same arguments again and again."""
 _MOST_KNOWN = 10_000
 
 
 class Kernels:
-    """The kernels by handle. A thread asks the driver once for each, because a callback makes no driver call."""
+    """The kernels of the process by ``CUfunction`` handle. CUPTI's callback must make no driver call, so a thread asks
+    the driver for the sizes of their arguments, once for each kernel.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, Kernel] = {}
@@ -176,19 +189,19 @@ class Kernels:
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
-        """Add a kernel that is not known yet. ``symbol``: address of its name."""
+        """Ask the thread for a kernel, and wait for its answer. ``symbol``: address of the mangled name, or 0."""
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()
         self._asked.put((function, name, context, done))
         return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
-        """Start the thread. Not in a callback: a thread start releases Python's lock."""
+        """Start the thread. Not for callbacks, because the start of a thread releases the GIL."""
         self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
         self._thread.start()
 
     def forget(self) -> None:
-        """Forget all kernels. After an unload the driver may give their handles to other kernels."""
+        """Forget all kernels. After the unload of a module the driver may give their handles to other kernels."""
         self.known = {}
 
     def close(self) -> None:
@@ -204,13 +217,14 @@ class Kernels:
 
 
 def _sizes(function: int, context: int) -> list[int] | None:
-    """Return the sizes of a kernel's arguments; None if the driver does not tell them."""
+    """Return the bytes of each argument of a kernel; None if the driver does not tell them."""
     cuda.cuCtxSetCurrent(cuda.CUcontext(context))
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
             sizes.append(int(answer[2]))
-        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # The kernel has no such argument.
+        # The driver answers INVALID_VALUE for the number after the last argument.
+        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:
             return sizes
     return None
 
@@ -221,13 +235,13 @@ _LISTS = (
 )
 _OF_LISTS = re.compile(_LISTS)
 _SLOTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Slots of a list by the number of lists, from PyTorch's ``MultiTensorApply.cuh``."""
+"""Slots of a row by the number of lists, from PyTorch's ``MultiTensorApply.cuh``."""
 _MOST_BLOCKS = 320
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
     (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
     (re.compile(r"at::native::reduce_kernel<"), lambda found, _: found[1:2]),
-    # The last number of the functor's template is the index of the list with the results.
+    # The last template argument of the functor is the number of the list with the results.
     (
         re.compile(_LISTS + r".*\b(?:Unary|Binary|Ternary|Pointwise)Op\w*(?<!Tensor)Functor<[^<>]*, 0>"),
         lambda found, lists: found[: len(found) // int(lists["count"])],
@@ -259,7 +273,7 @@ def _demangled(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Shorten a C++ name: no return type, template arguments, arguments, unnamed namespaces or settings of Numba."""
+    """Return a C++ name without return type, arguments, template arguments, unnamed namespaces and ABI tags."""
     name = re.sub(r"\[abi:[^]]*\]", "", name.replace("(anonymous namespace)::", ""))
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter

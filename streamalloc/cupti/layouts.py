@@ -1,9 +1,9 @@
-"""Arguments of driver functions in memory, as CUPTI shows them: from the C signatures that cuda-bindings carries.
+"""Layout in memory of the arguments of driver functions, derived from the signatures in cuda-bindings.
 
-A callback gets the address of a structure with the arguments in their order. The types stand in the bindings' C
-signatures, and the names of the arguments that a caller passes in the documentation of their Python functions. The
-pointers that are left are those through which the driver answers. So no table of functions is kept by hand, but for
-structures in arrays, whose sizes the bindings do not tell.
+CUPTI gives a callback the address of a struct with the arguments of the call, in their order. The bindings have the C
+signature of each function, with the types, and the Python function, with the names of the inputs. The other arguments
+are pointers through which the driver answers. So there is no table of functions to maintain. Only the sizes of structs
+in arrays are listed here (``_ELEMENTS``), because the bindings do not tell them.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _NUMBERS: dict[str, Any] = {
     "float": ctypes.c_float,
     "PY_LONG_LONG": ctypes.c_int64,
 }
-"""C types of numbers. All other types have 8 bytes: handles, addresses and sizes."""
+"""ctypes' types of C's numbers. All other types are handles, addresses and sizes, and have 8 bytes."""
 _BY_VALUE = {"CUmemLocation": (8, 4), "CUipcMemHandle": (64, 1), "CUipcEventHandle": (64, 1)}
-"""Size and alignment of structures that are passed by value."""
+"""Size and alignment of structs that are passed by value."""
 _ELEMENTS = {"CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUstreamBatchMemOpParams": 48}
-"""Sizes of structures that are passed in arrays."""
+"""Bytes of structs that are passed in arrays."""
 _MOST = 65536
-"""Most elements of an array that are read."""
+"""Most elements to read of an array: a wrong length must not exhaust memory."""
 
 
 class Layout(NamedTuple):
     """The arguments of a function, each as an offset and a function that reads it."""
 
     inputs: tuple[tuple[int, Read], ...]
-    """Arguments that the caller passes, in the order of the bindings' Python function."""
+    """Arguments of the bindings' Python function, in their order."""
     arrays: tuple[tuple[int, int, int, Read], ...]
     """Arrays among the inputs: index of the array, index of its length, bytes of an element, and a function that reads
-    one.
+    an element.
     """
     outputs: tuple[tuple[int, Read], ...]
     """Pointers to which the driver writes its answer."""
 
     def arguments(self, at: int) -> tuple[Any, ...]:
-        """Return the arguments at an address in the form that the bindings' function takes."""
+        """Read the arguments at an address; return them as the bindings' function takes them."""
         values = [read(at + offset) for offset, read in self.inputs]
         for index, length, size, read in self.arrays:
             first, count = values[index], min(int(values[length] or 0), _MOST)
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         return tuple(values)
 
     def answer(self, at: int, result: int) -> tuple[Any, ...]:
-        """Return the driver's answer in the form that the bindings return, the result code first."""
+        """Read the driver's answer; return it as the bindings' function does, the result code first."""
         if result:
             return (_member(cuda.CUresult, result), *(None for _ in self.outputs))
         pointers = ((_word(at + offset), read) for offset, read in self.outputs)
@@ -72,7 +72,7 @@ def layout(function: str) -> Layout | None:
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
-    # The driver writes its answer through the first pointers to non-constant memory.
+    # The outputs are the first pointers to non-constant memory.
     answers = len(types) - len(names)
     inputs: list[tuple[int, Read]] = []
     outputs: list[tuple[int, Read]] = []
@@ -118,7 +118,7 @@ def _is_enum(kind: str) -> bool:
 
 
 def _is_structure(kind: str) -> bool:
-    """Whether a class of the bindings has named fields. Classes of handles have none."""
+    """Whether a class of the bindings is a struct with fields. The classes of handles have none."""
     found = getattr(cuda, kind, None)
     return isinstance(found, type) and hasattr(found, "getPtr") and bool(_fields(found))
 
@@ -143,7 +143,7 @@ def _reads(kind: str) -> Read:
 
 
 def _pointed(kind: str) -> Read:
-    """Return the function that reads a pointer argument: a structure as its fields, other types as their address."""
+    """Return the function that reads a pointer argument: the fields of a struct, else the address."""
     target = kind.removesuffix("*").replace("const", "").strip()
     if not _is_structure(target) or target in _ELEMENTS:
         return _word
@@ -162,7 +162,7 @@ def _structure(kind: str) -> Read:
 
 
 def _copy(value: Any) -> Any:
-    """Copy a structure's fields. The caller's memory is valid only during the callback."""
+    """Copy the fields of a struct, because the caller's memory is valid only during the callback."""
     kind: Any = type(value)
     fields = _fields(kind) if hasattr(value, "getPtr") else ()
     if not fields:

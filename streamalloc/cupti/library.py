@@ -1,7 +1,7 @@
-"""CUPTI's callback API, called by ctypes: the library, its one subscription, and its errors.
+"""CUPTI's callback API through ctypes: the library, its one subscription, and its errors.
 
-The callbacks are made by ctypes and not by NVIDIA's Python package, because a call of a function that does nothing
-costs half as much there, and a training step makes a thousand.
+NVIDIA's Python package for CUPTI is not used, because its callbacks cost twice as much as those of ctypes. A training
+step makes a thousand driver calls.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
-"""The address space of the process as one buffer. Slices of it and :mod:`struct` read a few bytes much faster than
-ctypes pointers.
+"""All addresses of the process as one buffer. A slice, or :mod:`struct`, reads a few bytes much faster than a ctypes
+pointer.
 """
 _DRIVER_API = 1
 _MOST_FUNCTIONS = 1500
-"""Largest function number whose name is asked for; CUPTI 13 has about 800 functions."""
+"""Number above those of all functions; CUPTI 13 has about 800."""
 _ALREADY = 39
 """``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
@@ -40,7 +40,7 @@ class Library:
         self._subscriber = ctypes.c_void_p()
 
     def functions(self) -> dict[int, str]:
-        """Return the driver functions that CUPTI can report, by number."""
+        """Return the names of the driver functions that CUPTI reports, by number (``cuptiGetCallbackName``)."""
         found, name = {}, ctypes.c_char_p()
         for number in range(1, _MOST_FUNCTIONS):
             if not self._library.cuptiGetCallbackName(_DRIVER_API, number, ctypes.byref(name)) and name.value:
@@ -48,8 +48,8 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Have CUPTI call the C function at ``callback`` before and after each call of these functions, by any code of
-        the process. Its first argument is ``user``.
+        """Have CUPTI call the C function at ``callback`` before and after each call of ``functions`` by any code of the
+        process. The first argument of the C function is ``user``.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the subscription. A callback on another thread may end later than this call."""
+        """End the subscription. Callbacks of other threads may still run after it has returned."""
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()
@@ -92,7 +92,7 @@ def _load() -> Any:
 
 
 def _paths() -> Iterator[str]:
-    """Yield paths of the library: a loaded one, one of NVIDIA's wheels, one of the toolkit."""
+    """Yield the paths to try: by name, as loaded already; in NVIDIA's wheels; in the toolkit."""
     yield from _NAMES
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -1,9 +1,8 @@
-"""Operators of PyTorch: the tensors of the operator that a thread runs, and which of them it writes according to its
-schema.
+"""A dispatch mode of PyTorch: it tells which tensors an operator reads and writes, according to the operator's schema.
 
-A dispatch mode gets each operator before it runs. It costs some 5 us an operator, so it is entered when the program
-makes a stream: before, no wait can be missing. The threads of autograd have the modes of the thread that calls
-``backward``.
+PyTorch calls a dispatch mode in place of each operator, and the mode then runs the operator. That costs about 5 us each
+time. So :func:`check` enters the mode when the program makes its first stream; on one stream no wait can be missing.
+Autograd's threads have the modes of the thread that called ``backward``.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 from streamalloc.cupti.kernels import Kernel
 
 Operand = tuple[int, int, bool]
-"""Memory of a tensor: first byte, end, and whether the operator writes it. A tensor with gaps ends after its first
-byte.
+"""Memory of a tensor: address of the first byte, address after the last byte, and whether the operator writes it. For a
+tensor with gaps only the first element is given, because the gaps may belong to other tensors.
 """
 Operands = list[Operand]
 
@@ -28,16 +27,18 @@ class _Schema(NamedTuple):
     tensors: list[tuple[int, str, bool]]
     """Position and name of each tensor argument, and whether the operator writes it."""
     has_lists: bool
+    """Whether an argument is a list of tensors."""
     makes_results: bool
-    """Whether the operator returns only new tensors."""
+    """Whether the operator returns new tensors, and none of its arguments."""
 
 
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
-"""Operators that use only a part of a tensor. Operators with a tensor of indices are not listed."""
+"""Operators that use only a part of a tensor, and have no tensor of indices by which :class:`Operators` would notice.
+"""
 
 
 class Operators:
-    """A dispatch mode of PyTorch. It lacks PyTorch's base class, with which ``torch.compile`` would give up."""
+    """The dispatch mode. It is no ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under those."""
 
     supports_higher_order_operators = True
 
@@ -46,31 +47,31 @@ class Operators:
         self._plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
         self._schemas: dict[Any, _Schema | None] = {}
         self._running: dict[int, list[Any] | None] = {}
-        """By thread: operator, arguments, operands (None until asked for), and whether to add the results."""
+        """The operator that each thread runs: function, arguments, operands (None until asked for), and whether to add
+        the results at its end.
+        """
         self._of_thread = local()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Answer PyTorch: other modes may see this one."""
+        """Return False: the mode is no part of PyTorch itself."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Answer PyTorch: compiled code need not call this mode."""
+        """Return True: compiled code need not call this mode."""
         return True
 
     def enter(self) -> None:
-        """Receive the operators of this thread from now on.
-
-        The mode goes below those of the program, which ends the last one of the stack.
-        """
-        # While an operator runs, PyTorch has taken the mode off the stack. A second one would stay there.
+        """Push the mode at the bottom of this thread's mode stack. The top must stay the program's, which pops it."""
+        # While an operator runs, PyTorch has popped the mode, and pushes it again at the end. Pushed here too, it would
+        # be on the stack twice.
         if not (hasattr(self._of_thread, "entered") or self._running.get(get_ident())):
             self._of_thread.entered = True
             self._change([self])
 
     def close(self) -> None:
-        """Receive no more operators of this thread. On other threads PyTorch still calls the mode."""
+        """Remove the mode from this thread's stack. Other threads keep it, because each has a stack of its own."""
         self._change([])
 
     def _change(self, lowest: list[Any]) -> None:
@@ -86,7 +87,7 @@ class Operators:
     ) -> Any:
         for kind in types:
             if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # The tensor subclass calls operators on its inner tensors, which come next.
+                return NotImplemented  # The subclass then calls the operator on its inner tensors, which come here.
         thread, running = get_ident(), self._running
         now = running[thread] = [function, args, kwargs, None, False]
         try:
@@ -104,10 +105,10 @@ class Operators:
                 found.append((low, low + one.nbytes, True))
 
     def operands(self, thread: int, kernel: Kernel, pointers: tuple[int, ...] | None) -> Operands:
-        """Return the tensors of the operator that a thread runs. Empty if it runs none, or an operator that may use
-        parts of tensors.
+        """Return the tensors of the operator that a thread runs, for a kernel that it launches.
 
-        If the driver does not tell the arguments of the kernel, the results are added when the operator ends.
+        The list is empty if the thread runs no operator, or one that may use only parts of its tensors. If the driver
+        does not tell the kernel's arguments (``pointers`` is None), the operator's results join the list at its end.
         """
         running = self._running.get(thread)
         if running is None:
@@ -116,7 +117,8 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        if schema is None or (schema.has_lists and kernel.is_known):  # Long lists would take too long.
+        # A list may have thousands of tensors. A known kernel does not need them.
+        if schema is None or (schema.has_lists and kernel.is_known):
             return []
         if found is None:
             try:
@@ -149,8 +151,9 @@ _LISTS = (list, tuple)
 
 
 def _schema(function: Any) -> _Schema | None:
-    """Return the tensors of an operator; None if it may use only parts of them. An operator of an extension may take a
-    whole cache as its argument.
+    """Return the tensor arguments of an operator; None if it may use only parts of them.
+
+    That is so for operators of extensions: one may take a whole KV cache and write a block of it.
     """
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.name.startswith("aten::") or schema.name in _OF_PARTS:
@@ -165,7 +168,7 @@ def _schema(function: Any) -> _Schema | None:
 
 
 def _extent(tensor: Any) -> int:
-    """Bytes from the first to the last element of a tensor with gaps or another order."""
+    """Bytes of a tensor that is not contiguous: all if it only has another order, or one element if it has gaps."""
     steps = tensor.stride()
     reach = 1 + sum(map(mul, tensor.shape, steps)) - sum(steps)
     return int(tensor.nbytes if reach == tensor.numel() else tensor.element_size())

@@ -1,4 +1,4 @@
-"""Driver calls of the whole process as events: the caller, the arguments and the line of each."""
+"""Driver calls of the whole process, by any library: function, arguments, answer, thread and source line."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
 _PER_THREAD = 2
-"""Handle of the per-thread default stream. In functions with the endings of ``_ENDING``, handle 0 means this stream."""
+"""Handle of the per-thread default stream. Functions with a suffix of ``_ENDING`` take 0 for this stream."""
 _OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate"}
-"""Names in the bindings for functions whose names differ."""
+"""Functions whose names in the bindings differ from CUPTI's."""
 _SAME = (
     *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
     *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
 )
-"""Functions whose older versions have the same arguments. All versions of them are followed; of other functions only
-the version that the bindings call.
+"""Functions whose older versions have the same arguments. All their versions are followed. Of each other function only
+the newest version is, which the bindings call.
 """
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
 _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
-"""Reads a ``CUpti_CallbackData``: site, address of the arguments, address of the result, name of the kernel,
-context.
+"""Reads a ``CUpti_CallbackData``: site (0 before the call), and the addresses of the arguments, the result, the name of
+the kernel, and the context.
 """
 _launch = struct.Struct("QII24xQQ").unpack_from
 """Reads the arguments of ``cuLaunchKernel``: function, first two sizes of the grid, stream, arguments."""
@@ -69,13 +69,13 @@ class DriverCall(NamedTuple):
     context: int
     """Current context of the calling thread."""
     place: Stack
-    """Innermost frames of the program, without those of libraries; for a launch only one. A thread of C++ has no
-    frames, so it gets those of the main thread.
+    """Innermost frames of the program, without those of libraries; for a launch, one frame. A thread of C++ has no
+    Python frames, so it gets those of the main thread.
     """
     time: int
     """Nanoseconds since the epoch, when the call returned."""
     kernel: str = ""
-    """Name of a launched kernel, as the compiler wrote it."""
+    """Mangled name of a launched kernel."""
     pointers: tuple[int, ...] | None = ()
     """Words of a kernel's arguments that may be addresses; None if the driver does not tell the arguments."""
     operands: Operands | tuple[()] = ()
@@ -83,8 +83,8 @@ class DriverCall(NamedTuple):
     Only :func:`check` asks PyTorch for them.
     """
     is_late: bool = False
-    """Whether the thread has continued since the call. Then ``place`` is where it is now. PyTorch makes such calls
-    while it holds a lock.
+    """Whether the listener is called later than the call, while its thread goes on. ``place`` is then the thread's
+    present place. So it is for some calls that PyTorch makes while it holds a mutex.
     """
 
 
@@ -113,8 +113,8 @@ class Subscription:
             self._library.subscribe(self.gate.address, self.gate.user, self._functions)
             self._watch.open()
             undo.pop_all()
-        # A thread should keep Python's lock during a callback. Otherwise the next thread, which then has Python's lock,
-        # may wait for a lock that the calling library holds.
+        # A thread should keep the GIL during a callback. Otherwise another thread gets the GIL, may wait for a mutex
+        # that the calling library holds, and the two deadlock.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
@@ -146,19 +146,19 @@ class Subscription:
             self._fail(error)
 
     def catch_up(self) -> None:
-        """Pass on the calls that the gate has written down. Not for callbacks."""
+        """Pass the calls that the gate has stored to the listener. Not for callbacks."""
         try:
             self._take_written()
         except Exception as error:
             self._fail(error)
 
     def _take_written(self) -> None:
-        # The threads have continued since, so their present frames are used.
+        # The frames at the time of the call are gone, so the threads' present ones are used.
         now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
             if one.result and name == "cuEventQuery":
-                continue  # Allocators query the same event again and again.
+                continue  # It has not ended. Allocators query such events again and again.
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
             if one.thread not in places:
@@ -168,8 +168,8 @@ class Subscription:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            # The signal arrived during a callback. Its exception belongs to the program.
-            # Thread.start would wait here, where the second signal would be lost with the callback.
+            # The signal arrived during a callback, where its exception would be lost, so it is raised again later.
+            # Not by Thread.start, which waits for the new thread: that would raise in this callback again.
             _thread.start_new_thread(_interrupt_soon, ())
         elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
@@ -190,7 +190,7 @@ class Subscription:
                 gate.left += 1
 
     def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
-        # A training step launches a hundred kernels, so each line here counts.
+        # A training step launches hundreds of kernels. So this function is written for speed.
         if _code(memory, result)[0]:
             return
         if name == "cuLaunchKernelEx":
@@ -212,14 +212,14 @@ class Subscription:
         if found or not _is_of_native_thread(frame):
             self._waiting = None
             return found
-        # A thread of C++, such as autograd's. The main thread waits for it, so its frames are used.
+        # A thread of C++, such as one of autograd. The main thread waits for it, so the main thread's frames are used.
         if self._waiting is None:
             self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
         return self._waiting[:depth]
 
 
 def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
-    """Replace stream handle 0 by that of the per-thread default stream if the function means that stream."""
+    """Replace handle 0 by that of the per-thread default stream, for functions that mean this stream by 0."""
     if per_thread and stream_at is not None and not given[stream_at]:
         return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
     return given
@@ -249,7 +249,7 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
 
 
 _kinds: dict[str, bool] = {}
-"""Whether a file belongs to a library, by name. Code objects as keys would be hashed with all their instructions."""
+"""Whether a file belongs to a library, by path. Not by code object, whose hash reads all its instructions."""
 
 
 @contextlib.contextmanager
@@ -257,9 +257,9 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
     """Call ``listener`` with a :class:`DriverCall` after each call of driver functions in the block, by any code of the
     process.
 
-    The listener runs on the thread of the call, with Python's lock. It must make no driver call, and take no lock that
-    a thread may hold while it calls the driver. What it raises ends the subscription: ``error`` has it, and the program
-    goes on. Calls in forked children are not seen.
+    The listener runs on the thread of the call, with the GIL. It must make no driver call, and take no lock that a
+    thread may hold while it calls the driver. An exception in it ends the subscription: ``error`` has it, and the
+    program goes on. Calls in forked children are not seen.
 
     Parameters
     ----------
@@ -285,10 +285,10 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
 
 
 class _Watch:
-    """Warns that no Python thread has run for a minute. A callback may then wait for Python's lock while its library
-    holds a lock that the thread with Python's lock waits for.
+    """Warning on the error output if no Python thread has run for a minute: a likely deadlock.
 
-    No code of Python could say it. So a timer of C calls a function of C, unless a thread sets the timer again before.
+    A callback may wait for the GIL while its library holds a mutex for which the thread with the GIL waits. No Python
+    code runs then. So a POSIX timer calls ``warnx`` of the C library, unless a Python thread sets the timer again.
     """
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class _Watch:
         self._ended = threading.Event()
 
     def open(self) -> None:
-        """Begin to watch, if the C library has timers."""
+        """Start the timer, if the C library has ``timer_create``."""
         if hasattr(self._c, "timer_create") and hasattr(self._c, "warnx"):
             text, function = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._text, self._c.warnx))
             event = struct.pack("QiiQ40x", text, 0, _SIGEV_THREAD, function)
@@ -318,24 +318,24 @@ class _Watch:
 
 
 _MOST_SILENT = 60.0
-"""Seconds without a running Python thread after which the warning is printed."""
+"""Seconds without a running Python thread until the warning."""
 _HANG = b"""streamalloc: no thread of Python has run for a minute. If the program hangs, a library has called the driver
-with a lock of its own, and its callback waits for Python's lock, whose thread waits for the library's."""
+with a lock of its own, and its callback waits for the GIL, whose thread waits for the library's lock."""
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class RaisedAgain(DriverMisuseError):
-    """An error that another thread raises in the main thread, repeatedly until a block ends, also in callbacks."""
+    """An error that a thread raises in the main thread, again and again until a block ends, also in callbacks."""
 
 
 SOON = 0.001
-"""Seconds until an exception is raised in the main thread, so that a running callback can end."""
+"""Seconds to wait before an exception is raised in the main thread, so that its present callback can end."""
 _SWITCH_INTERVAL = 0.1
-"""Seconds that a thread keeps Python's lock while another one waits for it. Python's default of 0.005 is shorter than
-some calls.
+"""Seconds that a thread keeps the GIL while another one waits for it. Python's default, 0.005, is shorter than some
+callbacks.
 """
 made = tuple.__new__
-"""Makes a :class:`DriverCall` from all its fields, in a third of the time that the class takes."""
+"""Makes a :class:`DriverCall` from a tuple of all its fields, in a third of the time of the constructor."""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
 """Whether this process was forked. Its subscriptions belong to the parent."""
@@ -358,15 +358,13 @@ _GENERATED = ("<frozen ", "<string>", "<eval_with_key>", "/torchinductor_", "/si
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to a library, to Python or to generated code. Such frames say nothing about the
-    program.
-    """
+    """Whether a file belongs to a library, to Python or to generated code, and not to the program."""
     return file.startswith((_PACKAGE, _LIBRARY)) or any(part in file for part in _GENERATED)
 
 
 def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str, Layout, bool, int | None]]:
-    """Return the wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 is the per-thread
-    default stream, and index of the stream.
+    """Return the wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 means the
+    per-thread default stream, and index of the stream argument.
     """
     newest: dict[str, int] = {}
     parts = {}

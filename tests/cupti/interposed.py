@@ -28,7 +28,7 @@ class Library:
         return {number: name for name, number in self._numbers.items()}
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        # The call gives Python's lock away, as most libraries do.
+        # The call releases the GIL, as most libraries do.
         self._callback, self._user, self._wanted = C_CALLBACK(callback), user, set(functions)
 
     def unsubscribe(self) -> None:

@@ -1,4 +1,4 @@
-"""The gate: calls of threads without Python's lock, and of all while somebody asks, reach the callback later."""
+"""The gate: calls of threads without the GIL, and of all while somebody asks, reach the callback later."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_pytorch_is_asked_while_the_gate_writes_calls_down(monkeypatch: pytest.M
 
 
 def test_threads_make_streams_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has a lock for its first ones, for which a thread would wait with Python's lock."""
+    """PyTorch has a lock for its first ones, for which a thread would wait with the GIL."""
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     followed, kind = Libraries(stacks=None), torch.cuda.Stream
