@@ -28,7 +28,7 @@ from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.stores.blocks import Bytes, Saved
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, PoolTier, blocks_of, shared_tier
+from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
 from streamalloc.vmm.stores.pinned import HUGE
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
@@ -401,8 +401,250 @@ class _Members(Closes, Claimable):
             yield
         count()
 
+    def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
+        """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
 
-class SleepGroup(_Members):
+        def open_only(claim: Claim) -> T:
+            for one in (self, *buffers):
+                one._check_open()
+            for buffer in buffers:
+                if buffer not in self._members:
+                    raise ValueError(f"{buffer!r} is not in the group {self!r}")
+            return act(claim)
+
+        return claiming((self, *buffers), open_only)
+
+    def _copying_stream(self, stream: StreamLike | None) -> Stream:
+        return copying_stream(self.device.default_stream if stream is None else stream, self._session)
+
+
+class _Backups(_Members):
+    """The bytes that a group keeps outside of device memory: of its sleeping buffers and of its frozen ones."""
+
+    def __init__(
+        self, device: Device, handle_types: MemHandleType, backup: MemoryPool | HostTier | DiskTier | None
+    ) -> None:
+        super().__init__(device, handle_types)
+        if backup is not None:
+            tier_of(backup)
+        self._backup: MemoryPool | HostTier | DiskTier | None = backup
+        self._near: HostTier | None = None
+        """The tier of the device's NUMA node; None before its first use."""
+
+    @property
+    def backup(self) -> Any:
+        """Pool or tier for the kept bytes. If none was given, the first use makes the tier of the device's
+        NUMA node.
+        """
+        self._check_open()
+        if self._backup is not None:
+            return self._backup
+        if self._near is None or self._near.closed:
+            self._near = shared_tier(self.device)
+        return self._near
+
+    def prepare(
+        self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
+    ) -> Future[int]:
+        """Pin host memory for the next sleep, because to pin takes longer than to copy; see :meth:`HostTier.prepare`.
+
+        Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
+
+            group.prepare(background=True, most_cores=2)
+            serve()
+            group.sleep()
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that the sleep will keep; default: those of all buffers that are awake and not frozen.
+        background
+            Whether to return at once, while threads pin the memory.
+        most_cores
+            Most threads; default: one for each core that the process may use, at most 8.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the free host memory in bytes once all is pinned. With ``background`` its error may be
+            ``OutOfMemoryError``; the sleep tries again.
+
+        Raises
+        ------
+        TypeError
+            :attr:`backup` is no :class:`HostTier`.
+        OutOfMemoryError
+            There is not enough host memory.
+        ClosedError
+            The group was closed.
+        """
+        tier = self.backup
+        if not isinstance(tier, HostTier):
+            raise TypeError(f"backup must be a HostTier to prepare memory, not {type(tier).__name__} ({tier!r})")
+        if nbytes is None:
+            nbytes = sum(blocks_of(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen)) * HUGE
+        return tier.prepare(nbytes, background=background, most_cores=most_cores)
+
+    def freeze(self, *tags: str, stream: StreamLike | None = None, after: After = None) -> None:
+        """Back up all buffers, or those with these tags, and let them only be read until :meth:`thaw`.
+
+        The backup stays valid while the buffers are awake, so that the next :meth:`sleep` copies nothing. The host
+        waits until the bytes are stored. The device refuses writes (``cuMemSetAccess``): fills and copies to a frozen
+        buffer raise :class:`CudaError`, and a kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, after
+        which the context is lost. Frozen buffers keep the backup in :attr:`backup` also while they are awake.
+
+        Frozen buffers are skipped. A sleeping buffer keeps its present backup when it wakes. Buffers that get the tag
+        later are not frozen. ::
+
+            group.freeze("weights")
+            group.sleep()    # unmaps, without a copy
+            group.wake()
+            group.thaw("weights")
+
+        Parameters
+        ----------
+        tags
+            Tags of the buffers; without a tag, all buffers.
+        stream
+            Stream of the copies; default: the device's default stream.
+        after
+            Events or streams with the last writes, which the host waits for first; default: all work of the devices
+            with access.
+
+        Raises
+        ------
+        ValueError
+            The bytes of a sleeping buffer were not kept.
+        OutOfMemoryError, OSError
+            There is no room for the bytes.
+        KeyError, ClosedError, InUseError, CudaError
+            As for :meth:`sleep`. After each error every buffer is unchanged.
+        """
+
+        def act(claim: Claim) -> None:
+            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
+            claim.take(chosen)
+            going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
+            saved = {one: self._kept(one) for one in going if one.evicted}
+            awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
+            new: dict[VirtualBuffer, Saved] = {}
+            waits = listed(after)
+
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+                return tier_of(self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
+
+            def copy() -> None:
+                copying(new, ordered)
+                ordered.synchronize()
+
+            def steps() -> Steps:
+                for buffer in awake:
+                    node, before = buffer.range._node, buffer.rights
+                    rights = functools.partial(node.set_rights, list(node.table()), _read_only(before), waits)
+                    yield rights, functools.partial(protect, buffer, before)
+                yield functools.partial(_hold_all, awake, hold, new), functools.partial(drop_all, new)
+                yield copy, nothing
+
+            run(steps())
+            for buffer, one in (saved | new).items():
+                buffer._frozen = Frozen(one, _read_only(buffer.rights))
+
+        self._alone(act)
+
+    def thaw(self, *tags: str) -> None:
+        """Let frozen buffers be written again, and drop the backups of those that are awake. Others are skipped.
+
+        Parameters
+        ----------
+        tags
+            Tags of the buffers; without a tag, all buffers.
+
+        Raises
+        ------
+        KeyError
+            No buffer has such a tag.
+        ClosedError, InUseError, CudaError
+            As for :meth:`sleep`. After each error every buffer is unchanged.
+        """
+
+        def act(claim: Claim) -> None:
+            chosen = self._chosen(tags)
+            claim.take(chosen)
+            _thaw(chosen)
+
+        self._alone(act)
+
+    def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
+        """Copy kept bytes of a sleeping buffer to a host array, without waking it. Blocks the host.
+
+        Parameters
+        ----------
+        buffer
+            A sleeping buffer of the group.
+        target
+            Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
+        offset
+            Offset of the first byte in the buffer.
+
+        Raises
+        ------
+        ValueError
+            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or the buffer
+            keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
+        DamagedBackupError, OSError
+            The bytes are damaged, or a file cannot be read.
+        """
+        self._alone(lambda _: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
+
+    def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
+        """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
+
+        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`. A frozen
+        buffer cannot be written.
+
+        Parameters
+        ----------
+        buffer
+            A sleeping buffer of the group.
+        source
+            Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
+        offset
+            Offset of the first byte in the buffer.
+
+        Raises
+        ------
+        ValueError
+            The buffer is awake or not in the group, ``source`` is too large, or it covers only a part of a buffer
+            without kept bytes. Or the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
+        OutOfMemoryError, OSError
+            There is no room for bytes that were not kept.
+        """
+
+        def act(_: Claim) -> None:
+            start, array = _checked_bytes(buffer, source, offset)
+            buffer._check_thawed()
+            eviction = buffer.eviction
+            if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
+                self._kept(buffer).write(start, array)
+                return
+            (saved,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
+            with undoing(saved.drop):
+                saved.write(0, array)
+            _replace(buffer, saved)
+
+        self._alone(act, buffer)
+
+    def _kept(self, buffer: VirtualBuffer) -> Saved:
+        if buffer.eviction is None:
+            raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
+        if buffer.eviction.held:
+            raise ValueError(f"{buffer!r} keeps its memory, because a sleep and its undo failed: wake() it first")
+        if buffer.eviction.saved is None:
+            raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
+        return buffer.eviction.saved
+
+
+class SleepGroup(_Backups):
     """Virtual buffers whose physical memory is released and restored together, at the same addresses.
 
     :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
@@ -450,73 +692,9 @@ class SleepGroup(_Members):
         backup: MemoryPool | HostTier | DiskTier | None = None,
         handle_types: MemHandleType = MemHandleType.NONE,
     ) -> None:
-        super().__init__(device, handle_types)
-        if backup is not None:
-            tier_of(backup)
-        self._backup: MemoryPool | HostTier | DiskTier | None = backup
-        self._near: HostTier | None = None
+        super().__init__(device, handle_types, backup)
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
         self._after_wake: list[tuple[Hook, Hook | None]] = []
-
-    @property
-    def backup(self) -> Any:
-        """Pool or tier for the kept bytes. If none was given, the first use makes the tier of the device's
-        NUMA node.
-        """
-        self._check_open()
-        return self._backup or self._near_tier()
-
-    def _near_tier(self) -> HostTier:
-        near = self._near
-        if near is None or near.closed:
-            self._near = near = shared_tier(self.device)
-        return near
-
-    def _tier(self, backup: MemoryPool | HostTier | DiskTier | None) -> PoolTier | HostTier | DiskTier:
-        given = backup or self._backup
-        return self._near_tier() if given is None else tier_of(given)
-
-    def prepare(
-        self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
-    ) -> Future[int]:
-        """Pin host memory for the next sleep, because to pin takes longer than to copy; see :meth:`HostTier.prepare`.
-
-        Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
-
-            group.prepare(background=True, most_cores=2)
-            serve()
-            group.sleep()
-
-        Parameters
-        ----------
-        nbytes
-            Bytes that the sleep will keep; default: those of all buffers that are awake and not frozen.
-        background
-            Whether to return at once, while threads pin the memory.
-        most_cores
-            Most threads; default: one for each core that the process may use, at most 8.
-
-        Returns
-        -------
-        concurrent.futures.Future
-            Its result is the free host memory in bytes once all is pinned. With ``background`` its error may be
-            ``OutOfMemoryError``; the sleep tries again.
-
-        Raises
-        ------
-        TypeError
-            :attr:`backup` is no :class:`HostTier`.
-        OutOfMemoryError
-            There is not enough host memory.
-        ClosedError
-            The group was closed.
-        """
-        tier = self.backup
-        if not isinstance(tier, HostTier):
-            raise TypeError(f"backup must be a HostTier to prepare memory, not {type(tier).__name__} ({tier!r})")
-        if nbytes is None:
-            nbytes = sum(blocks_of(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen)) * HUGE
-        return tier.prepare(nbytes, background=background, most_cores=most_cores)
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
@@ -596,7 +774,7 @@ class SleepGroup(_Members):
                     return ()
                 if callable(backup):
                     return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
-                return self._tier(backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
+                return tier_of(backup or self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
             return self._put_to_sleep(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
 
@@ -752,95 +930,6 @@ class SleepGroup(_Members):
 
         return votes.run(lambda: self._alone(act))
 
-    def freeze(self, *tags: str, stream: StreamLike | None = None, after: After = None) -> None:
-        """Back up all buffers, or those with these tags, and let them only be read until :meth:`thaw`.
-
-        The backup stays valid while the buffers are awake, so that the next :meth:`sleep` copies nothing. The host
-        waits until the bytes are stored. The device refuses writes (``cuMemSetAccess``): fills and copies to a frozen
-        buffer raise :class:`CudaError`, and a kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, after
-        which the context is lost. Frozen buffers keep the backup in :attr:`backup` also while they are awake.
-
-        Frozen buffers are skipped. A sleeping buffer keeps its present backup when it wakes. Buffers that get the tag
-        later are not frozen. ::
-
-            group.freeze("weights")
-            group.sleep()    # unmaps, without a copy
-            group.wake()
-            group.thaw("weights")
-
-        Parameters
-        ----------
-        tags
-            Tags of the buffers; without a tag, all buffers.
-        stream
-            Stream of the copies; default: the device's default stream.
-        after
-            Events or streams with the last writes, which the host waits for first; default: all work of the devices
-            with access.
-
-        Raises
-        ------
-        ValueError
-            The bytes of a sleeping buffer were not kept.
-        OutOfMemoryError, OSError
-            There is no room for the bytes.
-        KeyError, ClosedError, InUseError, CudaError
-            As for :meth:`sleep`. After each error every buffer is unchanged.
-        """
-
-        def act(claim: Claim) -> None:
-            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
-            claim.take(chosen)
-            going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
-            saved = {one: self._kept(one) for one in going if one.evicted}
-            awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
-            new: dict[VirtualBuffer, Saved] = {}
-            waits = listed(after)
-
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-                return self._tier(None).hold([buffer.nbytes for buffer in buffers], ordered, tag)
-
-            def copy() -> None:
-                copying(new, ordered)
-                ordered.synchronize()
-
-            def steps() -> Steps:
-                for buffer in awake:
-                    node, before = buffer.range._node, buffer.rights
-                    rights = functools.partial(node.set_rights, list(node.table()), _read_only(before), waits)
-                    yield rights, functools.partial(protect, buffer, before)
-                yield functools.partial(_hold_all, awake, hold, new), functools.partial(drop_all, new)
-                yield copy, nothing
-
-            run(steps())
-            for buffer, one in (saved | new).items():
-                buffer._frozen = Frozen(one, _read_only(buffer.rights))
-
-        self._alone(act)
-
-    def thaw(self, *tags: str) -> None:
-        """Let frozen buffers be written again, and drop the backups of those that are awake. Others are skipped.
-
-        Parameters
-        ----------
-        tags
-            Tags of the buffers; without a tag, all buffers.
-
-        Raises
-        ------
-        KeyError
-            No buffer has such a tag.
-        ClosedError, InUseError, CudaError
-            As for :meth:`sleep`. After each error every buffer is unchanged.
-        """
-
-        def act(claim: Claim) -> None:
-            chosen = self._chosen(tags)
-            claim.take(chosen)
-            _thaw(chosen)
-
-        self._alone(act)
-
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
 
@@ -862,91 +951,6 @@ class SleepGroup(_Members):
         the last hook first. Then the buffers are put to sleep again, with their earlier bytes.
         """
         self._after_wake.append((hook, undo))
-
-    def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
-        """Copy kept bytes of a sleeping buffer to a host array, without waking it. Blocks the host.
-
-        Parameters
-        ----------
-        buffer
-            A sleeping buffer of the group.
-        target
-            Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
-        offset
-            Offset of the first byte in the buffer.
-
-        Raises
-        ------
-        ValueError
-            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or the buffer
-            keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
-        DamagedBackupError, OSError
-            The bytes are damaged, or a file cannot be read.
-        """
-        self._alone(lambda _: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
-
-    def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
-        """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
-
-        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`. A frozen
-        buffer cannot be written.
-
-        Parameters
-        ----------
-        buffer
-            A sleeping buffer of the group.
-        source
-            Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
-        offset
-            Offset of the first byte in the buffer.
-
-        Raises
-        ------
-        ValueError
-            The buffer is awake or not in the group, ``source`` is too large, or it covers only a part of a buffer
-            without kept bytes. Or the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
-        OutOfMemoryError, OSError
-            There is no room for bytes that were not kept.
-        """
-
-        def act(_: Claim) -> None:
-            start, array = _checked_bytes(buffer, source, offset)
-            buffer._check_thawed()
-            eviction = buffer.eviction
-            if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
-                self._kept(buffer).write(start, array)
-                return
-            (saved,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
-            with undoing(saved.drop):
-                saved.write(0, array)
-            _replace(buffer, saved)
-
-        self._alone(act, buffer)
-
-    def _kept(self, buffer: VirtualBuffer) -> Saved:
-        if buffer.eviction is None:
-            raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
-        if buffer.eviction.held:
-            raise ValueError(f"{buffer!r} keeps its memory, because a sleep and its undo failed: wake() it first")
-        if buffer.eviction.saved is None:
-            raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
-        return buffer.eviction.saved
-
-    def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
-        """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
-
-        def open_only(claim: Claim) -> T:
-            for one in (self, *buffers):
-                one._check_open()
-            for buffer in buffers:
-                if buffer not in self._members:
-                    raise ValueError(f"{buffer!r} is not in the group {self!r}")
-            return act(claim)
-
-        return claiming((self, *buffers), open_only)
-
-    def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.device.default_stream if stream is None else stream, self._session)
 
     @claimed
     def close(self) -> None:
