@@ -1,8 +1,8 @@
-"""Device memory of the process by library and line, from the driver calls that take it and give it back.
+"""Account of the device memory of the process, by library and source line.
 
-Callbacks make no driver call. So they keep sums by place, and the figures that only the driver knows (reserves of
-pools, memory of graphs, free memory) are asked at the moments of which a table is wanted. The blocks within segments of
-PyTorch and CuPy come from these libraries.
+Callbacks sum up the driver calls that allocate and free. They make no driver call themselves. So the figures that only
+the driver has (reserves of pools, memory of graphs, free memory) are read when :meth:`Memory.moments` is called.
+PyTorch and CuPy tell which blocks their segments have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
-"""Entries of PyTorch's memory history that are kept; reading so many takes two seconds."""
+"""Entries that PyTorch's history keeps. To read so many takes two seconds."""
 _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
@@ -60,7 +60,9 @@ _MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
     "cuArray3DCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
     "cuMipmappedArrayCreate": ("array", "arrays", lambda args, answer: _mipmap_bytes(*args[:2])),
 }
-"""For each function that makes a handle: kind of the handle, name of the memory, and how to find its bytes."""
+"""Functions that allocate: kind of the handle, name of the memory, and the function that gets the bytes from arguments
+and answer.
+"""
 _ENDERS = {
     "cuMemFree": "memory",
     "cuMemFreeAsync": "memory",
@@ -71,22 +73,22 @@ _ENDERS = {
 
 
 class Line:
-    """A place that takes memory of one kind."""
+    """Library and place that allocate one kind of memory."""
 
     __slots__ = ("library", "place", "what", "where")
 
     def __init__(self, where: int, library: str, what: str, place: Stack) -> None:
         self.where = where
-        """Context of the call. For a call that names a device, ``-1`` minus the device's ordinal."""
+        """Context of the calls, or ``-1 - ordinal`` for calls that name a device."""
         self.library, self.what, self.place = library, what, place
 
 
 class Row(NamedTuple):
-    """Device memory of one place. A :class:`Moment` lists them."""
+    """Device memory that one library holds by one place of the program. A :class:`Moment` lists them."""
 
     device: int
     library: str
-    """Name of the library that took the memory: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
+    """Library that allocated the memory: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
     what: str
     """Kind of the memory: ``"cuMemAlloc"``, ``"pool allocations"``, ``"live blocks"``."""
     place: Stack
@@ -111,7 +113,7 @@ class Moment(NamedTuple):
 
 
 class _Held:
-    """Memory that is held until its handles and mappings have ended."""
+    """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped."""
 
     __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
 
@@ -127,7 +129,7 @@ class Sums:
         self.now: Counter[Line] = Counter()
         self.total = 0
         self._since: Counter[Line] = Counter()
-        """Changes by line since the mark. Their number does not grow with the running time of the program."""
+        """Changes by line since the mark. A mark copies nothing, because each new peak sets one."""
 
     def add(self, line: Line, nbytes: int) -> None:
         """Add bytes to a line; a negative number removes some."""
@@ -136,18 +138,18 @@ class Sums:
         self.total += nbytes
 
     def mark(self) -> None:
-        """Mark this moment."""
+        """Set the mark to this moment."""
         self._since.clear()
 
     def marked(self) -> Counter[Line]:
-        """Bytes by line at the mark."""
+        """Return the bytes by line at the mark."""
         found = self.now.copy()
         found.subtract(self._since)
         return found
 
 
 class Memory:
-    """The account of the process's device memory; :func:`memory` makes it."""
+    """Account of the device memory of this process; :func:`memory` makes it."""
 
     def __init__(self, driver: Any = cuda) -> None:
         self._driver = driver
@@ -157,7 +159,7 @@ class Memory:
         """Error of this object, apart from the errors of the subscription."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
-        self._lock = threading.RLock()  # a finaliser may free memory in a callback
+        self._lock = threading.RLock()  # reentrant, because a finaliser may free memory under it
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
         self._mapped: dict[int, tuple[int, _Held]] = {}
@@ -166,11 +168,11 @@ class Memory:
         self._sums, self._block_sums = Sums(), Sums()
         self._peak = self._peak_blocks = 0
         self._peak_from = self._peak_to = 0
-        """Times at which the peak began and ended; an end of 0 means that it lasts."""
+        """Times at which the peak began and ended. The end is 0 while the peak lasts."""
         self._pools: dict[int, int] = {}
-        """Device of each pool that the process made, by handle; -1 for pools of host memory."""
+        """Device ordinal of each pool that the process made, by handle; -1 for a pool in host memory."""
         self._capturing: dict[int, int] = {}
-        """Thread of each capture, by stream."""
+        """Thread that began each capture, by stream handle."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
 
@@ -182,7 +184,7 @@ class Memory:
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def called(self, call: DriverCall) -> None:
-        """Add or remove the memory of a driver call."""
+        """Add the memory that a driver call allocates, or remove what it frees. The listener of the subscription."""
         name, result = call.function, int(call.answer[0])
         with self._lock:
             self._contexts.add(call.context)
@@ -223,7 +225,8 @@ class Memory:
         handle = number_of(call.answer[1])
         if not handle or self._is_captured(call):
             return
-        self._end((kind, handle), call.time)  # a graph or the end of its pool has freed it
+        # A graph or the end of its pool may have freed earlier memory at this address, without a call.
+        self._end((kind, handle), call.time)
         held = _Held(self._line(where, what, call.place), int(size(call.args, call.answer)), (kind, handle))
         self._held[kind, handle] = held
         self._changed(held.line, held.nbytes, call.time)
@@ -312,7 +315,7 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    self._mark()  # the blocks grew while the driver's memory stayed at its peak
+                    self._mark()  # The driver's memory is at its peak still, and the blocks are at a new one.
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])
 
@@ -321,14 +324,14 @@ class Memory:
     def moments(self) -> list[Moment]:
         """Return the memory now, at the peak, and when the driver last refused memory, if it did.
 
-        The peak is that of the memory that calls have taken. Where it lasted, the time is that at which the blocks of
-        the libraries were largest. Reserves of pools at the peak are taken as the largest so far.
+        The peak is that of the memory that driver calls have allocated. If it lasted for a while, the blocks are those
+        of the moment at which they had most bytes. The reserve of a pool at the peak counts as the largest so far.
         """
         torch = Torch(self.libraries.snapshot())
         self._catch_up()
         with self._lock:
             contexts, pools = self._contexts.copy(), self._pools.copy()
-        # Callbacks take the lock, and a driver call under it would wait for them.
+        # No driver call under the lock: it may wait for a callback on another thread, which waits for the lock.
         ask = _Asked(self._driver, contexts, pools)
         of_process = self._process.figures() if self._process is not None else {}
         with self._lock:
@@ -348,7 +351,9 @@ class Memory:
         return found
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
-        """Bytes that driver calls have taken: now, at the peak, and now by library. Makes no driver call."""
+        """Return the bytes that driver calls have allocated: now, at the peak, and now by library. Makes no driver
+        call.
+        """
         self._catch_up()
         with self._lock:
             libraries: Counter[str] = Counter()
@@ -361,7 +366,7 @@ class Memory:
             self._subscription.catch_up()
 
     def now(self) -> Moment:
-        """Return the memory now. Finalisers must not call it, because it makes driver calls."""
+        """Return the memory now. Not for finalisers, because it makes driver calls."""
         return self.moments()[0]
 
     def _now(self, torch: Torch, ask: _Asked, of_process: dict[str, int]) -> Moment:
@@ -396,7 +401,7 @@ class Memory:
     def _then(
         self, name: str, span: tuple[int, int], sums: Counter[Line], blocks: Counter[Line], now: Torch, ask: _Asked
     ) -> Moment:
-        """Return the memory at an earlier moment. Its lines are known, its addresses are not."""
+        """Return the memory at an earlier moment, for which only the bytes of each line are known."""
         rows: list[Row] = []
         theirs = [line for line in sums if _is_segment(line, "PyTorch")]
         torch = now.at_most(*span, sum(sums[line] for line in theirs))
@@ -416,14 +421,14 @@ class Memory:
         return Moment(name, tuple(row for row in rows if row.nbytes > 0), {})
 
     def _forget_lost(self, ask: _Asked) -> None:
-        """Forget memory of contexts that have ended."""
+        """Remove the memory of destroyed contexts."""
         for key, held in [*self._held.items()]:
             if held.line.where in ask.lost:
                 self._end(key, 0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
-        """Account for the process's memory in a ``with`` block."""
+        """Follow the driver calls of the process in a ``with`` block."""
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
         with contextlib.ExitStack() as undo:
@@ -434,7 +439,7 @@ class Memory:
 
 
 class _Asked:
-    """The driver's answers at one moment, outside of callbacks."""
+    """The figures that only the driver has, read at one moment outside of callbacks."""
 
     def __init__(self, driver: Any, contexts: set[int], pools: dict[int, int]) -> None:
         self._devices: dict[int, int] = {}
@@ -481,17 +486,19 @@ class _Asked:
                 self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
-        """Device of a line."""
+        """Return the device ordinal of :attr:`Line.where`."""
         return -1 - where if where < 0 else self._devices.get(where, 0)
 
     def rows(self, sums: Counter[Line]) -> Iterator[Row]:
-        """Rows of lines whose memory is not split into blocks."""
+        """Yield a row for each line."""
         for line, nbytes in sums.items():
             if nbytes:
                 yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
 
     def reserves(self, sums: Counter[Line], high: bool) -> Iterator[Row]:
-        """Rows for the memory that pools hold beyond their allocations, and for the memory of graphs."""
+        """Yield rows for the memory of graphs, and for what pools reserve beyond their allocations. ``high``: at the
+        peak.
+        """
         for device, nbytes in self._graphs[high].items():
             yield Row(device, "the driver", GRAPHS, (), nbytes)
         for device, nbytes in self._reserved[high].items():
@@ -524,15 +531,15 @@ _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
     "cuCtxCreate": Memory._context,
 }
 FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
-"""The functions whose calls take or release device memory."""
+"""Functions that the account follows."""
 
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
-    """Account for the device memory that code of this process takes in the block, whoever it is.
+    """Account for the device memory that this process allocates in a ``with`` block, by the program or any library.
 
-    The libraries should be imported, and CUDA initialised, in the block: memory from before is a part of what "context,
-    modules and the driver's own" names.
+    Import the libraries and initialise CUDA in the block. Memory from before is in the row "context, modules and the
+    driver's own".
 
     Raises
     ------
@@ -547,8 +554,8 @@ def memory() -> Iterator[Memory]:
 
 
 class Followed(Wrapper):
-    """A driver that passes each of its calls to a listener, as :func:`subscribe` does, for programs of
-    ``cuda.bindings``.
+    """Driver whose calls go to ``account.called``, as those of :func:`subscribe` do. For programs on the simulated
+    driver.
     """
 
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
@@ -562,6 +569,6 @@ class Followed(Wrapper):
             context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
-            except Exception as error:  # As in a subscription, an error does not stop the program.
+            except Exception as error:  # As in a subscription, the program goes on.
                 self._account.failure = error
         return answer

@@ -1,18 +1,18 @@
-"""Blocks of memory that libraries hand out without a driver call: those of PyTorch's and CuPy's allocators.
+"""Blocks: the memory that PyTorch's and CuPy's allocators give to tensors and arrays without a driver call.
 
-An allocator takes segments from the driver and gives parts of them to tensors and arrays. A block that is freed may be
-given to the next owner at once, in the order of the stream on which it was allocated. If another stream still uses it,
-the next owner's first kernel overwrites what that stream reads: the commonest fault of programs with several streams.
+An allocator gets segments from the driver and divides them into blocks. A freed block may be given to its next owner at
+once, in the order of the stream on which it was allocated. If another stream still reads the block, the first kernel of
+the next owner overwrites it meanwhile: the commonest fault of programs with several streams.
 
-PyTorch tells of its blocks only afterwards, in its memory history. So uses are logged with the clock of their stream,
-and judged later, in the order of time with what the allocators did (:meth:`Blocks.merge`):
+PyTorch's memory history tells of a block only later. So :class:`Blocks` logs each use with the clock of its stream.
+:meth:`Blocks.merge` then judges uses, allocations and frees in the order of time:
 
-* A kernel that uses a new block first writes it, since nobody reads what nothing has written, if its name does not tell
-  what it writes. Later uses by such kernels count as reads, and copies and fills as what they are.
-* A use by another stream than the block's must be over when the first use of the next owner runs.
+* The first use of a new block by a kernel counts as a write, because nobody reads what nothing has written. Later uses
+  by a kernel count as reads, unless it is known what the kernel writes. Copies and fills count as what they are.
+* The uses by other streams than the block's own must have ended before the first use of the next owner.
 
-A block that only its own stream uses needs no judgement, so nothing but its first and latest use is kept. While one
-stream alone works, uses and events are only kept, the latest ones of them.
+Of a block that only its own stream uses, just the first use and the latest ones are kept, because they need no
+judgement. While only one stream has work, nothing is judged, and the older uses are forgotten.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
 
 
 class Event(NamedTuple):
-    """An event of an allocator: it gives out a block, takes one back, or gets a segment from the driver."""
+    """What an allocator did: it gave out a block, took one back, or got a segment from the driver."""
 
     time: int
     """Nanoseconds since the epoch."""
@@ -45,10 +45,11 @@ class Event(NamedTuple):
     address: int
     nbytes: int
     stream: int
-    """Handle of the stream in whose order the block is reused."""
+    """Handle of the block's stream, in whose order the block is reused."""
     owner: str
-    """Name of the library of the allocator."""
+    """Name of the allocator's library."""
     place: Callable[[], Stack]
+    """Returns the place in the program. To find it costs time, and few places are shown."""
 
 
 def kernel_of(launch: DriverCall) -> Kernel:
@@ -57,8 +58,8 @@ def kernel_of(launch: DriverCall) -> Kernel:
 
 
 def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
-    """Return the addresses among a launch's arguments. If the driver does not tell the arguments, return the addresses
-    of the operator's tensors, or None without them.
+    """Return the addresses that a launch uses: those among its arguments. If the driver does not tell the arguments,
+    return those of the operator's tensors, or None without an operator.
     """
     if launch.pointers is None and launch.operands:
         return tuple(operand[0] for operand in launch.operands)
@@ -66,15 +67,15 @@ def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
 
 
 def parts_of(launch: DriverCall) -> tuple[Part, ...]:
-    """Return the memory that a launch uses; written parts come first. Parts are the operator's tensors whose addresses
-    are among the arguments, and one byte at each other address. No two parts overlap.
+    """Return the memory that a launch uses, as parts that do not overlap, written parts first.
+
+    A part is a tensor of the operator that has one of the addresses, or one byte at an address without a tensor.
     """
     return _parts(kernel_of(launch), addresses_of(launch) or (), tuple(launch.operands))
 
 
 @functools.lru_cache(10_000)
 def _parts(kernel: Kernel, addresses: tuple[int, ...], operands: tuple[Operand, ...]) -> tuple[Part, ...]:
-    # Programs launch the same kernels with the same arguments again and again.
     written = kernel.written(addresses)
     unknown = False if written else None
     first: dict[int, Operand] = {}
@@ -106,10 +107,11 @@ _low = itemgetter(0)
 
 
 class Run(NamedTuple):
-    """Consecutive launches on one stream; ``at`` is the number of the first one."""
+    """Consecutive launches on one stream."""
 
     stream: TrackedStream
     at: int
+    """Number of the first launch in its stream."""
     clock: dict[int, int]
     launches: list[DriverCall]
 
@@ -135,10 +137,10 @@ class Use(NamedTuple):
     parts: Sequence[Part]
     """Parts of memory that the call uses; written parts come first."""
     captured: int = 0
-    """Time of the capture, if the call runs in a graph; else 0."""
+    """Time of the capture, for a call that runs in a graph; else 0."""
 
     def access(self, write: bool) -> Access:
-        """The use in the form that the judge takes."""
+        """Return the use as the judge takes it."""
         return Access(self.stream, self.what, self.place, write, time=self.at)
 
 
@@ -147,17 +149,18 @@ class _Block:
     event: Event
     stream: TrackedStream
     previous: list[Range]
-    """Freed blocks that had some of these addresses and were used on other streams."""
+    """Freed blocks at some of these addresses that other streams have used."""
     is_fresh: bool
     """Whether no call has used the block."""
     place: Stack = ()
     """Place of the first call that used the block."""
     wrote: tuple[Use, Part] | None = None
     last: tuple[Use, Part] | None = None
-    """Latest write and latest use on the block's own stream."""
+    """Latest write, and latest use, on the block's own stream."""
     seen: Use | None = None
+    """Latest use. A launch with several addresses in the block counts once."""
     range: Range | None = None
-    """Record of all uses; None while only the block's own stream uses it."""
+    """The judge's record of uses; None while only the block's own stream has used the block."""
     end: int = 0
 
     def __post_init__(self) -> None:
@@ -165,34 +168,36 @@ class _Block:
 
 
 class Blocks:
-    """The blocks of all libraries, with their uses."""
+    """Blocks of all libraries, and the log of their uses."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._live: dict[int, Event | _Block] = {}
-        """Blocks by address. A block stays an :class:`Event` until a use looks for it."""
+        """Live blocks by address. A block stays an :class:`Event` until its first use."""
         self._bases: list[int] = []
+        """Sorted addresses of live blocks."""
         self._streams: dict[int, TrackedStream] = {}
-        """Streams by handle. A stream stays here after its destruction, because its uses are judged later."""
+        """Streams by handle, destroyed ones too, because their uses are judged later."""
         self._gone = AddressMap(state.notes)
         """Freed blocks that other streams have used."""
         self._known_from = 0
-        """Time after which the uses are complete, even uses by one stream alone."""
+        """Time until which uses were forgotten."""
         self.captures: list[tuple[int, int]] = []
-        """Begin and end of each capture; an end of 0 means that the capture goes on."""
+        """Times of begin and end of each capture; the end is 0 while the capture goes on."""
         self._uses: list[Use | Run] = []
         self._events: list[Event] = []
         self.count = 0
         """Number of logged uses."""
 
     def log(self, use: Use | Run) -> None:
-        """Log a use or several uses."""
+        """Log a use, or those of a run."""
         self._uses.append(use)
         self.count += len(use.launches) if isinstance(use, Run) else 1
 
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
-        """Judge the logged uses and the allocators' events up to a time, in the order of time. While only one stream
-        works, keep the uses, and forget the older half if they are many.
+        """Judge the logged uses and the allocators' events up to a time, in the order of time.
+
+        While only one stream has work (``is_alone``), judge nothing, and forget the older half of many uses.
         """
         for one in events:
             self._events.append(one)
@@ -218,7 +223,7 @@ class Blocks:
                 self._happened(step)
 
     def _forget(self) -> None:
-        """Forget the older half of the logged uses. Only one stream has worked so far, so none can be wrong."""
+        """Forget the older half of the logged uses. Only one stream has had work, so none can be wrong."""
         half = len(self._uses) // 2 or 1
         last = self._uses[half - 1]
         self._known_from = last.launches[-1].time if isinstance(last, Run) else last.time
@@ -268,7 +273,7 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                continue  # without tensors, one use of a block counts: the writing one, which is first
+                continue  # An address without a tensor. The first one has counted, which is the one that writes.
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
                 self._is_stale(block, use)
@@ -287,11 +292,11 @@ class Blocks:
                 self._judge(block, use, part)
 
     def _is_of_graphs(self, event: Event) -> bool:
-        """Whether a block was given out during a capture. Captured graphs share such memory."""
+        """Whether a block was given out during a capture. Such memory belongs to graphs."""
         return any(begin <= event.time and (not end or event.time <= end) for begin, end in self.captures)
 
     def _is_stale(self, block: _Block, use: Use) -> None:
-        """Report a graph that uses memory which now has another owner than at the capture."""
+        """Report a graph that uses memory which has got another owner since the capture."""
         event = block.event
         range_ = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
         what = (
@@ -304,8 +309,8 @@ class Blocks:
         """Compare a use with earlier uses by other streams."""
         if block.range is None:
             event = block.event
-            # A block that is older than the second stream has no recorded line, so the line of its first use stands for
-            # it.
+            # PyTorch records no lines while only one stream has work. For older blocks the line of the first use
+            # stands.
             place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
             for one in {id(one): one for one in (block.wrote, block.last) if one is not None}.values():
@@ -318,7 +323,7 @@ class Blocks:
         self._state.judge.use((piece,), use.access(bool(write)), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
-        """Report uses of the block's earlier owners that may still run when its new owner first uses the memory."""
+        """Report uses by earlier owners of the memory that may still run at the first use of the new owner."""
         judge, clock, previous = self._state.judge, Clock(use.clock), block.previous
         block.previous = []
         for old in previous:
@@ -337,4 +342,4 @@ class Blocks:
 
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
-"""Number of uses that are kept while only one stream works."""
+"""Most uses in the log while only one stream has work."""

@@ -1,4 +1,4 @@
-"""The checker of stream order, fed by the driver calls of the whole process."""
+"""Check of stream order for a whole process: the checker, fed with the driver calls of all libraries through CUPTI."""
 
 from __future__ import annotations
 
@@ -38,19 +38,15 @@ from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
-"""Environment variable that names the folder in which child processes write their hazards."""
+"""Environment variable with the folder in which checked child processes write their hazards."""
 _MOST_LOGGED = 20_000
-"""Number of uses after which the histories of the libraries are read."""
+"""Number of logged uses after which the libraries' histories are read and the uses judged."""
 _FEW_ENTRIES = 50_000
 """Entries that PyTorch's history keeps while one stream works alone."""
 _GLANCE = 0.001
-"""Seconds between two checks, while this thread waits for its turn, whether the working thread asks PyTorch's
-allocator.
-"""
+"""Seconds after which a thread that waits for its turn looks again whether another asks PyTorch's allocator."""
 _MOST_WAITING = 1000
-"""Number of launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. Many at once
-cost less.
-"""
+"""Most launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. Many at once cost less."""
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
@@ -60,22 +56,20 @@ _HOST, _DEVICE = cuda.CUmemorytype.CU_MEMORYTYPE_HOST, cuda.CUmemorytype.CU_MEMO
 
 
 class _Seen:
-    """Stand-in for the driver that answers from the calls so far. The checker asks it in callbacks, which must make no
-    driver call.
-    """
+    """Stand-in for the driver, which callbacks must not call. It answers the checker from the calls seen so far."""
 
     is_simulated = True
-    """Whether the machine is simulated, so that all calls of other libraries are seen."""
+    """True, as for a simulated machine: the checker sees the calls of all libraries."""
 
     def __init__(self) -> None:
         self.context = 0
-        """Current context of the thread that makes the present call."""
+        """Current context of the thread whose call is being followed."""
         self.addresses: Any = None
         self._devices: dict[int, int] = {}
         """Device of each context."""
 
     def saw(self, call: DriverCall) -> None:
-        """Learn from a call."""
+        """Note what a call tells about contexts."""
         if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
             self._devices[call.answer[1]] = call.args[0]
 
@@ -103,17 +97,16 @@ class _Seen:
 
 
 class _Found(RaisedAgain):
-    """The exception for the first hazard, raised in the main thread. Another thread can raise it only without
-    arguments.
-    """
+    """Exception for the first hazard. It takes no arguments, because ``PyThreadState_SetAsyncExc`` takes a class."""
 
     def __init__(self) -> None:
         super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
 class _Raising(threading.Thread):
-    """Thread that raises the first hazard in the main thread, and again every half second until the block ends. It
-    repeats because Python only prints an exception that arrives in a callback or a finaliser.
+    """Thread that raises :class:`_Found` in the main thread every half second until the block ends.
+
+    Once is not enough: Python prints and drops an exception that arrives in a callback or a finaliser.
     """
 
     def __init__(self) -> None:
@@ -129,11 +122,11 @@ class _Raising(threading.Thread):
 
 
 class Check:
-    """A check of all code of the process, which :func:`check` returns."""
+    """Check of all code of the process. :func:`check` returns it."""
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
-        """Whether the next hazard ends the program."""
+        """Whether the first hazard raises in the main thread."""
         self._raising: _Raising | None = None
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
@@ -144,34 +137,36 @@ class Check:
         self._libraries.most_entries = _FEW_ENTRIES
         self._blocks = Blocks(self._recorder.state)
         self._operators: Operators | None = None
-        """Operators of PyTorch. None until the program makes a stream: with one stream no order can be missing."""
+        """Dispatch mode of PyTorch; None until the program makes a stream, because on one stream no order can be
+        missing.
+        """
         self._has_streams = False
         self._waiting: deque[DriverCall] = deque()
-        """Calls from callbacks that are not followed yet, in order. Launches wait for the next call of another kind,
-        because consecutive launches on a stream are one step of the checker.
+        """Calls that are not followed yet, oldest first. Launches wait for the next call of another kind, because
+        consecutive launches on a stream are one step of the checker.
         """
         self._turn = threading.Lock()
-        """Lock of the thread that follows the waiting calls. Other threads wait for it: if they went on, they could
-        overwrite the arguments of a call before the checker reads them.
+        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it. A thread that
+        went on could overwrite the arguments of its call before the checker reads them.
         """
         self._worker = 0
-        """Number of the thread that follows the waiting calls; 0 for none."""
+        """Thread that follows the waiting calls; 0 for none."""
         self._late: dict[int, int] = {}
-        """Time of the last call of each thread that did not wait for the lock."""
+        """For each thread that did not wait for the lock: time of its last such call."""
         self._handles: set[int] = set()
         """Handles of streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()
-        """Addresses that native libraries have just allocated for themselves."""
+        """Addresses that a library of NVIDIA has just allocated for itself."""
         self._first: TrackedStream | None = None
         """The first stream with work."""
         self._is_alone = True
-        """Whether only one stream has work and no graph uses memory. Then no use can be wrong, so the libraries'
-        histories are kept and not read.
+        """Whether only one stream has had work, and nothing was captured. Then no use can be wrong, and the libraries'
+        histories are not read.
         """
         self._has_new_segments = False
         """Whether a library may have allocated a segment since its history was read."""
         self._was_read = False
-        """Whether uses have been judged before."""
+        """Whether uses were judged before. The first time, PyTorch is asked for its live blocks, too."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
         self._subscription: Subscription = Subscription(self._called, functions)
         self._libraries.gate = gate = self._subscription.gate
@@ -179,7 +174,7 @@ class Check:
 
     @property
     def hazards(self) -> list[Hazard]:
-        """All hazards in order, one for each pair of places."""
+        """All hazards so far, oldest first, one for each pair of places."""
         return self._recorder.hazards
 
     @property
@@ -189,7 +184,7 @@ class Check:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts about calls and memory that the check did not follow."""
+        """Texts that say which calls and memory the check did not follow."""
         return self._recorder.notes
 
     @contextlib.contextmanager
@@ -213,7 +208,7 @@ class Check:
             raise _Found
 
     def _raise_here(self) -> None:
-        """End the thread that raises, so that its exception cannot come out of code after the block."""
+        """End the thread that raises, because its exception must not arrive after the block."""
         if self._raising is not None:
             self._raising.ended.set()
             self._raising.join()
@@ -230,8 +225,8 @@ class Check:
 
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
-        """Also check the Python processes that the program starts in a ``with`` block. Each writes its hazards to a
-        file in a folder.
+        """Check the Python processes, too, that the program starts in a ``with`` block. Each writes its hazards to a
+        file in ``folder``.
         """
         ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
         before = {name: os.environ.get(name) for name in ours}
@@ -245,7 +240,7 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses and the events of the libraries' allocators up to a time; None: up to now."""
+        """Judge the logged uses, with what the libraries' allocators did, up to a time; None: up to now."""
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
@@ -265,8 +260,8 @@ class Check:
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
-        # These calls do not wait: another thread, which has Python's lock, may wait for a lock that this thread's
-        # library holds.
+        # PyTorch makes these calls with its allocator's mutex. To wait for another thread, which may wait for that
+        # mutex, would deadlock.
         is_quiet = not is_launch and function in QUIET and self._libraries.torch is not None
         self._waiting.append(call._replace(is_late=True) if is_quiet else call)
         if is_quiet or call.is_late:
@@ -279,12 +274,12 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # cuDNN, for example, fills such memory on its own stream, and no line of the program could order that.
+            # cuDNN, for example, fills such memory on a stream of its own. The program cannot order that.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
     def _with_operands(self, call: DriverCall) -> DriverCall:
-        """Add the tensors of the operator that makes the call."""
+        """Enter the dispatch mode on this thread, and add the operator's tensors to a launch."""
         torch = self._libraries.torch
         if self._operators is None and torch is not None:
             self._operators = Operators(torch)
@@ -297,15 +292,17 @@ class Check:
         return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
     def _work(self, call: DriverCall | None = None) -> None:
-        """Follow all waiting calls, up to ``call``."""
+        """Follow all waiting calls. ``call``: the call of this thread, which made it come here."""
         if self._worker == threading.get_ident():
-            return  # a finaliser made the call during this work, which takes it next
+            return  # A finaliser made the call during this work. The loop below takes it.
         is_mine = False
         try:
             while not is_mine:
-                # ``map`` calls `acquire`, so no signal handler runs between it and the assignment.
+                # ``map`` calls ``acquire`` from C. So no signal handler can run, and raise, between the call and the
+                # assignment, which would leave the lock held.
                 (is_mine,) = map(self._turn.acquire, (True,), (_GLANCE,))
-                # Another thread asks PyTorch's allocator, whose lock this thread may hold. To wait would block both.
+                # Another thread waits for the mutex of PyTorch's allocator, which this thread may hold. To wait for
+                # that thread would deadlock.
                 if not is_mine and call is not None and self._subscription.gate.is_asking:
                     self._late[call.thread] = call.time
                     return
@@ -327,9 +324,10 @@ class Check:
         state.now, self._seen.context = one.time, one.context
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # Read the libraries' histories first, so that a use is compared with its block and not with the whole
-            # segment. To read them needs the allocator's lock, and no library uses memory while it holds that lock.
+            # segment. That takes the allocator's mutex. This call does not hold it: PyTorch makes no call of ``_USES``
+            # with the mutex.
             self.merge(one.time)
-        # A thread that did not wait may have overwritten the arguments of its call.
+        # A thread that did not wait for the lock may have overwritten the arguments of this call.
         state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)
@@ -349,7 +347,7 @@ class Check:
         def runs(stream: TrackedStream) -> None:
             self._uses(stream)
             self._blocks.log(Run(stream, stream.time, stream.clock.known.copy(), launches))
-            # Each launch gets a time of its own, because uses of equal time have no order.
+            # Each launch needs a time of its own on the stream, because uses of equal time have no order.
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
@@ -371,7 +369,8 @@ class Check:
             self._subscription.kernels.forget()
         try:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
-        except REFUSED:  # C code may pass arguments that the bindings refuse, such as a null pointer for the answer.
+        except REFUSED:
+            # C code may pass what the bindings never do, such as a null pointer for the answer.
             self._recorder.state.notes.add("calls", call.function, call.place)
         addresses, address = self._recorder.state.addresses, call.answer[-1]
         if self._of_natives and address in self._of_natives and (found := addresses.find(address)) is not None:
@@ -379,7 +378,7 @@ class Check:
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Record that a stream works."""
+        """Note that a stream has work."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first
@@ -388,7 +387,7 @@ class Check:
         self._uses(stream)
         _, low, high = piece
         now, clock = self._recorder.state.now, stream.clock.known.copy()
-        # The first use of new memory writes it, even if the kernel is not known to.
+        # None: unknown. A kernel's use may write, and its first use of new memory counts as a write.
         part = low, high, access.write or (None if node.kernel else False)
         what, place, captured = access.what, access.stack, node.captured
         self._blocks.log(Use(now, stream, access.time, clock, what, place, (part,), captured))
@@ -400,25 +399,29 @@ def _kernel(launch: DriverCall) -> Kernel:
 
 @contextlib.contextmanager
 def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
-    """Check the stream order of all driver calls in the block, whoever makes them: PyTorch, CuPy, any library.
+    """Check the stream order of all driver calls in a ``with`` block, by the program, PyTorch, CuPy and any library.
 
-    Memory of pools, ``cuMemAlloc``, mappings, pinned memory and the blocks of PyTorch's and CuPy's allocators is
-    followed, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
-    addresses are among its arguments. Element-wise kernels of PyTorch and CuPy write their output, and another kernel
-    writes new memory that it uses first. Once the program has made a stream, the schemas of PyTorch's operators tell
-    what their kernels write. Otherwise what a kernel does is unknown and counts as a read. So races are missed if the
-    only write is by such a kernel, in memory that was used before.
+    The check follows memory of pools, ``cuMemAlloc``, mappings, pinned memory, and the blocks of PyTorch's and CuPy's
+    allocators, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
+    addresses are among its arguments. It writes
 
-    The libraries should be imported, and CUDA initialised, in the block. Leaks are not reported, because libraries
-    keep memory until the end.
+    * its output, if it is an element-wise kernel of PyTorch or CuPy;
+    * new memory that no call has used before;
+    * what the schema of PyTorch's operator says, once the program has made a stream.
+
+    All else that a kernel does is unknown, and counts as a read. So a race is missed if its only write is by such a
+    kernel, in memory that was used before.
+
+    Import the libraries and initialise CUDA in the block. Leaks are not reported, because libraries keep memory until
+    the end.
 
     Parameters
     ----------
     at_once
-        Whether to print each hazard when it is found, on the standard error stream.
+        Whether to print each hazard on the standard error stream when it is found.
     raises
-        Whether to raise :class:`~streamalloc.driver.DriverMisuseError` in the main thread at the first hazard, soon
-        after it was found, or at the end of the block.
+        Whether the first hazard raises :class:`~streamalloc.driver.DriverMisuseError` in the main thread: soon after it
+        was found, or at the end of the block.
 
     Raises
     ------
@@ -432,7 +435,7 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
 
 
 def check_child() -> None:
-    """Check this process, which a checked process started, until it ends."""
+    """Check this process until it ends. A checked process has started it (:meth:`Check.in_children`)."""
     folder = Path(os.environ[VARIABLE])
     check, undo = Check(raises=False), contextlib.ExitStack()
     undo.enter_context(check.running(at_once=True))

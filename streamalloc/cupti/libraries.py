@@ -1,4 +1,4 @@
-"""Events of the allocators of libraries: PyTorch's from its memory history, CuPy's and RMM's from hooks."""
+"""Blocks that allocators of libraries give out: PyTorch's from its memory history, CuPy's and RMM's from hooks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ _MOST_ENTRIES = 1_000_000
 """Entries that PyTorch's history keeps between two readings."""
 _DEPTH = 8
 _ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMENT, "segment_map": SEGMENT}
-"""Kinds of events by action of PyTorch's history. A free is complete when the recorded streams have finished with the
-block.
+"""Kind of event for each action of PyTorch's history. A free is complete once the streams of ``record_stream`` are done
+with the block.
 """
 
 
 class Libraries:
-    """The allocators of the libraries that the program has imported or imports later."""
+    """The allocators of PyTorch, CuPy and RMM, imported already or later.
+
+    ``take`` gets the events of hooks; without it :meth:`events` returns them, too. ``stacks`` names the actions for
+    which PyTorch records stack frames. Without ``splits_rmm``, blocks of RMM give no events.
+    """
 
     def __init__(
         self,
@@ -41,12 +45,10 @@ class Libraries:
         self.torch: Any = None
         """PyTorch, once the program has imported it."""
         self.gate: Gate | None = None
-        """Gate that is closed while a function asks PyTorch's allocator."""
+        """Gate of the subscription. Functions that lock PyTorch's allocator enter :meth:`Gate.asking`."""
         self._events: list[Event] = []
         self._take = take or self._events.append
-        """Function that receives the events of hooks."""
         self._stacks = stacks
-        """Actions for which PyTorch records stack frames."""
         self.most_entries: int = _MOST_ENTRIES
         self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
@@ -73,9 +75,10 @@ class Libraries:
                 torch.cuda.memory._record_memory_history(None)
 
     def events(self, of_torch: bool = True, live: bool = False) -> list[Event]:
-        """Return the events since the last call. ``of_torch``: also read PyTorch's history, which takes long. ``live``:
-        also return an allocation at time 0 for each live block of PyTorch, because the history may have lost the real
-        one.
+        """Return the events since the last call.
+
+        ``of_torch``: also those of PyTorch's history, which takes long to read. ``live``: also an allocation at time 0
+        for each live block of PyTorch, because the history drops its oldest entries.
         """
         found = self._events[:]
         del self._events[: len(found)]
@@ -92,18 +95,19 @@ class Libraries:
                     self._open.callback(setattr, torch.cuda.memory, name, function)
                     setattr(torch.cuda.memory, name, _through(self.gate, function))
             self._make_streams_in_turn(torch.cuda.Stream)
-        # PyTorch calls these functions after it has initialised CUDA. A direct call would initialise it.
+        # PyTorch calls these functions after it has initialised CUDA. A direct call would initialise CUDA, and a
+        # program could no longer use it in a forked child.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
 
     def _make_streams_in_turn(self, kind: Any) -> None:
-        """Have threads wait without Python's lock while another thread makes PyTorch's first stream.
+        """Let one thread at a time make a ``torch.cuda.Stream``. The others wait without the GIL.
 
-        PyTorch makes all streams of its pool with the first one. Other threads would wait for that while they hold
-        Python's lock, which the callbacks of the first thread need.
+        With the first stream PyTorch makes all streams of its pool. Other threads would wait for that with the GIL, for
+        which the callbacks of the first thread wait.
         """
         made, lock = kind.__dict__.get("__new__"), threading.RLock()
-        if made is None:  # A later PyTorch makes streams in another way.
+        if made is None:  # This version of PyTorch makes streams in another way.
             return
 
         def make(cls: Any, *args: Any, **named: Any) -> Any:
@@ -114,16 +118,16 @@ class Libraries:
         self._open.callback(setattr, kind, "__new__", made)
 
     def _release_lock(self) -> None:
-        """Have PyTorch's allocator release its lock while it calls ``cudaMalloc``.
+        """Set PyTorch's option to release the allocator's mutex while it calls ``cudaMalloc``.
 
-        The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
+        The callback of that call waits for the GIL. The thread with the GIL may wait for the mutex, to drop a tensor.
         """
         torch = self.torch
         settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ.get(_CONF, ""))()
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         if change is None:  # before PyTorch 2.9
             change = torch.cuda.memory._set_allocator_settings
-        # Some versions forget settings that a call does not repeat. If a setting is given twice, the last value counts.
+        # Some versions reset the settings that a call does not repeat. Of a setting given twice, the last value counts.
         change(",".join(one for one in (settings, _UNLOCKED) if one))
 
     def _record(self, **more: bool) -> None:
@@ -133,15 +137,15 @@ class Libraries:
         )
 
     def record_all(self) -> None:
-        """From now on have PyTorch record stack frames for all actions, and keep more entries. Recording them is the
-        most expensive part of a check.
+        """From now on let PyTorch record stack frames of all actions, and keep more entries. That is the most expensive
+        part of a check.
         """
         self._stacks, self.most_entries = "all", _MOST_ENTRIES
         if self.torch is not None and self.torch.cuda.is_initialized():
             self._record()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
+        """Return PyTorch's segments with their blocks, and its memory history; empty before PyTorch uses CUDA."""
         torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
@@ -191,7 +195,7 @@ class Libraries:
     # -- RMM -------------------------------------------------------------------------------------------------------
 
     def _follow_rmm(self, rmm: ModuleType) -> None:
-        """Add callbacks to each RMM resource that gives out parts of its memory."""
+        """Put callbacks around each RMM resource that divides its memory, such as a pool."""
         mr = rmm.mr
 
         def around(resource: Any) -> Any:
@@ -236,9 +240,9 @@ _WITHOUT_BLOCKS = (
     "CudaAsyncMemoryResource",
     "CudaAsyncViewMemoryResource",
 )
-"""Resources of RMM that call the driver for each allocation."""
+"""Resources of RMM that make a driver call for each allocation, which the subscription sees."""
 _around_rmm: list[Any] = []
-"""Resources to which RMM keeps raw pointers. They are never freed."""
+"""Resources with callbacks. They are never freed, because RMM keeps raw pointers to them."""
 
 
 _CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc:True"
@@ -248,11 +252,11 @@ _WITH_LOCK = (
     *("_snapshot", "_record_memory_history", "memory_snapshot", "memory_stats_as_nested_dict"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats"),
 )
-"""Functions of ``torch.cuda.memory`` that wait for the allocator's lock while they hold Python's."""
+"""Functions of ``torch.cuda.memory`` that wait for the allocator's mutex with the GIL."""
 
 
 def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that asks PyTorch's allocator, so that callbacks do not wait for Python's lock meanwhile."""
+    """Wrap a function that locks PyTorch's allocator, so that no callback waits for the GIL meanwhile."""
 
     @functools.wraps(function)
     def ask(*args: Any, **named: Any) -> Any:
@@ -263,7 +267,7 @@ def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook that calls a function after the import of a module."""
+    """Finder that calls a function after the import of a module."""
 
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
         self._then = then
@@ -292,7 +296,7 @@ class _Following(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # The module would keep this loader, so the original one replaces it.
+        # The module keeps its loader. Put the original one back, because others may look at its class.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -309,10 +313,10 @@ _codes: dict[tuple[str, str, int], CodeType] = {}
 
 
 def _code(file: str, name: str, line: int) -> CodeType:
-    """A code object that stands for a line."""
+    """Return a code object that stands for a line of a file."""
     key = file, name, line
     if key not in _codes:
-        # Equality of code objects compares constants, and not the file.
+        # Code objects are equal if their constants are, whatever their files. So the file is a constant, too.
         stand_in = (lambda: None).__code__.replace(co_filename=file, co_name=name, co_firstlineno=line)
         _codes[key] = stand_in.replace(co_consts=(None, file))
     return _codes[key]

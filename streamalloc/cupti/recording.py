@@ -1,4 +1,4 @@
-"""Allocations and frees of a process in the order of time: of the driver and of the blocks of PyTorch and CuPy."""
+"""Recording of allocations and frees in order of time: those of the driver, and the blocks of PyTorch and CuPy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
 _MOST_ENTRIES = 5_000_000
-"""Entries that PyTorch's history keeps: some GB of host memory."""
+"""Entries that PyTorch's history keeps. So many take some GB of host memory."""
 ALLOCATIONS = frozenset(("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFree", "cuMemFreeAsync"))
 """Functions whose calls are recorded."""
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS
 
 
 class Recording:
-    """The allocations of a process while it :meth:`runs <running>`."""
+    """The allocations of this process in the block of :meth:`running`."""
 
     def __init__(self) -> None:
         self.libraries: Libraries = Libraries(stacks=None)
@@ -34,8 +34,9 @@ class Recording:
         self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
 
     def calls(self) -> list[Call]:
-        """Return all allocations and frees. A block of a library counts as a call of ``cuMemAllocAsync``; segments are
-        left out.
+        """Return all allocations and frees.
+
+        A block of a library counts as memory of ``cuMemAllocAsync``. The segments that hold the blocks are left out.
         """
         blocks = []
         for event in self.libraries.events():
@@ -63,7 +64,7 @@ class Recording:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record the process in a ``with`` block."""
+        """Record in a ``with`` block."""
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate
         with self.libraries.followed():
@@ -73,7 +74,7 @@ class Recording:
             finally:
                 subscription.close()
                 self.failure = subscription.error
-                self._calls = self.calls()  # now, because PyTorch forgets its history at the end of the block
+                self._calls = self.calls()  # here, because followed() ends PyTorch's history
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

@@ -1,5 +1,6 @@
-"""The segments of a library's allocator, split into live blocks, cached memory and fragments, now and at an earlier
-time.
+"""Segments of the allocators of PyTorch and CuPy, split into live blocks, cached memory and fragments.
+
+PyTorch's are also known for an earlier time, because its memory history can be undone step by step.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from streamalloc.cupti.libraries import place_in_history
 from streamalloc.driver.internal import Stack
 
 Blocks = dict[int, tuple[int, Any]]
-"""Size and origin of each live block, by address."""
+"""Bytes and origin of each live block, by address."""
 
 
 class Split(NamedTuple):
-    """The bytes of segments, split by use."""
+    """Bytes of segments by use."""
 
     cached: int
-    """Bytes of segments without a live block, which the allocator could give back to the driver."""
+    """Bytes of segments without a live block. The allocator can free such segments."""
     fragments: int
     """Bytes of free parts of segments with a live block."""
     live: Counter[Any]
@@ -28,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
-    """Split segments, given as sizes by address."""
+    """Split segments, given as bytes by address."""
     bases = sorted(segments)
     inside: Counter[int] = Counter()
     live: Counter[Any] = Counter()
@@ -42,7 +43,7 @@ def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
 
 
 class Torch:
-    """PyTorch's allocator at the moment of a snapshot."""
+    """PyTorch's segments and live blocks at one moment."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.segments: dict[int, int] = {}
@@ -63,13 +64,13 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """Return the allocator at the moment between two times (nanoseconds) at which its live blocks were largest,
-        while its segments had ``nbytes`` in all. None if the history does not tell.
+        """Return the segments and blocks at the moment at which the live blocks had most bytes, of all moments between
+        two times (nanoseconds) at which the segments had ``nbytes``. None if the history has no such moment.
         """
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)
         for index in range(len(self._history), -1, -1):
-            # The clocks of the history and of the calls differ slightly.
+            # PyTorch's clock differs slightly from that of the driver calls.
             before = self._history[index - 1]["time_us"] * 1000 if index else 0
             after = self._history[index]["time_us"] * 1000 if index < len(self._history) else stop
             if reserved == nbytes and before <= stop + _SKEW and after >= start - _SKEW:
@@ -88,7 +89,7 @@ class Torch:
         return at >= 0 and address < self._bases[at] + self.segments[self._bases[at]]
 
     def _before(self, index: int) -> Torch:
-        """Return the allocator before an entry of the history. Later entries are undone."""
+        """Return the segments and blocks before an entry of the history: the entries from it on are undone."""
         made = Torch({})
         segments, blocks, device_of = dict(self.segments), dict(self.blocks), dict(self.device_of)
         for entry in reversed(self._history[index:]):
@@ -103,18 +104,19 @@ class Torch:
                 segments[address] = nbytes
                 device_of[address] = entry["device"]
         origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
-        for entry in reversed(self._history[:index]):  # the entry of the allocation has the frames
+        # A free does not have the frames of its block. The last allocation before it has them.
+        for entry in reversed(self._history[:index]):
             if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
                 found.frames = entry.get("frames") or ()
         made.segments, made.blocks, made.device_of = segments, blocks, device_of
         return made
 
     def devices(self) -> set[int]:
-        """The devices that have segments."""
+        """Return the ordinals of devices with segments."""
         return {self.device_of.get(address, 0) for address in self.segments}
 
     def split(self, device: int) -> Split:
-        """Split the segments of a device, with live blocks by the place of their allocation."""
+        """Split the segments of a device. The origin of a live block is the place of its allocation."""
         theirs = {one: size for one, size in self.segments.items() if self.device_of.get(one, 0) == device}
         found = split(theirs, self.blocks)
         live: Counter[Any] = Counter()
@@ -124,7 +126,7 @@ class Torch:
 
 
 def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
-    """Remove a range from segments: a mapping is a part of an expandable segment."""
+    """Remove a range from the segments. A mapping may be any part of an expandable segment."""
     for base, size in segments.items():
         if base <= address < base + size:
             segments.pop(base)
@@ -134,7 +136,7 @@ def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
 
 
 class _Origin:
-    """Stack frames of an allocation; they may be set later."""
+    """Stack frames of an allocation. For a block that was freed later they are set when its allocation is found."""
 
     __slots__ = ("frames",)
 
@@ -146,7 +148,7 @@ class _Origin:
 
 
 _SKEW = 1_000_000
-"""Most nanoseconds by which the clocks of history and calls may differ."""
+"""Nanoseconds by which the clocks of PyTorch's history and of the driver calls may differ."""
 _OF_BLOCKS = ("alloc", "free_completed")
 _SIGNS = {
     "alloc": 1,
@@ -156,4 +158,4 @@ _SIGNS = {
     "segment_map": 1,
     "segment_unmap": -1,
 }
-"""Sign of the change in memory, by action of the history."""
+"""Whether an action of the history adds memory (1) or removes some (-1)."""
