@@ -4,8 +4,9 @@ The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. It forwards the call to the wrapped driver between
    ``Recorder.begin`` and ``Recorder.finish_call``.
-2. ``wrapper.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: one function for the
-   time before the call (``Rule.before``), and one for the time after its success (``Rule.after``).
+2. ``wrapper.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: a generator that runs
+   before the call and gets the driver's answer where it yields (``Rule.around``), or a function that is called after a
+   success (``Rule.after``).
 3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
    ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
    the call, unless the stream waits for something.

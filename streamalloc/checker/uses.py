@@ -10,7 +10,7 @@ queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from streamalloc.checker.capture import TrackedNode, Unseen
@@ -25,15 +25,17 @@ from streamalloc.driver.reports import Stack
 
 Touch = tuple[int, int, bool]
 """Address, size in bytes, and whether the bytes are written."""
-Finish = Callable[[tuple[Any, ...]], object]
-"""Called with the driver's answer."""
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
+Finish: TypeAlias = Callable[[Answer], object]
+"""Called with the driver's answer."""
+Steps: TypeAlias = Generator[None, Answer, Any]
+"""Generator that yields where the driver makes the call, and gets the answer there. It may end before."""
 After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
 """Called after a successful call."""
-Before: TypeAlias = Callable[[State, str, Arguments], Finish]
-"""Called before a call. Its result is called with the answer, even if the driver refuses the call. A free needs this,
-because another thread may get the memory as soon as the call is made.
+Around: TypeAlias = Callable[[State, str, Arguments], Steps]
+"""Rule for both sides of a call. A free needs it: another thread may get the memory as soon as the call is made, so the
+free is recorded before, and undone if the driver refuses it.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
 """A part of memory: first byte, end, and whether it is written (None: unknown)."""
@@ -79,41 +81,51 @@ def nothing(answer: tuple[Any, ...]) -> None:
 class Rule(NamedTuple):
     """The functions for one driver call."""
 
-    before: Before | None = None
+    around: Around | None = None
     after: After | None = None
 
 
-def rules(*, before: dict[str, Before], after: dict[str, After]) -> dict[str, Rule]:
+def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Rule]:
     """A table of rules by the names of calls, separated by spaces."""
     made: dict[str, Rule] = {}
-    for names, function in before.items():
-        made.update(dict.fromkeys(names.split(), Rule(before=function)))
+    for names, steps in around.items():
+        made.update(dict.fromkeys(names.split(), Rule(steps)))
     for names, done in after.items():
         for name in names.split():
-            made[name] = Rule(made.get(name, Rule()).before, done)
+            made[name] = Rule(made.get(name, Rule()).around, done)
     return made
+
+
+def begin(steps: Steps) -> Finish:
+    """Run the steps before a call. Returns the function that runs those after it, with the answer."""
+    next(steps, None)
+
+    def finish(answer: Answer) -> None:
+        try:  # noqa: SIM105  # a suppress takes twice as long, and most calls come here
+            steps.send(answer)
+        except StopIteration:
+            pass
+
+    return finish
 
 
 def ends(
     table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
-) -> Before:
+) -> Around:
     """Rule for a call that destroys the owner of its first argument. During the call another thread may already get the
     handle.
     """
 
-    def rule(state: State, name: str, args: Arguments) -> Finish:
+    def rule(state: State, name: str, args: Arguments) -> Steps:
         number, live = number_of(args[0]), table(state)
         one = live.pop(number, None)
-
-        def finish(answer: Answer) -> None:
-            if one is None:
-                return
-            if answer[0]:
-                live[number] = one
-            else:
-                ended(state, one)
-
-        return finish
+        answer = yield
+        if one is None:
+            return
+        if answer[0]:
+            live[number] = one
+        else:
+            ended(state, one)
 
     return rule
 
@@ -407,33 +419,34 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 # -- uses of freed memory ----------------------------------------------------------------------------------
 
 
-def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Finish:
+def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
     """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
-    refuses the call. ``in_order`` is False for a call outside of stream order. The result must be called with the
-    driver's answer.
+    refuses the call. ``in_order`` is False for a call outside of stream order. Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
     if not gone:
-        return nothing
+        return (yield)
     stream = state.stream(handle) if in_order else None
-    if stream is None:
-        return _stale(state, gone, state.thread(), state.timeline.everything(), what)
     if stream in state.streams.captures:
-        return stale_at_launch(state, what, touched)
-    elif stream.obstacle is None:
-        return _stale(state, gone, stream, state.timeline.before_next(stream), what)
-    return nothing
+        return (yield from stale_at_launch(state, what, touched))
+    if stream is not None and stream.obstacle is not None:
+        return (yield)
+    return (yield from _stale(state, gone, stream, what))
 
 
-def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Finish:
+def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Steps:
     """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
     again, so only vacated ranges count.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
-    return _stale(state, gone, state.thread(), state.timeline.everything(), what) if gone else nothing
+    return (yield from _stale(state, gone, None, what)) if gone else (yield)
 
 
-def _stale(state: State, gone: Pieces, actor: Actor, clock: Clock, what: str) -> Finish:
+def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) -> Steps:
+    """Judge uses of ended ranges. ``stream``: None for uses that come after all work that was queued so far."""
+    timeline = state.timeline
+    actor: Actor = state.thread() if stream is None else stream
+    clock = timeline.everything() if stream is None else timeline.before_next(stream)
     late, stack = [], state.place()
     for (range_, low, high), write in gone:
         pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
@@ -444,12 +457,10 @@ def _stale(state: State, gone: Pieces, actor: Actor, clock: Clock, what: str) ->
             late.append((pieces, access))
         else:
             state.judge.use(pieces, access, clock)
-
-    def finish(answer: tuple[Any, ...]) -> None:
-        for pieces, access in late if answer[0] else ():
-            state.judge.use(pieces, access, clock)
-
-    return finish
+    answer = yield
+    for pieces, access in late if answer[0] else ():
+        state.judge.use(pieces, access, clock)
+    return answer
 
 
 def _is_there(state: State, address: int, what: str) -> bool:

@@ -157,7 +157,7 @@ class Recorder:
         Returns a function for the driver's answer, or None if the call must not be made.
         """
         rule = RULES.get(name)
-        if name not in ENDERS and (rule is None or rule.before is None):
+        if name not in ENDERS and (rule is None or rule.around is None):
             return uses.nothing
         finish, fresh = self._alone(self._before, name, args)
         self._reports.deliver(fresh, partial(self._alone, finish or uses.nothing, INVALID))
@@ -242,8 +242,10 @@ class Recorder:
     def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Finish:
         self._state.look()
         rule = RULES.get(name)
+        if rule is None or rule.around is None:
+            return uses.nothing
         try:
-            return uses.nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
+            return uses.begin(rule.around(self._state, name, args))
         except REFUSED as error:
             return RefusedCall(error)
 

@@ -803,7 +803,7 @@ class TestWrongArguments:
 
         driver: Any = sd.checked(_with_context(sd.simulated()))
         _, address = driver.cuMemAlloc(64)
-        monkeypatch.setitem(RULES, "cuMemsetD8", RULES["cuMemsetD8"]._replace(before=mistake))
+        monkeypatch.setitem(RULES, "cuMemsetD8", RULES["cuMemsetD8"]._replace(around=mistake))
         assert driver.cuMemsetD8(1, 0, 64) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
         with pytest.raises(AttributeError, match="a mistake"):
             driver.cuMemsetD8(address, 0, 64)

@@ -15,7 +15,7 @@ from streamalloc.checker.ranges import Bytes, Range
 from streamalloc.checker.rules.order import batch_of_values, event_of, record, wait
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
-from streamalloc.checker.uses import Answer, Arguments, Finish, Touch, ends, rules
+from streamalloc.checker.uses import Answer, Arguments, Steps, Touch, ends, rules
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Launched, Stack
 
@@ -118,18 +118,15 @@ def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) ->
         capture.begin_in(graph_of(state, args[1]), stream, [int(one) for one in args[2] or ()])
 
 
-def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
+def _ends_capture(state: State, name: str, args: Arguments) -> Steps:
     capture = state.streams.captures.get(state.stream(args[0]))
-
-    def finish(answer: Answer) -> None:
-        if capture is None or (answer[0] and state.ask.number("cuStreamIsCapturing", args[0])):
-            return
-        capture.ended = True
-        state.streams.captures = {stream: one for stream, one in state.streams.captures.items() if one is not capture}
-        if not answer[0]:
-            state.graphs[int(answer[1])] = capture.graph
-
-    return finish
+    answer = yield
+    if capture is None or (answer[0] and state.ask.number("cuStreamIsCapturing", args[0])):
+        return
+    capture.ended = True
+    state.streams.captures = {stream: one for stream, one in state.streams.captures.items() if one is not capture}
+    if not answer[0]:
+        state.graphs[int(answer[1])] = capture.graph
 
 
 def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -171,7 +168,7 @@ def _use(state: State, touched: Iterable[Touch]) -> list[TrackedNode]:
     return [TrackedNode("use", pieces=uses.node_pieces(state, touched))]
 
 
-def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
+def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
     """Find freed memory in the arguments of a call that adds a node, before the call. The driver may refuse
     the call.
     """
@@ -351,20 +348,17 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     executable.nodes = list(nodes)
 
 
-def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
+def _launches(state: State, name: str, args: Arguments) -> Steps:
     executable, stack = executable_of(state, args[0]), state.place()
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
         # Host functions of the graph may begin before the call returns.
         launch(state, executable, state.stream(args[1]), stack)
-
-    def finish(answer: Answer) -> None:
-        if not answer[0] and not calls:
-            launch(state, executable, state.stream(args[1]), stack)
-        for call in calls if answer[0] else ():
-            call.skip()
-
-    return finish
+    answer = yield
+    if not answer[0] and not calls:
+        launch(state, executable, state.stream(args[1]), stack)
+    for call in calls if answer[0] else ():
+        call.skip()
 
 
 _SETTERS = {
@@ -388,7 +382,7 @@ RULES = rules(
         "cuGraphNodeSetEnabled": _enables,
         **{f"cuGraph{name} cuGraphExec{name}": partial(_sets, make) for name, make in _SETTERS.items()},
     },
-    before={
+    around={
         "cuGraphDestroy": ends(attrgetter("graphs")),
         "cuGraphExecDestroy": ends(attrgetter("executables")),
         "cuStreamEndCapture": _ends_capture,

@@ -12,7 +12,7 @@ from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import BoundBytes, Range, RecordedOperation
 from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
-from streamalloc.checker.uses import After, Answer, Arguments, Finish, ends, nothing, rules
+from streamalloc.checker.uses import After, Answer, Arguments, Steps, begin, ends, rules
 from streamalloc.driver.bindings import cuda, number_of
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -23,21 +23,18 @@ _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
-def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream, node: TrackedNode) -> Finish:
+def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream, node: TrackedNode) -> Steps:
     take_back = capture.add(stream, node)
-
-    def finish(answer: Any) -> None:
-        if answer[0]:
-            capture.graph.nodes.remove(node)
-            take_back()
-        else:
-            state.streams.name_nodes(stream, node)
-
-    return finish
+    answer = yield
+    if answer[0]:
+        capture.graph.nodes.remove(node)
+        take_back()
+    else:
+        state.streams.name_nodes(stream, node)
 
 
-def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Finish:
-    """Record before a call that the host frees ranges. The result must be called with the driver's answer."""
+def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Steps:
+    """Record that the host frees ranges by a call. Returns the driver's answer."""
     thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
     ended = [one for one in ranges if one.ended is None]
@@ -46,15 +43,13 @@ def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> F
     for one in ended:
         state.interprocess.check_importers(one, state.interprocess.export_of(one), what, stack)
         undo.append(state.judge.free(one, thread, state.timeline.host, what, stack, ending))
-
-    def finish(answer: Any) -> None:
-        for one in () if answer[0] else ended:
-            state.interprocess.freed(one)
-            one.vacated = one.kind not in _KEEP_ADDRESSES
-        for step in undo if answer[0] else ():
-            step()
-
-    return finish
+    answer = yield
+    for one in () if answer[0] else ended:
+        state.interprocess.freed(one)
+        one.vacated = one.kind not in _KEEP_ADDRESSES
+    for step in undo if answer[0] else ():
+        step()
+    return answer
 
 
 def mappings(state: State, address: int, size: int) -> list[Range]:
@@ -111,14 +106,15 @@ def _find_pool(state: State, pool: int, device: int) -> None:
     state.pools[pool] = grants
 
 
-def _frees(state: State, name: str, args: Arguments) -> Finish:
+def _frees(state: State, name: str, args: Arguments) -> Steps:
     found, stream, stack = state.addresses.find(number_of(args[0])), state.stream(args[1]), state.place()
     if found is None or found.base != number_of(args[0]):
         state.timeline.submit(stream, lambda stream: None)
-        return nothing
+        return
     capture = state.capture_of(stream)
     if capture is not None:
-        return _captured_free(state, capture, stream, TrackedNode("free", name, stack, range=found))
+        yield from _captured_free(state, capture, stream, TrackedNode("free", name, stack, range=found))
+        return
     state.sources.check()
     undo = [state.sources.forget((found,))]
     exported = state.interprocess.export_of(found)
@@ -129,28 +125,28 @@ def _frees(state: State, name: str, args: Arguments) -> Finish:
             state.interprocess.check_importers(found, exported, name, stack)
             undo.append(state.judge.free(found, stream, stream.clock, name, stack))
 
-    def finish(answer: Answer) -> None:
-        if not answer[0]:
-            state.interprocess.freed(found, stream)
-            state.streams.foreign.did(stream)
-            return
-        refused.append(True)
-        for step in undo:
-            step()
-
     state.timeline.submit(stream, free)
-    return finish
+    answer = yield
+    if not answer[0]:
+        state.interprocess.freed(found, stream)
+        state.streams.foreign.did(stream)
+        return
+    refused.append(True)
+    for step in undo:
+        step()
 
 
 # -- at once -------------------------------------------------------------------------------------------------
 
 
-def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
+def frees_at_once(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a synchronous free and for closing imported memory."""
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     if found is not None and found.opened > 1:
-        return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
+        answer = yield
+        found.opened -= not answer[0]
+        return
     if ranges and ranges[0].kind in ("device memory", OPENED):
         # The driver waits for the device unless the memory is from a pool. No document says so.
         for use in ranges[0].last.values():
@@ -159,15 +155,10 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
         uses.wait_for_device(state)
     ending = "release" if "Host" in name else ""
     again = bool(ranges) and ranges[0].ended is not None
-    ended = end(state, ranges, name, ending)
-
-    def finish(answer: Answer) -> None:
-        ended(answer)
-        if again and answer[0]:
-            # Only registered memory needs this: the driver refuses other addresses.
-            state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
-
-    return finish
+    answer = yield from end(state, ranges, name, ending)
+    if again and answer[0]:
+        # Only registered memory needs this: the driver refuses other addresses.
+        state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
@@ -197,20 +188,17 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
     state.addresses.add(made)
 
 
-def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
+def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a change of the current device's access to plain memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
     device = state.ask.number("cuCtxGetDevice")
     if device is None:
-        return nothing
+        return
     rights = {device: 3 if enabled else 0}
     uses.revoke(state, state.addresses.living(), grants, rights, name)
-
-    def finish(answer: Answer) -> None:
-        if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
-            grants.update(rights)
-
-    return finish
+    answer = yield
+    if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+        grants.update(rights)
 
 
 # -- arrays --------------------------------------------------------------------------------------------------
@@ -229,10 +217,10 @@ def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> No
     state.addresses.add(made)
 
 
-def _ends_array(state: State, name: str, args: Arguments) -> Finish:
+def _ends_array(state: State, name: str, args: Arguments) -> Steps:
     made = state.arrays.get(number_of(args[0]))
     uses.wait_for_device(state)
-    return end(state, () if made is None else (made,), name)
+    yield from end(state, () if made is None else (made,), name)
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -246,11 +234,11 @@ def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) ->
         state.variables.setdefault(number_of(args[0]), []).append(made)
 
 
-def _unloads(state: State, name: str, args: Arguments) -> Finish:
+def _unloads(state: State, name: str, args: Arguments) -> Steps:
     ended = state.variables.pop(number_of(args[0]), [])
     if ended:
         uses.wait_for_device(state)
-    return end(state, ended, name)
+    yield from end(state, ended, name)
 
 
 # -- pools ---------------------------------------------------------------------------------------------------
@@ -301,12 +289,14 @@ def granted(descriptors: Any) -> dict[int, int]:
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
 
-def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
+def _grants_pool(state: State, name: str, args: Arguments) -> Steps:
     grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
     if grants is None:
-        return nothing
+        return
     uses.revoke(state, state.addresses.living(), grants, rights, name)
-    return lambda answer: None if answer[0] else grants.update(rights)
+    answer = yield
+    if not answer[0]:
+        grants.update(rights)
 
 
 # -- physical memory, its mappings, and multicast objects ----------------------------------------------------
@@ -316,18 +306,15 @@ def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=state.place()))
 
 
-def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
+def _ends_reservation(state: State, name: str, args: Arguments) -> Steps:
     start, size = number_of(args[0]), int(args[1])
     found = state.reserved.find(start)
     state.reserved.remove(start)
-
-    def finish(answer: Answer) -> None:
-        if not answer[0]:
-            state.addresses.vacate(lambda one: start <= one.base < start + size)
-        elif found is not None and found.base == start:
-            state.reserved.add(found)
-
-    return finish
+    answer = yield
+    if not answer[0]:
+        state.addresses.vacate(lambda one: start <= one.base < start + size)
+    elif found is not None and found.base == start:
+        state.reserved.add(found)
 
 
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -366,23 +353,20 @@ def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.addresses.add(made)
 
 
-def _unmaps(state: State, name: str, args: Arguments) -> Finish:
+def _unmaps(state: State, name: str, args: Arguments) -> Steps:
     return end(state, mappings(state, number_of(args[0]), int(args[1])), name, "unmap")
 
 
-def _grants(state: State, name: str, args: Arguments) -> Finish:
+def _grants(state: State, name: str, args: Arguments) -> Steps:
     rights = granted(args[2])
     found = mappings(state, number_of(args[0]), int(args[1]))
     for one in found:
         if one.grants is not None:
             uses.revoke(state, (one,), one.grants, rights, name)
-
-    def finish(answer: Answer) -> None:
-        for one in () if answer[0] else found:
-            if one.grants is not None:
-                one.grants.update(rights)
-
-    return finish
+    answer = yield
+    for one in () if answer[0] else found:
+        if one.grants is not None:
+            one.grants.update(rights)
 
 
 # -- multicast objects ---------------------------------------------------------------------------------------
@@ -415,24 +399,19 @@ def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
         at += last - first
 
 
-def _unbinds(state: State, name: str, args: Arguments) -> Finish:
+def _unbinds(state: State, name: str, args: Arguments) -> Steps:
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
-        return nothing
+        return
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # Uses through the object must have ended. The mappings stay.
-    end(state, target.mappings, name, "unmap")((1,))
-
-    def finish(answer: Answer) -> None:
-        if answer[0]:
-            return
-        # All mappings share this list.
+    begin(end(state, target.mappings, name, "unmap"))((1,))
+    answer = yield
+    if not answer[0]:  # All mappings share this list.
         bindings[:] = [
             one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
         ]
-
-    return finish
 
 
 RULES = rules(
@@ -456,7 +435,7 @@ RULES = rules(
         "cuMulticastCreate": _creates_multicast,
         "cuMulticastBindMem cuMulticastBindAddr cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds,
     },
-    before={
+    around={
         "cuMemFreeAsync": _frees,
         "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
         "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),

@@ -14,7 +14,7 @@ from streamalloc.checker.clocks import Actor, Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import NEVER, Access, RecordedOperation
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Answer, Arguments, Before, Finish, ends, nothing, rules
+from streamalloc.checker.uses import Answer, Arguments, Around, Steps, ends, rules
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Stack, from_package
 
@@ -239,10 +239,12 @@ def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> N
     state.streams.add(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=state.place(1))
 
 
-def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) -> Before:
-    def rule(state: State, name: str, args: Arguments) -> Finish:
+def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) -> Around:
+    def rule(state: State, name: str, args: Arguments) -> Steps:
         synchronised = uses.synchronising(state, streams(state, args))
-        return lambda answer: None if answer[0] else synchronised()
+        answer = yield
+        if not answer[0]:
+            synchronised()
 
     return rule
 
@@ -251,26 +253,23 @@ def _streams_of_context(state: State, args: Arguments) -> list[TrackedStream]:
     return state.streams.all(number_of(args[0]) if args else state.context())
 
 
-def _queries(state: State, name: str, args: Arguments) -> Finish:
+def _queries(state: State, name: str, args: Arguments) -> Steps:
     stream = state.stream(args[0])
     state.sources.check()
     clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
-
-    def finish(answer: Answer) -> None:
-        if answer[0]:
-            return
-        if from_package("ipc/"):
-            # The facade writes a shared value from the host if the stream is idle. Reports must not depend on that, so
-            # this query counts as a write of the value in stream order.
-            state.sources.clear()
-            state.timeline.published.learn(stream.clock if clock is None else clock)
-            state.interprocess.drop_uses((stream.clock if clock is None else clock).after)
-        elif clock is None:
-            uses.host_waited_for(state, stream)
-        else:
-            state.timeline.host_observes(clock)
-
-    return finish
+    answer = yield
+    if answer[0]:
+        return
+    if from_package("ipc/"):
+        # The facade writes a shared value from the host if the stream is idle. Reports must not depend on that, so
+        # this query counts as a write of the value in stream order.
+        state.sources.clear()
+        state.timeline.published.learn(stream.clock if clock is None else clock)
+        state.interprocess.drop_uses((stream.clock if clock is None else clock).after)
+    elif clock is None:
+        uses.host_waited_for(state, stream)
+    else:
+        state.timeline.host_observes(clock)
 
 
 # -- events --------------------------------------------------------------------------------------------------
@@ -318,42 +317,36 @@ def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) 
     wait(state, state.stream(args[-1]), TrackedEvent(foreign=True))
 
 
-def _happened(state: State, name: str, args: Arguments) -> Finish:
+def _happened(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a call from which the host learns that the events in its arguments have happened."""
     state.sources.check()
     events = [event_of(state, handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
-
-    def finish(answer: Answer) -> None:
-        if answer[0]:
-            return
-        for mark in marks:
-            state.timeline.force_mark(mark)
-            assert mark.clock is not None
-            state.timeline.host_observes(mark.clock)
-        for one in events:
-            waited(state, state.thread(), one)
-            unseen = state.interprocess.recorded_elsewhere(one)
-            if unseen is not None:
-                state.timeline.host_observes(unseen)
-
-    return finish
+    answer = yield
+    if answer[0]:
+        return
+    for mark in marks:
+        state.timeline.force_mark(mark)
+        assert mark.clock is not None
+        state.timeline.host_observes(mark.clock)
+    for one in events:
+        waited(state, state.thread(), one)
+        unseen = state.interprocess.recorded_elsewhere(one)
+        if unseen is not None:
+            state.timeline.host_observes(unseen)
 
 
 # -- values --------------------------------------------------------------------------------------------------
 
 
-def _names_value(state: State, name: str, args: Arguments) -> Finish:
+def _names_value(state: State, name: str, args: Arguments) -> Steps:
     """Check the memory of a value before the call. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
         stream = state.stream(args[0])
         state.interprocess.notifies(stream)
         if stream.obstacle is None and _is_shared(state, number_of(args[1])):
             state.interprocess.drop_uses(state.timeline.before_next(stream).after)
-    found = state.addresses.find(number_of(args[1]))
-    if found is None or found.ended is None:
-        return nothing
-    return uses.stale(state, args[0], name, ((args[1], 4, True),))
+    yield from uses.stale(state, args[0], name, ((args[1], 4, True),))
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -391,20 +384,16 @@ def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -
     state.primary[number_of(args[0])] = int(answer[1])
 
 
-def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
+def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Around:
     """Rule for a call that ends a context after its work. ``last``: only if it releases the last reference."""
 
-    def rule(state: State, name: str, args: Arguments) -> Finish:
+    def rule(state: State, name: str, args: Arguments) -> Steps:
         ended, stack = context(state, args), state.place()
         synchronised = uses.synchronising(state, state.streams.all(ended))
-
-        def finish(answer: Answer) -> None:
-            if answer[0] or (last and _is_active(state, args[0])):
-                return
+        answer = yield
+        if not (answer[0] or (last and _is_active(state, args[0]))):
             synchronised()
             end_context(state, ended, name, stack)
-
-        return finish
 
     return rule
 
@@ -433,7 +422,7 @@ RULES = rules(
         "cuStreamBatchMemOp": _values,
         "cuDevicePrimaryCtxRetain": _retains_context,
     },
-    before={
+    around={
         _VALUES: _names_value,
         "cuStreamDestroy": ends(attrgetter("streams.by_handle"), lambda state, stream: state.streams.retire(stream)),
         "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),

@@ -138,5 +138,5 @@ RULES = rules(
         "cuMemExportToShareableHandle": _exports_memory,
         "cuMemImportFromShareableHandle": _imports_memory,
     },
-    before={"cuIpcCloseMemHandle": frees_at_once},
+    around={"cuIpcCloseMemHandle": frees_at_once},
 )

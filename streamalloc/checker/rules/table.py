@@ -6,7 +6,7 @@ import re
 
 from streamalloc.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Answer, Arguments, Before, Finish, Rule, stale
+from streamalloc.checker.uses import Arguments, Around, Rule, Steps, begin, nothing, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 
@@ -33,23 +33,19 @@ _NEED_MEMORY = {
 """For a call, the index of the address argument that must name memory."""
 
 
-def _checked(before: Before | None, at: int) -> Before:
+def _checked(around: Around | None, at: int) -> Around:
     """A rule that checks for freed memory first."""
 
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        gone = stale(state, 0, name, ((args[at], 1, False),), in_order=False)
-        finish = None if before is None else before(state, name, args)
-
-        def both(answer: Answer) -> None:
-            gone(answer)
-            if finish is not None:
-                finish(answer)
-
-        return both
+    def rule(state: State, name: str, args: Arguments) -> Steps:
+        gone = begin(stale(state, 0, name, ((args[at], 1, False),), in_order=False))
+        finish = nothing if around is None else begin(around(state, name, args))
+        answer = yield
+        gone(answer)
+        finish(answer)
 
     return rule
 
 
 for _name, _at in _NEED_MEMORY.items():
     _rule = RULES.get(_name, Rule())
-    RULES[_name] = Rule(_checked(_rule.before, _at), _rule.after)
+    RULES[_name] = Rule(_checked(_rule.around, _at), _rule.after)

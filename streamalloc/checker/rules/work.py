@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.state import State, TrackedArray
-from streamalloc.checker.uses import Answer, Arguments, Finish, Touch, nothing, rules
+from streamalloc.checker.uses import Arguments, Around, Steps, Touch, rules
 from streamalloc.driver.bindings import number_of
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
@@ -22,105 +20,107 @@ _ROWS = 1 << 15
 """Most rows of a plane that are checked."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Rule for a call that uses memory in a stream."""
+class _Uses(NamedTuple):
+    """The memory that the arguments of one call name."""
 
-    stream_at: int | None
-    """Index of the stream argument; None for synchronous calls, which use the legacy stream."""
-    touched: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
-    """Returns the known reads and writes in stream order."""
-    sides: Callable[[Arguments], tuple[Any, ...]] = lambda args: ()
-    """Returns target and source of a copy, or target of a fill; None for arrays. The host may wait for such work."""
-    then: Callable[[State, TrackedStream, Arguments], object] = lambda state, stream, args: None
-    """Called after the work is queued."""
-    taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
+    touched: Iterable[Touch] = ()
+    """Reads and writes in stream order, as far as they are known."""
+    sides: tuple[Any, ...] = ()
+    """Target and source of a copy, or target of a fill; None for arrays. The host may wait for such work."""
+    taken: Iterable[Touch] = ()
     """Reads that end before the call returns, outside stream order."""
-    named: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
+    named: Iterable[Touch] = ()
     """Memory that must exist, but is neither read nor written."""
+    then: Callable[[TrackedStream], object] = lambda stream: None
+    """Called with the stream after the work is queued."""
 
-    def after(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
-        """Queue the work after a successful call."""
-        for address, nbytes, write in self.taken(state, args):
+
+Read: TypeAlias = Callable[[State, Arguments], _Uses]
+
+
+def _stream(args: Arguments, at: int | None) -> Any:
+    """Return the stream's handle from an argument or a launch configuration."""
+    given = 0 if at is None else args[at]
+    return getattr(given, "hStream", given)
+
+
+def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> Around:
+    """Rule for a call that uses memory in a stream. ``stream_at``: index of the stream argument; None for synchronous
+    calls, which use the legacy stream. ``read``: returns the memory of a call.
+    """
+
+    def rule(state: State, name: str, args: Arguments) -> Steps:
+        memory, handle = read(state, args), _stream(args, stream_at)
+        answer = yield from uses.stale(state, handle, name, (*memory.touched, *memory.named))
+        if answer[0]:
+            return
+        for address, nbytes, write in memory.taken:
             uses.use_on_host(state, number_of(address), nbytes, write, name)
-        stream = state.stream(self._stream(args))
-        if self.stream_at is None and self._is_staged(state, args):
+        stream, waits = state.stream(handle), stream_at is None
+        if waits and _is_staged(state, memory.sides):
             # The driver waits for earlier work, but the copied bytes may be in transit when the call returns.
             uses.host_waited_for(state, stream)
-        for node in self._nodes(state, name, args, stream):
-            uses.queue_use(state, stream, node)
-        self.then(state, stream, args)
-        if stream not in state.streams.captures and self._host_waits(state, args):
+        find = uses.node_pieces if stream in state.streams.captures else uses.pieces
+        uses.queue_use(state, stream, TrackedNode("use", name, state.place(), find(state, memory.touched)))
+        memory.then(stream)
+        if stream not in state.streams.captures and _host_waits(state, memory.sides, waits):
             uses.host_waited_for(state, stream)
 
-    def _nodes(self, state: State, name: str, args: Arguments, stream: TrackedStream) -> list[TrackedNode]:
-        find = uses.node_pieces if stream in state.streams.captures else uses.pieces
-        return [TrackedNode("use", name, state.place(), find(state, self.touched(state, args)))]
-
-    def _stream(self, args: Arguments) -> Any:
-        """Return the stream's handle from an argument or a launch configuration."""
-        given = 0 if self.stream_at is None else args[self.stream_at]
-        return getattr(given, "hStream", given)
-
-    def _host_waits(self, state: State, args: Arguments) -> bool:
-        """Whether the host waits for the work: for copies to pageable memory, for synchronous copies with a side in
-        host memory except those from pageable memory to a device, and for synchronous fills of host or managed memory.
-        """
-        sides = self.sides(args)
-        if self.stream_at is not None:
-            return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
-        there = [number_of(one) for one in sides if one is not None]
-        if len(sides) == 2:
-            on_host = any(state.is_pageable(one) or state.ask.is_host_memory(one) for one in there)
-            return on_host and not self._is_staged(state, args)
-        return any(state.ask.is_host_memory(one) or state.ask.is_managed(one) for one in there)
-
-    def _is_staged(self, state: State, args: Arguments) -> bool:
-        """Whether the driver stages a copy: from pageable memory to a device."""
-        sides = self.sides(args)
-        if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
-            return False
-        target = None if sides[0] is None else number_of(sides[0])
-        return target is None or not (state.is_pageable(target) or state.ask.is_host_memory(target))
-
-    def before(self, state: State, name: str, args: Arguments) -> Finish:
-        """Check for freed memory before the call."""
-        return uses.stale(state, self._stream(args), name, (*self.touched(state, args), *self.named(state, args)))
+    return rule
 
 
-def _target(args: Arguments) -> tuple[Any]:
-    return (args[0],)
+def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool:
+    """Whether the host waits for the work: for copies to pageable memory, for synchronous copies with a side in host
+    memory except those from pageable memory to a device, and for synchronous fills of host or managed memory.
+    """
+    if not synchronous:
+        return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
+    there = [number_of(one) for one in sides if one is not None]
+    if len(sides) == 2:
+        on_host = any(state.is_pageable(one) or state.ask.is_host_memory(one) for one in there)
+        return on_host and not _is_staged(state, sides)
+    return any(state.ask.is_host_memory(one) or state.ask.is_managed(one) for one in there)
 
 
-def _fills(stream_at: int | None, width: int) -> _Work:
+def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
+    """Whether the driver stages a copy: from pageable memory to a device."""
+    if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
+        return False
+    target = None if sides[0] is None else number_of(sides[0])
+    return target is None or not (state.is_pageable(target) or state.ask.is_host_memory(target))
+
+
+def _fills(stream_at: int | None, width: int) -> Around:
     """Rule for a fill. A small fill is also a write of values that streams may wait for."""
 
-    def then(state: State, stream: TrackedStream, args: Arguments) -> None:
+    def read(state: State, args: Arguments) -> _Uses:
         address, nbytes = number_of(args[0]), int(args[2]) * width
-        if 4 <= nbytes <= 64 and not state.streams.captures:
-            value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
-            for at in range(address, address + nbytes - 3, 4):
-                state.values.write(stream, at, value)
 
-    return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), _target, then)
+        def then(stream: TrackedStream) -> None:
+            if 4 <= nbytes <= 64 and not state.streams.captures:
+                value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
+                for at in range(address, address + nbytes - 3, 4):
+                    state.values.write(stream, at, value)
+
+        return _Uses([(address, nbytes, True)], (address,), then=then)
+
+    return _works(stream_at, read)
 
 
-def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Work:
-    """A copy."""
+def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Around:
+    """Rule for a copy."""
+    return _works(stream_at, lambda state, args: _copied(state, args[0], args[source_at], int(args[size_at])))
 
-    def touched(state: State, args: Arguments) -> list[Touch]:
-        size, source, target = int(args[size_at]), args[source_at], args[0]
-        found = [(source, size, False), (target, size, True)]
-        return found[1:] if number_of(source) == number_of(target) else found
 
-    def sides(args: Arguments) -> tuple[Any, ...]:
-        return (args[0], args[source_at]) if int(args[size_at]) else ()
+def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
+    touched = [(source, size, False), (target, size, True)]
 
-    def then(state: State, stream: TrackedStream, args: Arguments) -> None:
-        if int(args[size_at]) and stream not in state.streams.captures and not state.streams.foreign.may_write:
-            state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
+    def then(stream: TrackedStream) -> None:
+        if size and stream not in state.streams.captures and not state.streams.foreign.may_write:
+            state.types.copied(target, source, size, "a copy")
 
-    return _Work(stream_at, touched, sides, then)
+    same = number_of(source) == number_of(target)
+    return _Uses(touched[1:] if same else touched, (target, source) if size else (), then=then)
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
@@ -196,29 +196,20 @@ def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch
     return found
 
 
-def _of_array(state: State, array: Any, offset: Any, size: Any, write: bool) -> list[Touch]:
-    found = _array(state, array)
-    return [] if found is None else [(found.base + int(offset), int(size), write)]
+def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
+    """Rule for a copy of a row to or from an array. ``target`` and ``source``: argument indices (an array has two)."""
 
+    def read(state: State, args: Arguments) -> _Uses:
+        size, touched = int(args[source + 1 + array_from]), []
+        for at, is_array, write in ((source, array_from, False), (target, array_to, True)):
+            array = _array(state, args[at]) if is_array else None
+            if array is not None:
+                touched.append((array.base + int(args[at + 1]), size, write))
+            elif not is_array:
+                touched.append((args[at], size, write))
+        return _Uses(touched, (None if array_to else args[target], None if array_from else args[source]))
 
-def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> _Work:
-    """A copy of a row to or from an array. ``target`` and ``source``: argument indices (an array has two)."""
-
-    def touched(state: State, args: Arguments) -> list[Touch]:
-        size = args[source + 1 + array_from]
-        sides = ((source, array_from, False), (target, array_to, True))
-        return [
-            touch
-            for at, is_array, write in sides
-            for touch in (
-                _of_array(state, args[at], args[at + 1], size, write) if is_array else [(args[at], int(size), write)]
-            )
-        ]
-
-    def sides_of(args: Arguments) -> tuple[Any, Any]:
-        return None if array_to else args[target], None if array_from else args[source]
-
-    return _Work(stream_at, touched, sides_of)
+    return _works(stream_at, read)
 
 
 def _order(one: Any) -> int:
@@ -235,43 +226,47 @@ def _reads(order: int, at_call: bool) -> bool:
     return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
 
 
-def _batch(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-    """Stream-ordered uses of a batch of copies. ``at_call``: only reads that may come before the call returns."""
+def _batch(state: State, args: Arguments) -> _Uses:
+    """Uses of a batch of copies."""
     targets, sources, sizes, _, attributes, begins = args[:6]
     # An attribute applies from its own index on.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
-    found, order = [], 0
+    touched, taken, order = [], [], 0
     for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
         order = orders.get(at, order)
-        if _reads(order, at_call):
-            found.append((source, int(size), False))
-        if not at_call:
-            found.append((target, int(size), True))
-    return found
+        if _reads(order, at_call=True):
+            taken.append((source, int(size), False))
+        if _reads(order, at_call=False):
+            touched.append((source, int(size), False))
+        touched.append((target, int(size), True))
+    return _Uses(touched, taken=taken)
 
 
-def _one(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-    """As :func:`_batch`, for ``cuMemcpyWithAttributesAsync``."""
-    return _batch(at_call, state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
+def _with_attributes(state: State, args: Arguments) -> _Uses:
+    """Uses of ``cuMemcpyWithAttributesAsync``."""
+    one = _batch(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
+    copied = _copied(state, args[0], args[1], int(args[2]))
+    return one._replace(sides=copied.sides, then=copied.then)
 
 
-def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> _Work:
-    def touched(at_call: bool, state: State, args: Arguments) -> list[Touch]:
-        return _boxes(state, operations(args), at_call)
+def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> Around:
+    def read(state: State, args: Arguments) -> _Uses:
+        return _Uses(_boxes(state, operations(args), False), taken=_boxes(state, operations(args), True))
 
-    return _Work(-1, partial(touched, False), taken=partial(touched, True))
+    return _works(-1, read)
 
 
 def _discarded(state: State, args: Arguments) -> list[Touch]:
-    """Rule for a discard, which counts as a write."""
+    """The ranges of a discard, which count as written."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
-def _fills_rows(stream_at: int | None, width: int) -> _Work:
-    def touched(state: State, args: Arguments) -> list[Touch]:
-        return rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+def _fills_rows(stream_at: int | None, width: int) -> Around:
+    def read(state: State, args: Arguments) -> _Uses:
+        touched = rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+        return _Uses(touched, (args[0],))
 
-    return _Work(stream_at, touched, _target)
+    return _works(stream_at, read)
 
 
 def _side(copy: Any, side: str) -> Any:
@@ -282,38 +277,33 @@ def _side(copy: Any, side: str) -> Any:
     return None if "ARRAY" in kind else getattr(copy, side + ("Host" if "HOST" in kind else "Device"))
 
 
-def _copies_plane(stream_at: int | None) -> _Work:
+def _copies_plane(stream_at: int | None) -> Around:
     """Rule for a copy of a plane or box."""
 
-    def sides(args: Arguments) -> tuple[Any, Any]:
-        return _side(args[0], "dst"), _side(args[0], "src")
+    def read(state: State, args: Arguments) -> _Uses:
+        return _Uses(plane(state, args[0]), (_side(args[0], "dst"), _side(args[0], "src")))
 
-    return _Work(stream_at, lambda state, args: plane(state, args[0]), sides)
+    return _works(stream_at, read)
 
 
-@dataclass(frozen=True)
-class _Launch(_Work):
-    """A kernel."""
+def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> Around:
+    """Rule for a kernel launch. ``params_at``: index of the argument with the kernel's arguments; None if its uses are
+    unknown.
+    """
 
-    params_at: int | None = None
-    """Index of the argument with the kernel's arguments; None if the uses are unknown."""
-    function_at: int = 0
-
-    def _launch(self, args: Arguments) -> tuple[Any, ...]:
-        return () if self.params_at is None else (args[self.function_at], *args[self.params_at :])
-
-    def _nodes(self, state: State, name: str, args: Arguments, stream: TrackedStream) -> list[TrackedNode]:
-        runs = stream not in state.streams.captures
-        return uses.kernel_nodes(state, name, state.place(), f"on {stream.name}", runs, *self._launch(args))
-
-    def before(self, state: State, name: str, args: Arguments) -> Finish:
-        launch = self._launch(args)
+    def rule(state: State, name: str, args: Arguments) -> Steps:
+        launch = () if params_at is None else (args[function_at], *args[params_at:])
         touched = [one[:3] for one in uses.kernel_uses(state, *launch) or ()]
-        return (
-            uses.stale(state, self._stream(args), uses.kernel_name(state, name, *launch), touched)
-            if touched
-            else nothing
-        )
+        handle, kernel = _stream(args, stream_at), uses.kernel_name(state, name, *launch) if touched else name
+        answer = yield from uses.stale(state, handle, kernel, touched)
+        if answer[0]:
+            return
+        stream, where = state.stream(handle), f"on {state.stream(handle).name}"
+        runs = stream not in state.streams.captures
+        for node in uses.kernel_nodes(state, name, state.place(), where, runs, *launch):
+            uses.queue_use(state, stream, node)
+
+    return rule
 
 
 _WORK = {
@@ -331,8 +321,8 @@ _WORK = {
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
     **{f"cuMemcpy{kind}": _copies_plane(None) for kind in ("2D", "2DUnaligned", "3D", "3DPeer")},
     **{f"cuMemcpy{kind}Async": _copies_plane(1) for kind in ("2D", "3D", "3DPeer")},
-    "cuMemcpyWithAttributesAsync": replace(_copies(-1), touched=partial(_one, False), taken=partial(_one, True)),
-    "cuMemcpyBatchAsync": _Work(-1, partial(_batch, False), taken=partial(_batch, True)),
+    "cuMemcpyWithAttributesAsync": _works(-1, _with_attributes),
+    "cuMemcpyBatchAsync": _works(-1, _batch),
     "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
     "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
     **dict.fromkeys(("cuMemcpyAtoD", "cuMemcpyAtoH"), _arrays(None, 0, 1, False, True)),
@@ -340,19 +330,17 @@ _WORK = {
     "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),
     "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
-    **dict.fromkeys(("cuLaunchKernel", "cuLaunchCooperativeKernel"), _Launch(8, params_at=9)),
-    "cuLaunchKernelEx": _Launch(0, params_at=2, function_at=1),
-    "cuLaunchGridAsync": _Launch(3),
-    "cuMemBatchDecompressAsync": _Launch(-1),
-    "cuMemDiscardBatchAsync": _Work(-1, _discarded),
-    "cuMemDiscardAndPrefetchBatchAsync": _Work(-1, _discarded),
-    "cuStreamAttachMemAsync": _Work(0),
-    "cuGraphUpload": _Work(1),
-    "cuMemPrefetchAsync": _Work(-1, named=lambda state, args: ((args[0], int(args[1]), False),)),
-    "cuMemPrefetchBatchAsync": _Work(-1, named=_discarded),
-    "cuSignalExternalSemaphoresAsync": _Work(-1),
+    **dict.fromkeys(("cuLaunchKernel", "cuLaunchCooperativeKernel"), _launches(8, params_at=9)),
+    "cuLaunchKernelEx": _launches(0, params_at=2, function_at=1),
+    "cuLaunchGridAsync": _launches(3),
+    "cuMemBatchDecompressAsync": _launches(-1),
+    "cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync": _works(
+        -1, lambda state, args: _Uses(_discarded(state, args))
+    ),
+    "cuMemPrefetchBatchAsync": _works(-1, lambda state, args: _Uses(named=_discarded(state, args))),
+    "cuMemPrefetchAsync": _works(-1, lambda state, args: _Uses(named=((args[0], int(args[1]), False),))),
+    "cuStreamAttachMemAsync": _works(0),
+    "cuGraphUpload": _works(1),
+    "cuSignalExternalSemaphoresAsync": _works(-1),
 }
-RULES = rules(
-    before={name: work.before for name, work in _WORK.items()},
-    after={name: work.after for name, work in _WORK.items()},
-)
+RULES = rules(around=_WORK, after={})
