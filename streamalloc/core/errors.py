@@ -6,12 +6,11 @@ names. Arguments that break a documented rule raise ``TypeError`` or ``ValueErro
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -379,19 +378,25 @@ def attach(first: BaseException, later: BaseException) -> None:
     first.__notes__ = notes  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def undoing(undo: Callable[[], object]) -> Iterator[None]:
+class undoing:
     """Call ``undo`` if the ``with`` block fails. The block's error propagates; an error of ``undo`` is attached to
     it.
     """
-    try:
-        yield
-    except BaseException as first:
-        try:
-            undo()
-        except Exception as later:
-            attach(first, later)
-        raise
+
+    __slots__ = ("_undo",)
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: object, first: BaseException | None, trace: object) -> None:
+        if first is not None:
+            try:
+                self._undo()
+            except Exception as later:
+                attach(first, later)
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:

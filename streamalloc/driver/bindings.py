@@ -157,6 +157,14 @@ def read_handle_types(props: Any) -> int:
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
 
+_PROP_BYTES = int(cuda.sizeof(cuda.CUmemAllocationProp))
+
+
+def prop_bytes(prop: Any) -> bytes:
+    """The bytes of a ``CUmemAllocationProp``."""
+    return ctypes.string_at(prop.getPtr(), _PROP_BYTES)
+
+
 # Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings hide them.
 _OPAQUE_BYTES = 64
 _Opaque = ctypes.c_char * _OPAQUE_BYTES

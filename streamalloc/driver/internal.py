@@ -15,6 +15,7 @@ from streamalloc.driver.bindings import (
     opaque_bytes,
     opaque_struct,
     parameters,
+    prop_bytes,
     read_handle_types,
     runtime,
     version_that_added,

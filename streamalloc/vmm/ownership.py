@@ -325,6 +325,8 @@ class Allocations:
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
+        self.imported: tuple[bytes, Any] | None = None
+        """Struct of the memory that was imported last, as bytes, and its :class:`MemorySpec`."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.by_handle: dict[int, AllocationState] = {}
         """States by driver handle. Handles that only a mapping holds are not listed."""

@@ -36,7 +36,7 @@ from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocat
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import cuda, prop_bytes
 from streamalloc.formats.html import Row, mib, place
 from streamalloc.pool.internal import THIS, check_handle, is_ours, pool_holders, refuse_second_owner
 from streamalloc.vmm.access import Rights
@@ -454,8 +454,10 @@ class PhysicalMemory(GenericAllocation):
         They may differ from :attr:`properties`: compression is not always granted, the location HOST is reported as a
         NUMA node, and driver 580 does not report tile pools.
         """
-        struct = self._session.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
-        return MemAllocationProp.from_driver(struct)
+        return MemAllocationProp.from_driver(self._queried())
+
+    def _queried(self) -> Any:
+        return self._session.call("cuMemGetAllocationPropertiesFromHandle", self._checked_raw())
 
     @property
     def compressible(self) -> bool:
@@ -493,7 +495,13 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
     with undoing(memory.close):
-        memory._set_spec(spec_of(session, memory.query(), exists=True))
+        struct, allocations = memory._queried(), memory._node.allocations
+        read, known = prop_bytes(struct), allocations.imported
+        # The chunks of a range are alike, and to make the properties of each costs more than to import it.
+        if known is None or known[0] != read:
+            spec = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
+            known = allocations.imported = read, spec
+        memory._set_spec(known[1])
     return memory
 
 

@@ -141,7 +141,7 @@ class TensorLayout(Mapping[str, Tensor]):
         """
         if self._found is None:
             with _reading():
-                rows = json.loads(self._data, parse_constant=_refuse)
+                rows = read_json(self._data.decode())
                 if type(rows) is not dict:
                     raise ValueError("its layout is no JSON object")
                 if len(rows) > _MOST_TENSORS or any(type(row) is not list or len(row) != 4 for row in rows.values()):
@@ -259,7 +259,7 @@ class Manifest(NamedTuple):
             The bytes are not a manifest.
         """
         with _reading():
-            version, fabric, metadata = json.loads(data, parse_constant=_refuse)
+            version, fabric, metadata = read_json(data.decode())
             if version != _VERSION or [type(fabric), type(metadata)] != [list, dict]:
                 raise ValueError("it is of another version, or has no such form")
             if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
@@ -303,6 +303,10 @@ def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offs
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+read_json = json.JSONDecoder(parse_constant=_refuse).decode
+"""Decode JSON; ``ValueError`` for ``NaN`` and ``Infinity``. To make the decoder costs more than to read a message."""
 
 
 def read_file(fd: Fd) -> bytes:

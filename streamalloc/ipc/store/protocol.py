@@ -25,6 +25,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import Lock
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
+from streamalloc.ipc.store.manifest import read_json
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 
 VERSION = 2
@@ -107,7 +108,7 @@ def encode(fields: dict[str, Any]) -> bytes:
 def decode(data: bytes) -> dict[str, Any]:
     """Return the fields of a message. Raises ``ProtocolError`` if it is not a store's message."""
     try:
-        fields = json.loads(data)
+        fields = read_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the message of a store is no JSON: {error}") from None
     if type(fields) is not dict:
@@ -168,7 +169,7 @@ def store_names() -> list[str]:
     """Return the names of this user's running stores."""
     found = []
     for path in sorted(folder().glob("*.store")):
-        with contextlib.suppress(StoreGoneError, OSError, ValueError), Connection(path.stem):
+        with contextlib.suppress(StoreGoneError, OSError, ValueError), Connection(socket_path(path.stem)):
             found.append(path.stem)
     return found
 
@@ -176,24 +177,29 @@ def store_names() -> list[str]:
 class Connection(Closes):
     """A client's connection to the server of a store.
 
+    Parameters
+    ----------
+    path
+        Path of the server's socket (:func:`socket_path`).
+
     Raises
     ------
     StoreGoneError
-        No server runs for a store of this name.
+        No server listens there.
     PermissionError
         The server belongs to another user.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name: str = name
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self.name: str = path.stem
         self._process = os.getpid()
-        path = socket_path(name)
         self._lock = Lock()
         try:
             self._channel = Channel.connect(path, timeout=_SECONDS)
         except (ConnectionRefusedError, FileNotFoundError):
             raise StoreGoneError(
-                f"nobody serves a store {name!r} at {path}: `streamalloc serve {name}` starts one"
+                f"nobody serves a store {self.name!r} at {path}: `streamalloc serve {self.name}` starts one"
             ) from None
 
     @property

@@ -248,7 +248,6 @@ class StoreServer(Closes):
         client = _Client(channel)
         self._clients[client.number] = client
         self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
-        self._receive(client)  # A client that connects has sent a request.
 
     def _refuse_connection(self) -> None:
         """Accept a connection with the spare descriptor, answer that no other is left, and close it."""

@@ -20,7 +20,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver import Driver, default
 from streamalloc.ipc.store.manifest import Tensor, TensorLayout, read_file
-from streamalloc.ipc.store.protocol import Connection, checked_key
+from streamalloc.ipc.store.protocol import Connection, checked_key, socket_path
 from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
 from streamalloc.ipc.store.writing import WeightsWriter
@@ -119,7 +119,8 @@ class Store(Closes):
         self.closed: bool = False
         """Whether the client was closed."""
         self._driver = driver
-        self._idle: list[Connection] = [Connection(name)]
+        self._path = socket_path(name)
+        self._idle: list[Connection] = [Connection(self._path)]
         """The connection that has shown that a server runs. The first request uses it."""
 
     @staticmethod
@@ -333,7 +334,7 @@ class Store(Closes):
             idle = self._idle.pop()
             if idle.alive:
                 return idle
-        return Connection(self.name)
+        return Connection(self._path)
 
     def close(self) -> None:
         """Refuse further calls; idempotent. Open writers and weights continue."""

@@ -122,29 +122,31 @@ class OpenEpoch:
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
         """Open the last commit of a key, and import its memory. The epoch owns the connection."""
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(undoing(connection.close))
-            undo.enter_context(session.relaxed())
+        with undoing(connection.close):
             answer, received = connection.ask("open", key=key)
-            undo.callback(close_all, received)
-            if isinstance(expected, TensorLayout) and expected.hash == answer["layout"]:
-                layout = expected
-            else:
-                layout = TensorLayout(read_file(received[0]))
-                if expected is not None and answer["layout"] != expected:
-                    raise changed(key, answer["epoch"], expected, layout)
-            manifest = Manifest.parse(layout, read_file(received[1]))
-            device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
-            if device is None:
-                raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
-            opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
-            undo.enter_context(undoing(opened.close))
-            if answer["ready"]:
-                opened._find_block(session, received[2], *answer["ready"].split())
-            handles = received[3 if answer["ready"] else 2 :]
-            for fd, nbytes in zip(handles, answer["chunks"], strict=True):
-                opened.chunks.append(import_memory(session, fd, nbytes))
+            try:
+                if isinstance(expected, TensorLayout) and expected.hash == answer["layout"]:
+                    layout = expected
+                else:
+                    layout = TensorLayout(read_file(received[0]))
+                    if expected is not None and answer["layout"] != expected:
+                        raise changed(key, answer["epoch"], expected, layout)
+                manifest = Manifest.parse(layout, read_file(received[1]))
+                device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
+                if device is None:
+                    raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
+                opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
+                with undoing(opened.close), session.relaxed():
+                    opened._import(session, answer["chunks"], answer["ready"], received[2:])
+            finally:
+                close_all(received)
         return opened
+
+    def _import(self, session: Session, sizes: list[int], ready: str, handles: tuple[Fd, ...]) -> None:
+        if ready:
+            self._find_block(session, handles[0], *ready.split())
+        for fd, nbytes in zip(handles[bool(ready) :], sizes, strict=True):
+            self.chunks.append(import_memory(session, fd, nbytes))
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
         slot, generation, value = map(int, numbers)
@@ -203,14 +205,17 @@ class Weights(Tensors, Closes):
         cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
         """Map an epoch at the writer's addresses, or at the address that ``at`` requires."""
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(undoing(opened.close))
+        with undoing(opened.close):
             range = _reserved(opened, at)
-            undo.enter_context(undoing(range.close))
-            weights = cls(opened, range, opened.device if device is None else device, stream)
-            weights.attach()
-            undo.enter_context(undoing(lambda: range.unmap(after=())))
-            weights._expect()
+
+            def back() -> None:
+                range.unmap(after=())
+                range.close()
+
+            with undoing(back):
+                weights = cls(opened, range, opened.device if device is None else device, stream)
+                map_side_by_side(range, opened.chunks, weights._rights)
+                weights._expect()
         return weights
 
     def _expect(self) -> None:
@@ -318,7 +323,7 @@ class Weights(Tensors, Closes):
     def _renew(self, after: After) -> None:
         """Map the last commit in place of the present one."""
         before = self._epoch
-        connection = Connection(before.connection.name)
+        connection = Connection(before.connection.path)
         newer = OpenEpoch.open(connection, self.key, session_of(self.range), before.manifest.layout)
         with undoing(newer.close):
             if [one.nbytes for one in newer.chunks] != [one.nbytes for one in before.chunks]:

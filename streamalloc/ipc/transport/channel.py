@@ -258,9 +258,13 @@ def no_descriptors(needed: int) -> OSError:
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
 
+# Plain integers: enum operators would cost more than the rest of a call.
+_TRUNCATED, _HANDLES_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+
+
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     """Return the reason why a packet is invalid as text; None if it is valid."""
-    if flags & socket.MSG_TRUNC:
+    if flags & _TRUNCATED:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:
         return f"a packet of {len(packet)} bytes"
@@ -271,13 +275,10 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
         return f"its version is {version}, and this library supports version {VERSION}"
     if size != len(packet) - HEADER_BYTES:
         return f"it has {len(packet) - HEADER_BYTES} bytes of data and says {size}"
-    if flags & socket.MSG_CTRUNC or count != handles:
+    if flags & _HANDLES_LOST or count != handles:
         return f"it came with {handles} descriptors and says {count}"
     return None
 
-
-# Plain integers: enum operators would cost more than the rest of a call.
-_DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 # Nanoseconds that a receiver polls before it sleeps. A message within this time arrives in a third of the time of a
 # thread wake-up. On one processor polling would only delay the sender.
@@ -376,7 +377,8 @@ class Channel(_SocketOwner):
         self._partial: Partial | None = None
         self._misses = 0
         """Number of waits in a row in which polling found no message."""
-        self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
+        # Constants: the properties ``family`` and ``type`` of a socket make an enum member at each call.
+        self._socket = connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, connection.detach())
         self.peer: Peer = peer
         """Process that made the other end."""
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
@@ -603,7 +605,7 @@ class Channel(_SocketOwner):
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
-        if flags & _DAMAGED == socket.MSG_CTRUNC and len(handles) < PACKET_HANDLES:
+        if flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES:
             close_all(handles)
             self._drop_partial()
             raise no_descriptors(_HEADER.unpack_from(packet)[2] if len(packet) >= HEADER_BYTES else 0)

@@ -166,7 +166,7 @@ class TestServer:
         full = rf"\d+ of {limit} file descriptors are open"
         with contextlib.ExitStack() as opened:
             store = ipc.Store(name)
-            witness = opened.enter_context(Connection(name))
+            witness = opened.enter_context(Connection(socket_path(name)))
             written = 0
             with pytest.raises(ipc.StoreFullError, match=full):
                 for written in range(limit):
@@ -182,7 +182,7 @@ class TestServer:
                     writer.commit()
                 with pytest.raises(ipc.StoreFullError, match=full):
                     for _ in range(limit):
-                        opened.enter_context(Connection(name)).ask("status")
+                        opened.enter_context(Connection(socket_path(name))).ask("status")
                 assert witness.ask("status")[0]["keys"] == written
                 writer.abort()
         assert server.poll() is None

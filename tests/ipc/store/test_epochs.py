@@ -424,7 +424,7 @@ class TestLike:
         write(store, "key", 1)
         renew(store, 2)
         renew(store, 3)
-        with Connection(store.name) as connection:
+        with Connection(store._path) as connection:
             about: dict[str, Any] = {
                 "key": "key",
                 "device": device.uuid.hex,

@@ -57,8 +57,7 @@ def refusal(channel: ipc.Channel) -> str:
 @pytest.mark.parametrize("asked_first", [False, True])
 def test_a_refusal_before_the_first_request_is_read(asked_first: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """A server without a free descriptor answers, and closes the connection at once."""
-    monkeypatch.setattr(protocol, "socket_path", lambda name: tmp_path / name)
-    with ipc.Channel.listen(tmp_path / "full") as listener, Connection("full") as connection:
+    with ipc.Channel.listen(tmp_path / "full") as listener, Connection(tmp_path / "full") as connection:
         if asked_first:
             connection._channel.send(b"a request")
         with listener.accept(timeout=5) as accepted:
@@ -182,7 +181,7 @@ class TestCommits:
         """Sends a commit of one chunk of 2 MiB with another manifest, or other fields."""
         size = 2 << 20
         memory = sa.vmm.PhysicalMemory(device, size, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
-        with Connection(store.name) as connection, memory.export() as fd:  # type: ignore[union-attr]
+        with Connection(store._path) as connection, memory.export() as fd:  # type: ignore[union-attr]
             connection.ask("write", key="key", device=device.uuid.hex, **BEGIN)
             connection.ask("reserve", total=size)
 
@@ -263,7 +262,7 @@ class TestCommits:
             weights["all"]
 
     def test_a_handle_that_is_none(self, store: ipc.Store, device: sa.Device) -> None:
-        with Connection(store.name) as connection, ipc.Fd(os.open(os.devnull, os.O_RDONLY)) as null:
+        with Connection(store._path) as connection, ipc.Fd(os.open(os.devnull, os.O_RDONLY)) as null:
             connection.ask("write", key="null", device=device.uuid.hex, **BEGIN)
             connection.ask("reserve", total=2 << 20)
             fields: dict[str, Any] = {"address": 0, "chunks": [2 << 20], "ready": "", **FLAGS}
