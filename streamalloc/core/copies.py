@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
-
 from streamalloc.core.device import Device, known_location, location_of
 from streamalloc.core.errors import error_from, unsupported
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
@@ -23,13 +21,13 @@ from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle, refuse_capture
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.formats.arrays import cuda_array, fill_pattern, host_array
+from streamalloc.formats.lazy_numpy import np
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 """Driver function by width of the pattern in bytes."""
-_Array = np.ndarray
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
 """Answer of the driver to a copy of pool memory under another device's context."""
 
@@ -225,7 +223,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
     # The driver refuses the address of an empty array.
     if handle is None or not nbytes or ordered.device.ordinal != ordinal:
         return False
-    if type(other) is _Array:
+    if type(other) is np.ndarray:
         flags = other.flags
         if other.nbytes != nbytes or not flags.c_contiguous:
             return False

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
-import numpy as np
-
 from streamalloc.core.copies import Copyable, CopyOptions
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.memory_base import MemoryBase, Migrating
@@ -39,12 +37,13 @@ from streamalloc.formats.arrays import (
     windows,
 )
 from streamalloc.formats.html import Row
+from streamalloc.formats.lazy_numpy import np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-ScalarT = TypeVar("ScalarT", bound=np.generic)
-OtherT = TypeVar("OtherT", bound=np.generic)
+ScalarT = TypeVar("ScalarT", bound="np.generic")
+OtherT = TypeVar("OtherT", bound="np.generic")
 
 _WRITABLE = 1  # PyBUF_WRITABLE
 
@@ -127,7 +126,7 @@ class Memory(Copyable, Migrating):
 
     __iter__ = None
 
-    def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    def as_array(self, dtype: npt.DTypeLike = "uint8", shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """Return a numpy array of the memory, without a copy; the host must have access.
 
         The array keeps this object alive, but :meth:`~streamalloc.Buffer.free` still frees the memory. Synchronise with

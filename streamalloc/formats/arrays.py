@@ -9,13 +9,14 @@ A slice of the window that keeps the memory alive is exported. The window's elem
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from itertools import groupby
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
+from streamalloc.formats.lazy_numpy import np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -80,22 +81,24 @@ class _Everything:
         return _new_capsule(ctypes.addressof(self._managed), _NAME, None)
 
 
-class Window(np.ndarray[Any, Any]):
-    """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
-
-    The attribute ``memory`` of a slice keeps the memory alive.
-    """
-
-    __slots__ = ("memory",)
-
-    memory: object
-
-
-windows: dict[tuple[int, int | None], Window] = {}
+windows: dict[tuple[int, int | None], Any] = {}
 """Windows by DLPack device: a pair of type and number."""
 
 
-def _window(device: tuple[int, int]) -> Window:
+@functools.cache
+def _window_type() -> Any:
+    class Window(np.ndarray[Any, Any]):
+        """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
+
+        The attribute ``memory`` of a slice keeps the memory alive.
+        """
+
+        __slots__ = ("memory",)
+
+    return Window
+
+
+def _window(device: tuple[int, int]) -> Any:
     """The window of a DLPack device."""
     found = windows.get(device)
     if found is None:
@@ -103,7 +106,7 @@ def _window(device: tuple[int, int]) -> Window:
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
-        made = np.from_dlpack(_Everything(managed)).view(Window)
+        made = np.from_dlpack(_Everything(managed)).view(_window_type())
         managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
         found = windows.setdefault(device, made)
     return found
@@ -112,7 +115,7 @@ def _window(device: tuple[int, int]) -> Window:
 def exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
     """A byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
     first = (address or 1) - 1
-    made: Any = _window(device)[first : first + nbytes]
+    made = _window(device)[first : first + nbytes]
     made.memory = memory
     return made
 
@@ -216,7 +219,7 @@ Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisTyp
 """A basic index of NumPy."""
 
 _WORDS = (1, 2, 4)
-_NUMBERS = (int, float, complex, np.number)
+_NUMBERS = (int, float, complex)
 
 
 def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
@@ -237,7 +240,7 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"value={value!r} is no value of {dtype}") from error
     if not kept:
-        kind = ValueError if isinstance(value, _NUMBERS) else TypeError
+        kind = ValueError if isinstance(value, (*_NUMBERS, np.number)) else TypeError
         raise kind(f"value={value!r} is no value of {dtype}")
     return element.tobytes()
 
@@ -251,7 +254,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
     if dtype.names is not None:
         return isinstance(value, (tuple, np.void))
     if dtype.kind == "V" and dtype.type is not np.void:  # a type of ml_dtypes
-        return isinstance(value, _NUMBERS)
+        return isinstance(value, (*_NUMBERS, np.number))
     given = np.asarray(value)
     rounds = dtype.kind in "fc" and given.dtype.kind in "biufc"
     return (rounds and np.can_cast(given.dtype, dtype, "same_kind")) or bool(np.all(element == given))

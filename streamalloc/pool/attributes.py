@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
-import numpy as np
-
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.properties import (
     MemAllocationType,
@@ -21,6 +19,7 @@ from streamalloc.core.properties import (
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 from streamalloc.formats.html import code, gauge, table
+from streamalloc.formats.lazy_numpy import np
 from streamalloc.pool.access import GrantsAccess
 
 if TYPE_CHECKING:

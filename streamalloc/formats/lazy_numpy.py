@@ -1,0 +1,25 @@
+"""``np``, which is NumPy and is imported by the first use of one of its names.
+
+The import of NumPy takes half as long as that of the bindings, and programs that only allocate need no arrays. The
+modules that every program loads take ``np`` from here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["np"]
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+
+    class _Numpy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            import numpy
+
+            found = self.__dict__[name] = getattr(numpy, name)  # later uses find it without this call
+            return found
+
+    np = _Numpy("numpy")
