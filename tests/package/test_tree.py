@@ -8,6 +8,8 @@ import inspect
 import pkgutil
 import pydoc
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from tests.processes import environment
 from tests.support import public_names
 
 PACKAGE = Path(sa.__file__).parent
@@ -72,6 +75,16 @@ def test_what_is_imported_when_it_is_used_can_be_completed(name: str) -> None:
     module = importlib.import_module(name)
     assert {one for one in dir(module) if not one.startswith("_")} == set(public_names(module))
     assert all(hasattr(module, one) for one in public_names(module))
+
+
+def test_programs_that_only_allocate_import_no_numpy() -> None:
+    """It would take a third of the time of the import."""
+    code = "import sys, streamalloc; streamalloc.MemoryPool; print('numpy' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, env=environment(STREAMALLOC_DRIVER="cuda"), capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False\n"
 
 
 def test_help_is_a_page() -> None:
