@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -60,6 +60,7 @@ from streamalloc.vmm.free_ranges import FreeRanges
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 
+_START, _STOP = attrgetter("offset"), attrgetter("stop")
 _ALLOWANCE = 1.03
 """Factor of the most bytes in use. With 1, each growth of the cache would move chunks."""
 _ADDRESSES = 4
@@ -91,12 +92,8 @@ class _Segment:
         self._structs = structs_of(self._rights)
         self.top: int = 0
         """End of the addresses that were used at any time."""
-        self.gaps: list[tuple[int, int]] = []
-        """Parts below ``top`` without memory, in order."""
-        self.starts: list[int] = []
-        """First offsets of the chunks, in order."""
-        self.chunks: dict[int, MappedBytes] = {}
-        """Chunks by first offset."""
+        self.chunks: list[MappedBytes] = []
+        """Chunks in the order of addresses. Between them the addresses have no memory."""
         self.left: deque[tuple[Event, MappedBytes, bool]] = deque()
         """Mappings to unmap once an event has completed, and whether to release their memory. The memory of a moved
         chunk is also mapped elsewhere, so it stays.
@@ -107,47 +104,25 @@ class _Segment:
         """Bytes of all chunks."""
         self.reserved_high: int = 0
 
-    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the parts without memory between two offsets, in whole pages."""
-        start, stop = start - start % self.page, stop + -stop % self.page
-        at = bisect_left(self.gaps, (stop,))
-        found = []
-        while at and self.gaps[at - 1][1] > start:
-            at -= 1
-            found.append((max(self.gaps[at][0], start), min(self.gaps[at][1], stop)))
-        return found
+    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the parts without memory between two offsets, in whole pages and in order."""
+        start, stop, found = start - start % self.page, stop + -stop % self.page, []
+        first, last = bisect_right(self.chunks, start, key=_STOP), bisect_left(self.chunks, stop, key=_START)
+        for chunk in self.chunks[first:last]:
+            if chunk.offset > start:
+                found.append((start, chunk.offset))
+            start = chunk.stop
+        return [*found, (start, stop)] if start < stop else found
 
     def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts with memory between two offsets."""
-        edges = [start, *(edge for gap in self.missing(start, stop)[::-1] for edge in gap), stop]
+        edges = [start, *(edge for gap in self.gaps(start, stop) for edge in gap), stop]
         return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
-
-    def gap_at(self, offset: int) -> tuple[int, int]:
-        """Return the part without memory around an offset."""
-        return self.gaps[bisect_left(self.gaps, (offset + 1,)) - 1]
-
-    def all_gaps(self) -> list[tuple[int, int]]:
-        """Return the parts without memory. The last one ends where the addresses end."""
-        gaps = self.gaps[:]
-        first = gaps.pop()[0] if gaps and gaps[-1][1] == self.top else self.top
-        return [*gaps, (first, self.most)]
-
-    def extend(self, stop: int) -> None:
-        """Extend the used addresses to an offset."""
-        top = stop + -stop % self.page
-        if top > self.top:
-            self.add_gap(self.top, top)
-            self.top = top
 
     def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
         """Return the last chunk of at most ``most`` bytes inside a part."""
-        at = bisect_left(self.starts, stop) - 1
-        while at >= 0 and self.starts[at] >= start:
-            chunk = self.chunks[self.starts[at]]
-            if chunk.stop <= stop and chunk.nbytes <= most and not chunk.gone:
-                return chunk
-            at -= 1
-        return None
+        inside = self.chunks[bisect_left(self.chunks, start, key=_START) : bisect_right(self.chunks, stop, key=_STOP)]
+        return next((one for one in reversed(inside) if one.nbytes <= most and not one.gone), None)
 
     @property
     def step(self) -> int:
@@ -171,7 +146,7 @@ class _Segment:
         """
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
         memory = chunk.memory if node.allocations.watchers or chunk._memory is not None else None
-        self._leave(chunk)
+        self.chunks.remove(chunk)
         self.left.append((after, chunk, False))
         raw, chunk._raw = chunk._raw, None
         self.reserved -= chunk.nbytes
@@ -200,12 +175,12 @@ class _Segment:
                 self.reserved -= entry.nbytes
             raise
         for entry in entries:
-            self._enter(entry)
+            insort(self.chunks, entry, key=_START)
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
         """Release a chunk in :meth:`unmap_left`, once an event has completed."""
-        self._leave(chunk)
+        self.chunks.remove(chunk)
         self.left.append((after, chunk, True))
         self.leaving += chunk.nbytes
 
@@ -221,7 +196,7 @@ class _Segment:
                 break
             ready.append(one)
         # In ascending order, because one call unmaps adjacent chunks.
-        self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=attrgetter("offset")))
+        self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=_START))
         for _, chunk, releases in ready:
             self.left.popleft()
             if releases:
@@ -236,31 +211,8 @@ class _Segment:
     def drop(self) -> None:
         """Release everything once the work that is queued now has completed."""
         del self.range
-        self.starts, self.chunks, self.reserved = [], {}, 0
+        self.chunks, self.reserved = [], 0
         self.left.clear()
-
-    def _enter(self, chunk: MappedBytes) -> None:
-        start, stop = chunk.offset, chunk.stop
-        insort(self.starts, start)
-        self.chunks[start] = chunk
-        before, after = self.gap_at(start)
-        at = bisect_left(self.gaps, (before,))
-        self.gaps[at : at + 1] = [part for part in ((before, start), (stop, after)) if part[0] < part[1]]
-
-    def _leave(self, chunk: MappedBytes) -> None:
-        start, stop = chunk.offset, chunk.stop
-        del self.starts[bisect_left(self.starts, start)], self.chunks[start]
-        self.add_gap(start, stop)
-
-    def add_gap(self, start: int, stop: int) -> None:
-        """Record a part without memory, merged with the adjacent gaps."""
-        at = bisect_left(self.gaps, (start,))
-        low, high = at, at
-        if at and self.gaps[at - 1][1] == start:
-            low, start = at - 1, self.gaps[at - 1][0]
-        if at < len(self.gaps) and self.gaps[at][0] == stop:
-            high, stop = at + 1, self.gaps[at][1]
-        self.gaps[low:high] = [(start, stop)]
 
 
 class _Ranges(StreamCache):
@@ -550,7 +502,7 @@ class _State(CacheState):
                 whole = segment.top + -(-(stop - segment.top) // segment.step) * segment.step
                 if segment.reserved - segment.leaving + whole - start <= self.most:
                     stop = whole
-                segment.extend(stop)
+                segment.top = stop + -stop % segment.page
             self._take_parts(ranges, start, stop)
         backed = False
         try:
@@ -568,7 +520,7 @@ class _State(CacheState):
         The addresses that were never used are the last gap.
         """
         segment = self.segment
-        gaps, page, place, least = segment.all_gaps(), segment.page, None, segment.most
+        gaps, page, place, least = segment.gaps(0, segment.most), segment.page, None, segment.most
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
             if last < segment.most and stop - nbytes >= first:  # The end of the gap is large enough.
@@ -588,21 +540,16 @@ class _State(CacheState):
 
     def _take_parts(self, ranges: FreeRanges, start: int, stop: int) -> None:
         """Remove the free ranges between two offsets. The last one is cut, and its rest stays free."""
-        while start < stop:
-            end = ranges.end_of(start)
-            if end > start:
-                ranges.remove(start, end)
-                if end > stop:
-                    ranges.add(stop, end)
-            start = end if end > start else self.segment.gap_at(start)[1]
+        for first, last in self.segment.backed(start, stop):
+            ranges.without((first, ranges.end_of(first)), first, last)
 
     def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
         """Put memory at all of a part. The rest of its last page becomes a free range. Returns whether there was enough
         memory.
         """
         segment = self.segment
-        while missing := segment.missing(start, stop):
-            at, end = missing[0]
+        while gaps := segment.gaps(start, stop):
+            at, end = gaps[-1]
             with self.lock:
                 steps, is_enough = self._plan(at, end, cache, limit)
             moves = any(chunk for chunk, _ in steps)
