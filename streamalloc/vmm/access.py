@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -54,8 +55,13 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
 
 
 def structs_of(rights: Rights) -> list[object]:
-    """Convert permissions to ``CUmemAccessDesc`` structs."""
-    return [MemAccessDesc(location, permission).to_driver() for location, permission in rights.items()]
+    """Convert permissions to ``CUmemAccessDesc`` structs, which nobody may modify: equal permissions share them."""
+    return _structs(tuple(rights.items()))
+
+
+@functools.lru_cache
+def _structs(rights: tuple[tuple[MemLocation, MemAccess], ...]) -> list[object]:
+    return [MemAccessDesc(location, permission).to_driver() for location, permission in rights]
 
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None

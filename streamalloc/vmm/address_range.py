@@ -286,15 +286,13 @@ class AddressRange(OwnsNode):
             node.grant((entry,), rights or {})
         return entry
 
-    def _map_all(
-        self, memories: Iterable[GenericAllocation], at: int, rights: Rights, structs: list[Any] | None = None
-    ) -> list[MappedBytes]:
-        """Map memory side by side from an offset on, and set its permissions; see :meth:`Reservation.grant`."""
+    def _map_all(self, memories: Iterable[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
+        """Map memory side by side from an offset on, and set its permissions. An error is not undone."""
         made = []
         for memory in memories:
             made.append(self._map(memory, at))
             at = made[-1].stop
-        self._node.grant(made, rights, structs)
+        self._node.grant(made, rights)
         return made
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:

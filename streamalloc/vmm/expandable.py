@@ -54,7 +54,7 @@ from streamalloc.pool.internal import (
     StreamCache,
     end_plain,
 )
-from streamalloc.vmm.access import Rights, structs_of
+from streamalloc.vmm.access import Rights
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.free_ranges import FreeRanges
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
@@ -89,7 +89,6 @@ class _Segment:
         self.most: int = self.range.nbytes
         """Bytes of reserved addresses."""
         self._rights: Rights = {device.location: MemAccess.READWRITE}
-        self._structs = structs_of(self._rights)
         self.top: int = 0
         """End of the addresses that were used at any time."""
         self.chunks: list[MappedBytes] = []
@@ -168,7 +167,7 @@ class _Segment:
         entries: list[MappedBytes] = []
         try:
             yield entries
-            self.range._node.grant(entries, self._rights, self._structs)
+            self.range._node.grant(entries, self._rights)
         except BaseException as first:
             for entry in entries:
                 entry.undo(first)

@@ -269,14 +269,11 @@ class Reservation(HandleNode):
             cells[first:last] = entry.mark * (last - first)
         return "".join(cells)
 
-    def grant(self, entries: Sequence[MappedBytes], rights: Rights, structs: list[Any] | None = None) -> None:
-        """Set permissions of adjacent mappings (``cuMemSetAccess``). ``structs``: the result of :func:`structs_of` for
-        ``rights``.
-        """
+    def grant(self, entries: Sequence[MappedBytes], rights: Rights) -> None:
+        """Set permissions of adjacent mappings (``cuMemSetAccess``). No mapping or no permission is no call."""
         if not (entries and rights):
             return
-        start = entries[0].offset
-        structs = structs_of(rights) if structs is None else structs
+        start, structs = entries[0].offset, structs_of(rights)
         address = int(self._raw) + start
         result = self.allocations.session.cuMemSetAccess(address, entries[-1].stop - start, structs, len(structs))[0]
         if result:

@@ -14,13 +14,13 @@ import numpy as np
 
 from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import members, session_of
 from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
-from streamalloc.vmm.access import After, Rights, copying_stream, listed, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, listed, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.ownership import allocations_of
@@ -33,7 +33,6 @@ from streamalloc.vmm.stores.pinned import HUGE
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
     Backup,
-    Frozen,
     Step,
     Steps,
     VirtualBuffer,
@@ -44,6 +43,7 @@ from streamalloc.vmm.virtual_buffer import (
     mapping,
     nothing,
     protect,
+    read_only,
     release_all,
     run,
     unmapping,
@@ -540,14 +540,14 @@ class _Backups(_Members):
             def steps() -> Steps:
                 for buffer in awake:
                     node, before = buffer.range._node, buffer.rights
-                    rights = functools.partial(node.set_rights, list(node.table()), _read_only(before), waits)
+                    rights = functools.partial(node.set_rights, list(node.table()), read_only(before), waits)
                     yield rights, functools.partial(protect, buffer, before)
                 yield functools.partial(_hold_all, awake, hold, new), functools.partial(drop_all, new)
                 yield copy, nothing
 
             run(steps())
             for buffer, one in (saved | new).items():
-                buffer._frozen = Frozen(one, _read_only(buffer.rights))
+                buffer._frozen = one
 
         self._alone(act)
 
@@ -977,12 +977,8 @@ class SleepGroup(_Backups):
         return f" of {len(buffers)} buffers, {state}"
 
 
-def _read_only(rights: Rights) -> Rights:
-    return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
-
-
 def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
-    frozen = {one: one._frozen for one in buffers if one._frozen is not None}
+    frozen = kept_of(buffers)
 
     def thaw(buffer: VirtualBuffer) -> None:
         # First, so that a buffer which may be written has no valid backup even if the undo fails.
@@ -992,12 +988,12 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
 
     def freeze(buffer: VirtualBuffer) -> None:
         if not buffer.evicted:
-            protect(buffer, frozen[buffer].rights)
+            protect(buffer, read_only(buffer.rights))
         buffer._frozen = frozen[buffer]
 
     run((functools.partial(thaw, buffer), functools.partial(freeze, buffer)) for buffer in frozen)
     asleep = {id(buffer.eviction.saved) for buffer in frozen if buffer.eviction is not None}
-    drop_all({buffer: one.saved for buffer, one in frozen.items() if id(one.saved) not in asleep})
+    drop_all({buffer: one for buffer, one in frozen.items() if id(one) not in asleep})
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:

@@ -18,7 +18,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.formats.html import Drawn, Html, Row, gauge
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
+from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
 from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.ownership import allocations_of
@@ -69,14 +69,6 @@ class Eviction(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class Frozen(NamedTuple):
-    """State of a buffer that is read-only, and whose backup stays valid while it is awake."""
-
-    saved: Saved
-    rights: Rights
-    """Permissions while the buffer is awake: read access for all locations that have access."""
-
-
 class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
@@ -109,13 +101,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._location = location
         self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
-        self._structs = structs_of(rights)
-        """``CUmemAccessDesc`` structs of :attr:`_rights`."""
         self._mapped = 0
         self._nbytes = 0
         self.eviction: Eviction | None = None
         """The released memory and its backup; None while the buffer is mapped."""
-        self._frozen: Frozen | None = None
+        self._frozen: Saved | None = None
+        """Backup of a frozen buffer. It stays valid while the buffer is awake, because nobody may write to it."""
         self._remedy = RESTORE
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
@@ -182,7 +173,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     @property
     def rights(self) -> Rights:
         """Permissions by location, which later chunks also get."""
-        return dict(self._rights if self._frozen is None else self._frozen.rights)
+        return dict(self._rights if self._frozen is None else read_only(self._rights))
 
     @property
     def frozen(self) -> bool:
@@ -215,8 +206,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         rights = device_rights(who, self._session, access, location=self._location)
         self._release_from(self._mapped)
         self.range._node.set_rights(self.range._node.table(), rights, after)
-        kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
-        self._structs, self._rights = structs_of(kept), kept
+        self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
 
     @claimed
     def evict(
@@ -374,7 +364,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             if evicted.saved is not None:
                 evicted.saved.drop()
         if frozen is not None:
-            frozen.saved.drop()
+            frozen.drop()
         self.range._free()
 
     # -- for subclasses --------------------------------------------------------------------------------------
@@ -394,7 +384,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
                 with node.adding(entry):
                     entry.spec.obtain(entry, entry.nbytes)
                     entry.map(entry._raw)
-            node.grant(made, self._rights, self._structs)
+            node.grant(made, self._rights)
         return made
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
@@ -623,11 +613,11 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
             for buffer in buffers:
                 yield functools.partial(create, buffer, move), functools.partial(release, buffer)
     yield note_copies, nothing
-    frozen = {buffer: buffer._frozen.rights for buffer in evictions if buffer._frozen is not None}
+    frozen = kept_of(evictions)
     if frozen:
         yield stream.synchronize, nothing  # The copies write the memory.
-        for buffer, rights in frozen.items():
-            yield functools.partial(protect, buffer, rights), nothing
+        for buffer in frozen:
+            yield functools.partial(protect, buffer, buffer.rights), nothing
     for buffer, eviction in evictions.items():
         if eviction.held:
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
@@ -650,6 +640,11 @@ def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
     buffer.range._node.unmap(mapped)
 
 
+def read_only(rights: Rights) -> Rights:
+    """Return the permissions of a frozen buffer: reads for all that have access."""
+    return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
+
+
 def protect(buffer: VirtualBuffer, rights: Rights) -> None:
     """Set the permissions of all memory of a buffer."""
     buffer.range._node.grant(list(buffer.range._node.table()), rights)
@@ -657,7 +652,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 def kept_of(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
     """Return the valid backups of the frozen ones among these buffers."""
-    return {buffer: buffer._frozen.saved for buffer in buffers if buffer._frozen is not None}
+    return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 
 
 def drop_woken(evictions: abc.Mapping[VirtualBuffer, Eviction]) -> None:

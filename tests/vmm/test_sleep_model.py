@@ -117,7 +117,7 @@ class Sleeping(RuleBasedStateMachine):
             assert done or buffer.frozen == (number in self.frozen)
             assert buffer.rights[place] == (READ if buffer.frozen else READWRITE)
             if buffer._frozen is not None:
-                saved = buffer._frozen.saved
+                saved = buffer._frozen
                 assert saved.stored._present[saved.blocks.start : saved.blocks.stop].all(), "the backup was dropped"
             if not buffer.evicted:
                 assert self.account.driver.cuMemGetAccess(place.to_driver(), buffer.address)[1] == buffer.rights[place]

@@ -83,27 +83,18 @@ class _Transfer:
     one slot, in two parts: first a copy to the slot, then a write to the file; or first a read, then a copy.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        out: bool,
-        staging: HostMemory,
-        threads: int,
-        give_back: Callable[[HostMemory], None],
-        in_use: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, contents: _Contents, stream: Stream, out: bool) -> None:
+        self._contents = contents
         self.stream: Stream = stream
         self.out: bool = out
         """Whether blocks are copied from device memory."""
-        self._staging = staging
-        self._give_back = give_back
-        self._in_use = in_use
-        self._free = list(staging.slots)
+        self._staging = contents.tier._staging(stream.device)
+        self._free = list(self._staging.slots)
         self._first: deque[_Step] = deque()
         self._second: deque[_Step] = deque()
-        self._most_second = max(len(staging.slots) - 2, 0) if out else 1
+        self._most_second = max(len(self._free) - 2, 0) if out else 1
         """Most steps in their second part while a new step waits for a slot."""
-        self._threads = ThreadPoolExecutor(threads)
+        self._threads = ThreadPoolExecutor(contents.tier._threads)
 
     def move(
         self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
@@ -142,7 +133,7 @@ class _Transfer:
         """
         # The thread ends the use. If it never begins, its argument is dropped, which ends it too.
         use = contextlib.ExitStack()
-        use.enter_context(self._in_use())
+        use.enter_context(self._contents.in_use())
         return self._threads.submit(_access, use, access, *args)
 
     def _advance_oldest(self) -> None:
@@ -162,7 +153,7 @@ class _Transfer:
         while self._second:
             self._end_oldest()
         self._threads.shutdown()
-        self._give_back(self._staging)
+        self._contents.tier._take_back(self._staging)
 
     def abandon(self) -> None:
         """Stop after an error, without waiting for the threads: an exception of a signal handler may have left a lock
@@ -197,7 +188,7 @@ class _Contents(Stored):
         """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
         # Other streams may be captured meanwhile.
         with self.in_use(), session_of(stream).relaxed():
-            transfer = self.tier._moving(stream, out, self.in_use)
+            transfer = _Transfer(self, stream, out)
             with undoing(transfer.abandon):
                 yield functools.partial(self._move, transfer)
                 transfer.finish()
@@ -377,15 +368,11 @@ class DiskTier(BlockTier):
         stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
-    def _moving(
-        self, stream: Stream, out: bool, in_use: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> _Transfer:
-        """Return a transfer with idle staging memory, or with new staging memory if there is none."""
-        staging = None
+    def _staging(self, device: Device) -> HostMemory:
+        """Return staging memory that no call uses, new memory if there is none."""
         with contextlib.suppress(IndexError):
-            staging = self._idle.pop()
-        staging = staging or HostMemory(stream.device, _SLOTS * self.block, self.block)
-        return _Transfer(stream, out, staging, self._threads, self._take_back, in_use)
+            return self._idle.pop()
+        return HostMemory(device, _SLOTS * self.block, self.block)
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given
