@@ -251,23 +251,14 @@ class Managed:
     def allocate(self, size: int, context: Context) -> int:
         whole = round_up(size, BLOCK)
         if self._physical is None:
-            self._physical = Physical("managed", 0)
-        reservation = ReservedExtent(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
-        self.banks.arenas.add(reservation)
+            self._physical = self.banks.arenas.own(Physical("managed", 0))
+        made = ReservedExtent(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
+        reservation = self.banks.arenas.add(made)
+        reservation.readable = whole
         self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
         """Release memory. Host arrays that refer to it then read :data:`FREED`."""
         self.allocations.remove(memory)
-        self._close(memory)
-
-    def _close(self, memory: ManagedMemory) -> None:
         self.banks.arenas.remove(memory.reservation)
-        memory.reservation.close(memory.reservation.size)
-
-    def close(self) -> None:
-        for memory in [one for one in self.allocations.at.values() if isinstance(one, ManagedMemory)]:
-            self._close(memory)
-        if self._physical is not None:
-            self._physical.close()

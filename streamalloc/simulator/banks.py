@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from streamalloc.simulator.allocator import HEAP, USED, Block, PoolAddresses, Shelf
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK, round_up
@@ -63,23 +65,44 @@ class Bank:
             self.used -= physical.size
             physical.close()
 
-    def close(self) -> None:
-        for physical in self._released:
-            physical.close()
-        self._released.clear()
-        self._shared = None
+
+class _Closes(Protocol):
+    def close(self) -> object: ...
+
+
+C = TypeVar("C", bound=_Closes)
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """The reservations of a machine. ``on_add`` is called with the start and end of a new one."""
+    """The reservations of a machine, by address, and all else that it has of the operating system: files and mappings.
+    What the program leaves open is closed here at the end of the machine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_add: Callable[[int, int], None] = lambda start, end: None
+        """Called with the start and end of a new reservation."""
+        self._owned: weakref.WeakSet[_Closes] = weakref.WeakSet()
 
-    def add(self, extent: ReservedExtent) -> None:
+    def own(self, made: C) -> C:
+        """Close an object at the end of the machine, unless it is closed before. Returns it."""
+        self._owned.add(made)
+        return made
+
+    def add(self, extent: ReservedExtent) -> ReservedExtent:
         self.on_add(extent.base, extent.end)
-        super().add(extent)
+        return super().add(self.own(extent))
+
+    def remove(self, extent: ReservedExtent) -> None:
+        """Remove a reservation, and close it."""
+        super().remove(extent)
+        extent.close()
+
+    def close(self) -> None:
+        owned = list(self._owned)
+        self.at, self._sorted = {}, []  # a kernel that still runs finds no memory that is gone
+        for one in owned:
+            one.close()
 
 
 @dataclass(eq=False)
@@ -157,24 +180,22 @@ class Space:
         self.of_node = of_node
         self._name = name
         self._on_host = on_host
-        self._used = 0
-        """End of the part of the line that had memory at any time."""
         self._arenas = banks.arenas
         # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
-        self._reservation = ReservedExtent(self.line.capacity, CHUNK, low=True)
+        self._reservation = self._arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
         self.base: int = self._reservation.base
-        self._arenas.add(self._reservation)
 
     @functools.cached_property
     def physical(self) -> Physical:
-        return Physical(self._name, self.line.capacity)
+        return self._arenas.own(Physical(self._name, self.line.capacity))
 
     def back(self, chunks: list[int]) -> None:
         """Map memory at chunks of the line."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
-            self._used = max(self._used, offset + size)
+            if self._on_host:
+                self._reservation.readable = max(self._reservation.readable, offset + size)
             self.line.backed.update(range(first, first + count))
             self.bank.used += size
 
@@ -205,7 +226,6 @@ class Space:
     def close(self) -> None:
         self.bank.used -= self.line.reserved
         self._arenas.remove(self._reservation)
-        self._reservation.close(self._used if self._on_host else 0)
         if "physical" in vars(self):
             self.physical.close()
 
@@ -288,9 +308,7 @@ class Regions:
 
     @functools.cached_property
     def reservation(self) -> ReservedExtent:
-        made = ReservedExtent(self.size, BLOCK)
-        self._banks.arenas.add(made)
-        return made
+        return self._banks.arenas.add(ReservedExtent(self.size, BLOCK))
 
     def take(self, size: int) -> Block:
         found = (block for _, pieces in reversed(self._regions) if (block := pieces.take(size)) is not None)
@@ -313,12 +331,6 @@ class Regions:
         self._regions.append((whole, pieces))
         return pieces
 
-    def close(self) -> None:
-        if "reservation" in vars(self):
-            self._banks.arenas.remove(self.reservation)
-            self.reservation.close()
-            del self.reservation
-
 
 class Heap:
     """Memory of cuMemAlloc, or pinned memory. File offsets equal offsets in the regions' reservation."""
@@ -328,7 +340,6 @@ class Heap:
         self._banks = banks
         self._bank = bank
         self._regions = regions
-        self._used = 0
         self._small: dict[int, Pieces] = {}
         """Allocations that share blocks, by kind."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
@@ -336,7 +347,7 @@ class Heap:
 
     @functools.cached_property
     def _physical(self) -> Physical:
-        return Physical(self._name, self._regions.size)
+        return self._banks.arenas.own(Physical(self._name, self._regions.size))
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
         """Allocate. Returns the address, the piece to free and the flags; None if there is not enough memory.
@@ -374,12 +385,6 @@ class Heap:
         """File and file offset of the memory at an address."""
         return self._physical, address - self._regions.reservation.base
 
-    def close(self) -> None:
-        self._bank.used -= self._used
-        if "_physical" in vars(self):
-            self._physical.close()
-            del self._physical
-
     # -- large pieces ----------------------------------------------------------------------------------------
 
     def take(self, size: int) -> Block | None:
@@ -390,7 +395,6 @@ class Heap:
         block = self._regions.take(size)
         with undo_by(self._regions.free, block):
             reservation.map(reservation.base + block.start, size, self._physical.fd, block.start)
-        self._used += size
         self._bank.used += size
         return block
 
@@ -398,6 +402,5 @@ class Heap:
         reservation = self._regions.reservation
         reservation.unmap(reservation.base + block.start, block.size)
         self._physical.discard(block.start, block.size)
-        self._used -= block.size
         self._bank.used -= block.size
         self._regions.free(block)

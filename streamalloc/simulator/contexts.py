@@ -95,10 +95,6 @@ class SimulatedDevice:
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
 
-    def close(self) -> None:
-        for part in (self.graphs, self.heap, self.pinned, self.regions):
-            part.close()
-
 
 @dataclass(eq=False, repr=False)
 class Context:

@@ -72,14 +72,15 @@ class DeviceGraphMemory:
     def set_aside(self) -> None:
         """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_address_ranges)."""
         if self._set_aside is None:
-            self._set_aside = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
+            whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
+            self._set_aside = self.banks.arenas.own(whole)
 
     def __post_init__(self) -> None:
         self.banks.reserves.append((self.bank, self.trim))
 
     @functools.cached_property
     def physical(self) -> Physical:
-        return Physical("graph", 0)
+        return self.banks.arenas.own(Physical("graph", 0))
 
     @property
     def size(self) -> int:
@@ -131,16 +132,6 @@ class DeviceGraphMemory:
         self.bank.used -= CHUNK
         self.physical.discard(chunk.offset, CHUNK)
 
-    def close(self) -> None:
-        for memory in list(self.memories):
-            memory.close()
-        self.bank.used -= self.size
-        self.chunks.clear()
-        if "physical" in vars(self):
-            self.physical.close()
-        if self._set_aside is not None:
-            self._set_aside.close()
-
 
 class Hole(NamedTuple):
     """A range that a node of the graph freed."""
@@ -163,8 +154,7 @@ class GraphHeap:
         shared.collect()
         shared.set_aside()
         self._shared = shared
-        self._reservation = ReservedExtent(round_up(shared.bank.addresses, CHUNK), CHUNK)
-        shared.banks.arenas.add(self._reservation)
+        self._reservation = shared.banks.arenas.add(ReservedExtent(round_up(shared.bank.addresses, CHUNK), CHUNK))
         self._size = 0
         self._reserved = 0
         self.holes: list[Hole] = []
@@ -283,7 +273,6 @@ class GraphHeap:
         """Release the addresses, and give the chunks to other graphs."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
-        self._reservation.close()
         self._leave_chunks()
 
     def _leave_chunks(self) -> None:

@@ -130,15 +130,8 @@ class Machine:
                 call_lock.leave(is_main)
 
     def _release(self) -> None:
-        self.pools.close()
-        self.managed.close()
-        for device in self._all_devices:
-            device.close()
         self.multicast.close()
-        self.virtual.close()
-        self.sharing.close()
-        for bank in (self.banks.host, *(device.bank for device in self._all_devices)):
-            bank.close()
+        self.banks.arenas.close()
         if self.usage is not None:
             self.usage.close()
 

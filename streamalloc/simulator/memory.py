@@ -322,6 +322,8 @@ class ReservedExtent(Extent):
         self, size: int, alignment: int, fd: int = -1, offset: int = 0, *, low: bool = False, hint: int = 0
     ) -> None:
         self.size = size
+        self.readable: int = 0
+        """Bytes from the start that read as :data:`FREED` after the end."""
         self.mapped: Intervals = Intervals()
         if hint:
             self.base: int = hint if _addresses.take_at(hint, size) else 0
@@ -359,11 +361,11 @@ class ReservedExtent(Extent):
             _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)
 
-    def close(self, readable: int = 0) -> None:
-        """Release the addresses. The first ``readable`` bytes stay readable and read as :data:`FREED`."""
+    def close(self) -> None:
+        """Release the addresses, except those that stay readable."""
         if not self._open:
             return
-        self._open = False
+        self._open, readable = False, self.readable
         if readable:
             keep_readable(self.base, self.base + readable)
             _kept.append((self.base, readable, self.size))
@@ -444,9 +446,11 @@ class RangeMap(Generic[E]):
         """Extents by first byte; most look-ups use it."""
         self._sorted: list[int] = []
 
-    def add(self, extent: E) -> None:
+    def add(self, extent: E) -> E:
+        """Add an extent, and return it."""
         self.at[extent.base] = extent
         insort(self._sorted, extent.base)
+        return extent
 
     def remove(self, extent: E) -> None:
         del self.at[extent.base]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from streamalloc.simulator.banks import Bank
+from streamalloc.simulator.banks import Arenas, Bank
 from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
 from streamalloc.simulator.errors import NotModelled, Result, check
 from streamalloc.simulator.memory import Extent, Physical, ReservedExtent, ReservedRange, window
@@ -78,8 +78,11 @@ class CreatedMemory(Mappable):
     bytes return to ``bank``; None if they came from another process's bank.
     """
 
-    def __init__(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> None:
+    def __init__(
+        self, arenas: Arenas, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
+    ) -> None:
         super().__init__(size, properties)
+        self._arenas = arenas
         self.physical = physical
         self.offset = offset
         self.bank = bank
@@ -91,12 +94,7 @@ class CreatedMemory(Mappable):
     @functools.cached_property
     def window(self) -> ReservedExtent:
         """Map the whole memory, for work without addresses."""
-        return window(self.physical.fd, self.offset, self.size)
-
-    def close_window(self) -> None:
-        if "window" in vars(self):
-            self.window.close()
-            del self.window
+        return self._arenas.own(window(self.physical.fd, self.offset, self.size))
 
     def check_part(self, offset: int, size: int) -> None:
         check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -107,7 +105,9 @@ class CreatedMemory(Mappable):
     def leave(self) -> None:
         if self.handles or self.mappings or self.bindings:
             return
-        self.close_window()
+        if "window" in vars(self):
+            self.window.close()
+            del self.window
         if self.bank is None:
             self.physical.close()
         elif self.properties.handle_types:

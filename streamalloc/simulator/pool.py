@@ -269,8 +269,7 @@ class OpenedPool(Accessible):
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
         # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
-        self._views = [ReservedExtent(min(self._whole, _VIEW), CHUNK, fd)]
-        self._arenas.add(self._views[0])
+        self._views = [self._arenas.add(ReservedExtent(min(self._whole, _VIEW), CHUNK, fd))]
 
     def address(self, offset: int, size: int) -> int:
         """Return the address of the imported memory; the same memory always has the same address."""
@@ -278,8 +277,7 @@ class OpenedPool(Accessible):
         if offset + size > self._views[-1].size:
             view = ReservedExtent(self._whole, CHUNK)
             view.map_again(self._views[0])
-            self._views.append(view)
-            self._arenas.add(view)
+            self._views.append(self._arenas.add(view))
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
@@ -294,7 +292,6 @@ class OpenedPool(Accessible):
     def close(self) -> None:
         for view in self._views:
             self._arenas.remove(view)
-            view.close()
 
 
 @dataclass(eq=False)
@@ -359,7 +356,3 @@ class PoolTable:
     def pending_streams(self) -> set[int]:
         """The streams with frees that the host has not seen."""
         return {number for pool in self.pools.values() for number in pool.line.pending_streams()}
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()

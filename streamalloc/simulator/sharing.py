@@ -188,8 +188,8 @@ class Sharing:
                 check(is_locked(own, number))
                 end = -(-(offset + size) // BLOCK) * BLOCK
                 check(end <= os.fstat(own).st_size)
-                block = self._blocks[key] = OpenedBlock(key, ReservedExtent(end - start, BLOCK, own, start))
-                self.banks.arenas.add(block.reservation)
+                reservation = self.banks.arenas.add(ReservedExtent(end - start, BLOCK, own, start))
+                block = self._blocks[key] = OpenedBlock(key, reservation)
         finally:
             os.close(own)
         address = block.reservation.base + offset - start
@@ -208,10 +208,6 @@ class Sharing:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # All memory in the file is freed.
         return own
 
-    def _unmap_block(self, block: OpenedBlock) -> None:
-        self.banks.arenas.remove(block.reservation)
-        block.reservation.close()
-
     def opened_at(self, address: int) -> OpenedMemory:
         return need_a(OpenedMemory, self.allocations.at.get(address))
 
@@ -221,7 +217,7 @@ class Sharing:
         self.allocations.remove(opened)
         opened.block.allocations -= 1
         if not opened.block.allocations:
-            self._unmap_block(self._blocks.pop(opened.block.key))
+            self.banks.arenas.remove(self._blocks.pop(opened.block.key).reservation)
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -234,7 +230,7 @@ class Sharing:
         if shared is None:
             physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
             physical.seal()
-            self._own_tables.append(EventTable(physical.fd))
+            self._own_tables.append(self.banks.arenas.own(EventTable(physical.fd)))
             shared = self._own_tables[-1].take()
             assert shared is not None
         return shared
@@ -247,19 +243,5 @@ class Sharing:
             # A GPU opens such memory (observed on H200: test_sharing).
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
-            table = self._tables[process, fd, owner] = EventTable(own)
+            table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(own))
         return SharedEvent(table, index)
-
-    # -- the end ---------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
-        for block in self._blocks.values():
-            self._unmap_block(block)
-        self.pools.clear()
-        self._blocks.clear()
-        self._opened.clear()
-        for table in (*self._own_tables, *self._tables.values()):
-            table.close()
-        self._own_tables.clear()

@@ -41,7 +41,6 @@ class VirtualMemory:
     handles: Handles[Mappable] = field(default_factory=Handles)
     _released: dict[int, Mappable] = field(default_factory=dict)
     """Mapped memory without handles, which can be mapped again."""
-    _ranges: dict[int, ReservedRange] = field(default_factory=dict)
     _shared: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
@@ -65,7 +64,8 @@ class VirtualMemory:
         self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
     ) -> CreatedMemory:
         """Make a handle of memory."""
-        memory = CreatedMemory(physical, offset, size, properties, bank)
+        arenas = self.banks.arenas
+        memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
         self.handles.add(memory)
         return memory
 
@@ -116,23 +116,20 @@ class VirtualMemory:
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
         # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
         # takes low addresses (observed on H200: test_address_ranges).
-        near = sum(one.size for one in self._ranges.values() if not one.is_placed)
+        ranges = [one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange)]
+        near = sum(one.size for one in ranges if not one.is_placed)
         low = max(size, alignment) >= CHUNK or near + size > max(self.profile.context_free, default=0)
         found = ReservedRange(size, alignment, low=low, hint=hint)
         if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._ranges[found.base] = found
-        self.banks.arenas.add(found)
-        return found.base
+        return self.banks.arenas.add(found).base
 
     def free(self, base: int, size: int) -> None:
-        found = need(self._ranges.get(base))
-        check(found.size == size)
+        found = need(self.range_of(base))
+        check((found.base, found.size) == (base, size))
         check(not self.mappings.overlapping(base, base + size))
-        del self._ranges[base]
         self.banks.arenas.remove(found)
-        found.close()
 
     def range_of(self, address: int) -> ReservedRange | None:
         found = self.banks.arenas.find(address)
@@ -214,21 +211,3 @@ class VirtualMemory:
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings
-
-    # -- the end ---------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        known = {*self.handles.values(), *(mapping.memory for mapping in self.mappings.at.values())}
-        memories = [one for one in known if isinstance(one, CreatedMemory)]
-        for memory in memories:
-            memory.close_window()
-        for physical in {memory.physical for memory in memories}:
-            physical.close()
-        if self._shared is not None:
-            self._shared.close()
-        for found in self._ranges.values():
-            self.banks.arenas.remove(found)
-            found.close()
-        self._ranges.clear()
-        self.handles.clear()
-        self.mappings = RangeMap()

@@ -97,7 +97,7 @@ def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
     machine = rig.raw._machine
     del rig
     end_simulated_machines()
-    assert not machine.virtual.mappings.at
+    assert not machine.banks.arenas.at
     assert not has_memory(released) and not has_memory(kept)
     assert open_descriptors() == files
 
