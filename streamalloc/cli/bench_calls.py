@@ -34,40 +34,36 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 # --- allocate and free ----------------------------------------------------------------------------------------------
 
 
-def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0, drop: bool = False) -> Setup:
+def pair(bench: Bench, *, kind: str, nbytes: int = SIZE, streams: int = 0, alive: int = 0, drop: bool = False) -> Call:
     """Allocate and free beside ``alive`` other allocations. With ``streams``, take the next of so many streams each
     time.
 
     The raw calls are the bindings' functions with handle objects, results unchecked.
     """
+    if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
+        raise ImportError("so many allocations take too long")
+    pool, raw_pool = bench.new_pool()
+    allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
+    stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
+    buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
+    bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
+    for one in those:  # The first allocation on a stream takes longer, in the driver.
+        allocator.allocate(nbytes, one).free()
+    if drop:
+        return partial(allocator.allocate, nbytes, stream)
+    next_stream = itertools.cycle(those).__next__
+    if kind != RAW:
+        if streams:
+            return lambda: allocator.allocate(nbytes, next_stream()).free()
+        return lambda: allocator.allocate(nbytes, stream).free()
+    allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
+    raw, next_raw = raw_handle(stream), itertools.cycle(map(raw_handle, those)).__next__
 
-    def setup(bench: Bench) -> Call:
-        if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
-            raise ImportError("so many allocations take too long")
-        pool, raw_pool = bench.new_pool()
-        allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
-        stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
-        buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
-        bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
-        for one in those:  # The driver makes the first allocation on each stream.
-            allocator.allocate(nbytes, one).free()
-        if drop:
-            return partial(allocator.allocate, nbytes, stream)
-        next_stream = itertools.cycle(those).__next__
-        if kind != RAW:
-            if streams:
-                return lambda: allocator.allocate(nbytes, next_stream()).free()
-            return lambda: allocator.allocate(nbytes, stream).free()
-        allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-        raw, next_raw = raw_handle(stream), itertools.cycle(map(raw_handle, those)).__next__
+    def on_the_next() -> None:
+        on = next_raw()
+        free(allocate(nbytes, raw_pool, on)[1], on)
 
-        def on_the_next() -> None:
-            on = next_raw()
-            free(allocate(nbytes, raw_pool, on)[1], on)
-
-        return on_the_next if streams else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
-
-    return setup
+    return on_the_next if streams else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
 
 
 def cuda_core_pair(cuda: CudaCore) -> Call:
@@ -108,7 +104,9 @@ def _scaled(key: str, title: str, scales: dict[str, dict[str, Any]]) -> BenchRow
     The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
     """
     kinds = (RAW, OURS, CACHED)
-    variants = {f"{kind}, {scale}": pair(kind, **options) for scale, options in scales.items() for kind in kinds}
+    variants = {
+        f"{kind}, {scale}": partial(pair, kind=kind, **options) for scale, options in scales.items() for kind in kinds
+    }
     bases = {f"{kind}, {scale}": f"{RAW}, {scale}" for scale in scales for kind in kinds}
     first, *others = scales
     targets = [Target(f"{OURS}, {scale}", 1.15, f"{OURS}, {first}", "ratio_to_raw") for scale in others]
@@ -124,7 +122,7 @@ ROWS = (
         "pair",
         "Allocate and free 4 KiB",
         {
-            **{kind: pair(kind) for kind in (RAW, OURS, CACHED, EXPANDABLE)},
+            **{kind: partial(pair, kind=kind) for kind in (RAW, OURS, CACHED, EXPANDABLE)},
             "cuda.core": with_(CudaCore, cuda_core_pair),
             "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
             CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
@@ -140,7 +138,7 @@ ROWS = (
     BenchRow(
         "drop",
         "Allocate 4 KiB and drop the buffer",
-        {RAW: pair(RAW), OURS: pair(OURS, drop=True), CACHED: pair(CACHED, drop=True)},
+        {kind: partial(pair, kind=kind, drop=kind != RAW) for kind in (RAW, OURS, CACHED)},
     ),
     BenchRow(
         "fill",

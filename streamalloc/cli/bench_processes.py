@@ -30,7 +30,6 @@ from streamalloc.cli.measuring import (
     CudaCore,
     Measured,
     PyTorch,
-    Setup,
     Target,
     repeated,
     slow_row,
@@ -242,12 +241,9 @@ def _need_sharing(bench: Bench) -> None:
     bench.common = worker, bench.resources.enter_context(pool)
 
 
-def _staged(name: str) -> Setup:
-    def setup(bench: Bench) -> Measured:
-        worker, pool = bench.common
-        return VARIANTS[name][0](Stage(bench, worker, pool, name))
-
-    return setup
+def _staged(bench: Bench, *, variant: str) -> Measured:
+    worker, pool = bench.common
+    return VARIANTS[variant][0](Stage(bench, worker, pool, variant))
 
 
 # --- queues of multiprocessing ---------------------------------------------------------------------------------------
@@ -391,20 +387,16 @@ IMPORT = "import streamalloc; streamalloc.MemoryPool"
 """An import statement that names a class, because the package loads modules on first use."""
 
 
-def _import(statement: str) -> Setup:
+def _import(bench: Bench, *, statement: str) -> Measured:
     """Return the time of an import in a new process."""
-
-    def setup(bench: Bench) -> Measured:
-        # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
-        compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
-        variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-c", _TIMED.format(statement.removeprefix("import "))]
-        run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
-        # The first import compiles the modules and fills the page cache.
-        return Measured(lambda number: float(run().stdout))
-
-    return setup
+    # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
+    compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
+    variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", _TIMED.format(statement.removeprefix("import "))]
+    run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
+    # The first import, which is not counted, compiles the modules and fills the page cache.
+    return Measured(lambda number: float(run().stdout))
 
 
 CACHED = traces.ALLOCATORS["cached"].title
@@ -413,18 +405,14 @@ OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
 _FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_over_used")
 
 
-def _replay(name: str, trace: str) -> Setup:
+def _replay(bench: Bench, *, name: str, workload: str) -> Measured:
     """Return the time of a replay."""
-
-    def setup(bench: Bench) -> Measured:
-        made = _made(trace)
-        # A separate replay, because its figures are read after each allocation, which takes time.
-        once = traces.replay(made, name, bench.device, rounds=1)
-        found = {one: getattr(once, one) for one in _FIGURES}
-        replay = bench.resources.enter_context(traces.prepare(made, name, bench.device))
-        return Measured(lambda number: replay.run(), {one: value for one, value in found.items() if value is not None})
-
-    return setup
+    trace = _made(workload)
+    # A separate replay, because its figures are read after each allocation, which takes time.
+    once = traces.replay(trace, name, bench.device, rounds=1)
+    found = {one: getattr(once, one) for one in _FIGURES}
+    replay = bench.resources.enter_context(traces.prepare(trace, name, bench.device))
+    return Measured(lambda number: replay.run(), {one: value for one, value in found.items() if value is not None})
 
 
 @functools.cache
@@ -436,7 +424,7 @@ ROWS = (
     BenchRow(
         "share",
         "Send 1 MiB to another process, and wait for its reply",
-        {name: _staged(name) for name in VARIANTS},
+        {name: functools.partial(_staged, variant=name) for name in VARIANTS},
         (Target(OUR_SHARE, 1.3, RAW_SHARE), Target(OUR_SHARE, 1.1, CUDA_CORE)),
         most=500,
         need=_need_sharing,
@@ -471,20 +459,23 @@ ROWS = (
     slow_row(
         "import",
         "Import, in a new process",
-        {one: _import(one) for one in (BASE, IMPORT)},
+        {one: functools.partial(_import, statement=one) for one in (BASE, IMPORT)},
         (Target(IMPORT, 1.2, BASE),),
         rounds=(15, 3),
     ),
     *(
         slow_row(
-            f"replay_{trace}",
-            f"Replay of a trace: {trace}",
-            {entry.title: _replay(name, trace) for name, entry in traces.ALLOCATORS.items()},
+            f"replay_{workload}",
+            f"Replay of a trace: {workload}",
+            {
+                entry.title: functools.partial(_replay, name=name, workload=workload)
+                for name, entry in traces.ALLOCATORS.items()
+            },
             (
                 *(Target(CACHED, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
                 Target(EXPANDABLE, 1.10, figure="reserved_over_used"),
             ),
         )
-        for trace in traces.WORKLOADS
+        for workload in traces.WORKLOADS
     ),
 )

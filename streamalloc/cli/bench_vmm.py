@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,12 @@ PINNED = 2 << 30
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
+def _need_steps(bench: Bench) -> None:
+    """Choose the bytes of a step."""
+    need_virtual_memory(bench.device)
+    bench.common = STEP_SIMULATED if bench.chosen.is_simulated else STEP
+
+
 def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
     """Return a function that creates memory and maps it at an address by raw calls; it returns the handle."""
     driver = bench.driver
@@ -53,66 +58,50 @@ def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
     return map_at
 
 
-@contextlib.contextmanager
-def _raw(bench: Bench, nbytes: int) -> Iterator[Call]:
-    """Map an address range step by step with the bindings' functions, results checked."""
-    driver, map_at, handles = bench.driver, _mapper(bench, nbytes), list[Any]()
+def _grown_by_raw_calls(bench: Bench) -> Measured:
+    """Map a range of addresses step by step with the bindings' functions, results checked."""
+    driver, nbytes, handles = bench.driver, bench.common, list[Any]()
+    map_at = _mapper(bench, nbytes)
     start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
-    yield lambda: handles.append(map_at(start + nbytes * len(handles)))
-    value_of(driver.cuCtxSynchronize())
-    if handles:
-        value_of(driver.cuMemUnmap(start, nbytes * len(handles)))
-    for handle in handles:
-        value_of(driver.cuMemRelease(handle))
-    value_of(driver.cuMemAddressFree(start, STEPS * nbytes))
-
-
-@contextlib.contextmanager
-def _ours(bench: Bench, nbytes: int) -> Iterator[Call]:
-    """Grow the library's buffer."""
-    with vmm.GrowableBuffer(bench.device, STEPS * nbytes) as buffer:
-        yield functools.partial(buffer.grow, nbytes)
-
-
-@contextlib.contextmanager
-def _copied(bench: Bench, nbytes: int) -> Iterator[Call]:
-    """Allocate one step more, copy, and free the old memory."""
-    driver, held, size = bench.driver, bench.driver.CUdeviceptr(0), 0
+    bench.resources.callback(driver.cuMemAddressFree, start, STEPS * nbytes)
 
     def grow() -> None:
-        nonlocal held, size
-        larger = value_of(driver.cuMemAlloc(size + nbytes))
-        if size:
-            value_of(driver.cuMemcpyAsync(larger, held, size, bench.raw_stream))
-            value_of(driver.cuStreamSynchronize(bench.raw_stream))
-            value_of(driver.cuMemFree(held))
-        held, size = larger, size + nbytes
+        for step in range(STEPS):
+            handles.append(map_at(start + step * nbytes))
 
-    yield grow
-    if size:
-        value_of(driver.cuMemFree(held))
+    def release() -> None:
+        value_of(driver.cuMemUnmap(start, STEPS * nbytes))
+        while handles:
+            value_of(driver.cuMemRelease(handles.pop()))
+
+    return undone(grow, release)
 
 
-def _grown(kind: Callable[[Bench, int], contextlib.AbstractContextManager[Call]]) -> Setup:
-    """Return the time to grow from nothing in steps; the release is not timed."""
+def _grown(bench: Bench) -> Measured:
+    """Grow the library's buffer."""
+    nbytes = bench.common
+    buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, STEPS * nbytes))
 
-    def setup(bench: Bench) -> Measured:
-        nbytes = STEP_SIMULATED if bench.chosen.is_simulated else STEP
-        memory = bench.resources.enter_context(contextlib.ExitStack())
-        step = memory.enter_context(kind(bench, nbytes))
+    def grow() -> None:
+        for _ in range(STEPS):
+            buffer.grow(nbytes)
 
-        def grow() -> None:
-            for _ in range(STEPS):
-                step()
+    return undone(grow, lambda: buffer.resize(0))
 
-        def renew() -> None:
-            nonlocal step
-            memory.close()
-            step = memory.enter_context(kind(bench, nbytes))
 
-        return undone(grow, renew)
+def _copied(bench: Bench) -> Measured:
+    """Allocate one step more, copy, and free the old memory."""
+    driver, stream, nbytes, held = bench.driver, bench.raw_stream, bench.common, list[Any]()
 
-    return setup
+    def grow() -> None:
+        for step in range(STEPS):
+            held.append(value_of(driver.cuMemAlloc((step + 1) * nbytes)))
+            if step:
+                value_of(driver.cuMemcpyAsync(held[1], held[0], step * nbytes, stream))
+                value_of(driver.cuStreamSynchronize(stream))
+                value_of(driver.cuMemFree(held.pop(0)))
+
+    return undone(grow, lambda: value_of(driver.cuMemFree(held.pop())))
 
 
 # --- evict and restore ----------------------------------------------------------------------------------------------
@@ -383,11 +372,11 @@ ROWS = (
     BenchRow(
         "growth",
         f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
-        {RAW: _grown(_raw), OURS: _grown(_ours), "cuMemAlloc, copy and cuMemFree": _grown(_copied)},
+        {RAW: _grown_by_raw_calls, OURS: _grown, "cuMemAlloc, copy and cuMemFree": _copied},
         (Target(OURS, 1.25, RAW),),
         most=1,
         rounds=(24, 6),
-        need=lambda bench: need_virtual_memory(bench.device),
+        need=_need_steps,
     ),
     slow_row(
         "eviction",

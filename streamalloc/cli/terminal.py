@@ -121,54 +121,37 @@ class Terminal:
         """Print rows in aligned columns.
 
         ``align`` has one letter for each column, ``l`` or ``r``; default ``l``. A cell may have several lines. In a
-        narrow terminal, titles and left-aligned columns are folded at words. If that is too wide, a left-aligned last
-        column goes below each row, and other columns follow in a table below, beside the first one.
+        narrow terminal, titles and left-aligned columns are folded at words. If that is still too wide, the cells of a
+        row follow each other below its first one, each with its title.
         """
-        every = [header, *rows] if header else list(rows)
+        rows = list(rows)
+        every = [header, *rows] if header else rows
         columns = list(zip(*every, strict=True))
         align = align.ljust(len(columns), "l")
-        natural = [max(map(_width, column)) for column in columns]
+        widths = [max(map(_width, column)) for column in columns]
         least = [_least(column, letter, bool(header)) for column, letter in zip(columns, align, strict=True)]
-        below = False
-        if columns and align[-1] == "l":
-            least[-1] = min(natural[-1], _NARROWEST)
-            below = len(columns) > 2 and not self._fits(least)
-        for shown in self._panels(least[: len(least) - below]):
-            widths = self._narrowed({number: natural[number] for number in shown}, least)
-            for row in every:
-                style = self.dim if row is header else str
-                cells = [_folded(row[number], width) for number, width in widths.items()]
-                for parts in itertools.zip_longest(*cells, fillvalue=""):
-                    line = [_padded(part, widths[at], align[at]) for part, at in zip(parts, widths, strict=True)]
-                    self.line(style(_GAP.join(["", *line]).rstrip()))
-                if below and row[-1]:
-                    self.paragraph(style(row[-1]), indent=3 * len(_GAP))
-            if shown[-1] < len(columns) - below - 1:
-                self.line()
+        if align.endswith("l") and widths:  # often sentences, which would be folded at each word
+            least[-1] = min(widths[-1], _NARROWEST)
+        while not self._fits(widths) and widths != least:
+            folding = [at for at, width in enumerate(widths) if width > least[at]]
+            widths[max(folding, key=widths.__getitem__)] -= 1
+        if not self._fits(widths):
+            for first, *others in rows:
+                self.paragraph(first)
+                for title, cell in itertools.zip_longest(header[1:], others, fillvalue=""):
+                    if cell:
+                        self.paragraph(f"{title} {cell}".strip(), indent=6)
+            return
+        for row in every:
+            style = self.dim if row is header else str
+            cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
+            for parts in itertools.zip_longest(*cells, fillvalue=""):
+                line = map(_padded, parts, widths, align)
+                self.line(style(_GAP.join(["", *line]).rstrip()))
 
     def _fits(self, widths: Iterable[int]) -> bool:
         """Whether columns of these widths fit beside each other."""
         return self._width is None or sum(len(_GAP) + width for width in widths) <= self._width
-
-    def _panels(self, least: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the columns that fit beside each other; the first column begins each group."""
-        shown: list[int] = []
-        for number in range(len(least)):
-            if len(shown) > 1 and not self._fits(least[one] for one in [*shown, number]):
-                yield shown
-                shown = [0]
-            shown.append(number)
-        if shown:
-            yield shown
-
-    def _narrowed(self, widths: dict[int, int], least: Sequence[int]) -> dict[int, int]:
-        """Take columns from the widest that can be folded, until all fit."""
-        while not self._fits(widths.values()):
-            folding = [number for number, width in widths.items() if width > least[number]]
-            if not folding:
-                break
-            widths[max(folding, key=widths.__getitem__)] -= 1
-        return widths
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
