@@ -1,9 +1,9 @@
-"""Counters in device memory that order streams of different ranks. The host never blocks.
+"""Barriers and signals between the streams of different ranks, by counters in device memory. The host never blocks.
 
-Each rank has a counter in every other rank's memory, for each channel and kind. Only that rank increments it, by
-``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all devices. The other rank's stream
-waits by ``cuStreamWaitValue32`` on its own memory. Counters only increase, so they need no reset, and a rank may be
-ahead of others.
+Each rank has a counter in the memory of every other rank, for each channel and for barriers and signals. Only this rank
+increases it, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all devices. The
+other rank's stream waits for it in its own memory, by ``cuStreamWaitValue32``. Counters only increase. So they need no
+reset, and one rank may be ahead of the others.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ class Signals:
         self._rounds: defaultdict[int, int] = defaultdict(int)
         """Barriers so far, by channel."""
         self._sent: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """Signals so far, by (rank, peer, channel)."""
+        """Signals sent so far, by (rank, peer, channel)."""
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """Waits so far, by (rank, peer, channel)."""
+        """Signals waited for so far, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], Fence] = {}
-        """The last call, by (kind, rank, peer, channel). The peer of a barrier is -1."""
+        """Fence after the last call for each (kind, rank, peer, channel). A barrier has -1 as its peer."""
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
-        """Make the stream of each rank in ``streams`` wait for all other ranks."""
+        """Make the streams, one for each rank of this process, wait for all other ranks."""
         check_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
             refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
             self._wait_for_latest(stream, _BARRIER, rank, -1, channel)
-        # First write all counters, then wait, because one stream may serve several ranks.
+        # All writes come before the first wait. Else a stream that serves several ranks would wait for a write queued
+        # behind the wait.
         for rank, stream in streams.items():
             for other in self._others(rank):
                 self._write(stream, other, _BARRIER, channel, rank, count)
@@ -60,7 +61,7 @@ class Signals:
             for other in self._others(rank):
                 self._wait(stream, rank, _BARRIER, channel, other, count)
             self._record_latest(stream, _BARRIER, rank, -1, channel)
-        # Counted last, so that after a failure the next call writes the same values.
+        # Counted after all calls have succeeded. After a failure the next barrier writes the same values again.
         self._rounds[channel] = count
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
@@ -80,10 +81,10 @@ class Signals:
         self._awaited[rank, peer, channel] = count
 
     def released(self, rank: int) -> npt.NDArray[np.uint32]:
-        """Return counter values for a rank's memory that satisfy every queued wait of its streams."""
+        """Return values of the counters in a rank's memory for which no queued wait of its streams waits any more."""
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
-            # One more than counted, because a half-failed barrier may have queued waits.
+            # One more than counted, because a barrier that failed may have queued waits.
             counters[_BARRIER, channel] = (count + 1) % _WRAP
         for (waiting, peer, channel), count in self._awaited.items():
             if waiting == rank:
@@ -110,7 +111,7 @@ class Signals:
         refuse_capture(stream, call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        """Order the stream after the last writer of the counter, so that the counter never decreases."""
+        """Make the stream wait for the last call that wrote the counter. Otherwise the counter could decrease."""
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:
             latest.precede(stream)

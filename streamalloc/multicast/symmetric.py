@@ -1,4 +1,4 @@
-"""Symmetric memory: equally large on each device of a team, and mapped on all devices."""
+"""Symmetric memory: memory of the same size on each device of a team, mapped on all of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SymmetricBuffer(BufferView):
     It keeps the :class:`SymmetricMemory` alive.
     """
 
-    _ptr = None  # None selects the slow path, which respects this class's stream and owner.
+    _ptr = None  # Without an address here, fills and copies ask the properties of this class for stream and owner.
 
     def __init__(self, owner: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
         super().__init__(mapping, start, nbytes)
@@ -81,7 +81,7 @@ class SymmetricBuffer(BufferView):
             raise ClosedError(f"{self._symmetric!r} was closed")
 
     def _resident_on(self) -> int | None:
-        # None: copies use only the address, and need no context on another rank's device.
+        # None, because a copy needs only the address. The device of another process's rank may have no context here.
         return None
 
     def __repr__(self) -> str:
@@ -181,7 +181,7 @@ class SymmetricMemory(Closes, Shown):
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
-            # At process exit the operating system releases everything.
+            # Not at exit, when the operating system releases everything.
             self._finalizer.atexit = False
 
     @classmethod
@@ -440,7 +440,7 @@ class SymmetricMemory(Closes, Shown):
         if not self._leaving:
             devices = self._resources.devices
             try:
-                # After the first step, all ranks have queued the work that other ranks' devices wait for.
+                # The first step is a barrier: after it, all ranks have queued the signals for which other devices wait.
                 self._group.step("close", lambda rank: None, deadline)
                 self._group.step("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
             except SymmetricMemoryError as first:
@@ -519,12 +519,12 @@ class SymmetricMemory(Closes, Shown):
 def _satisfy_and_finish(
     resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
 ) -> None:
-    """Satisfy all barriers and signals that streams wait for, then wait until the devices are idle."""
+    """Write the counters for which streams still wait, then wait until the devices are idle."""
 
     def satisfy(rank: int, device: Device) -> None:
         counters = signals.released(rank)
         at = signals.layout.counters
-        # A new stream, because the default stream waits for blocked streams.
+        # On a new stream, because the default stream would wait for the very streams that are to go on.
         with resources.session.relaxed(), device.create_stream() as stream:
             resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
@@ -536,7 +536,7 @@ def _satisfy_and_finish(
 
 
 class _DroppedMemory(Deferred):
-    """Release of dropped symmetric memory once its devices are idle; other ranks are not notified."""
+    """Release of dropped symmetric memory once its devices are idle. The other ranks are not told."""
 
     def __init__(self, resources: RankResources, signals: Signals) -> None:
         self.resources: RankResources = resources
@@ -555,14 +555,14 @@ class _DroppedMemory(Deferred):
         return False
 
     def _wait(self) -> None:
-        # After an error, such as another code's capture, the next attempt() starts a new thread.
+        # After an error, such as a capture by other code, the next attempt() starts a new thread.
         with contextlib.suppress(Exception), self.resources.session.relaxed():
             _satisfy_and_finish(self.resources, self._signals, None, [])
             self._idle = True
 
 
 def _drop(dropped: _DroppedMemory, description: str) -> None:
-    """Queue dropped memory for release; called by the finaliser."""
+    """Submit dropped memory to the queue of ends. For the finaliser."""
     session = dropped.resources.session
     if dropped.resources.made and session.usable:
         deferred_queue(session).submit(dropped)

@@ -1,6 +1,6 @@
-"""Memory bound to a multicast object: checks, the binding driver call, and the release order.
+"""Bindings of memory to a multicast object: the checks, the driver call that binds, and the order of releases.
 
-``cuMulticastUnbind`` runs before the object and the memory are released.
+``cuMulticastUnbind`` comes before the release of the object and of the memory.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class BindSource(NamedTuple):
     address: int | None
     """Device address; None if the range is bound by its handle."""
     state: AllocationState | None
-    """State of the physical allocation; None for pool memory."""
+    """State of the physical memory; None for memory of a pool."""
 
     @classmethod
     def of(cls, memory: object, memory_offset: int, nbytes: int | None, session: Session) -> BindSource:
-        """Check the arguments of ``bind`` and find the physical memory behind them.
+        """Check the arguments of ``bind``, and find the physical memory behind an address.
 
         Raises
         ------
@@ -67,12 +67,12 @@ class BindSource(NamedTuple):
         if isinstance(base, GraphBuffer):
             raise ValueError(f"memory={memory!r} belongs to a graph, which frees it: bind memory of a pool")
         if not isinstance(base, RangeView):
-            # Mapped memory needs no access rights to be bound, so only other memory is checked for use.
+            # Mapped memory may be bound without access rights, so only other memory must be usable.
             check_usable(memory)
         address = memory.address + start
         if not isinstance(base.owner, AddressRange):
             return cls(memory, memory, start, size, address, None)
-        # The binding keeps the physical memory, because the addresses may be freed before it is unbound.
+        # The binding keeps the physical memory and not the range, because the addresses may be freed before the unbind.
         begin = address - base.owner.address
         chunks = covering(base.owner, begin, begin + size)
         if len(chunks) > 1:
@@ -94,7 +94,7 @@ class BindSource(NamedTuple):
         if self.address is None:
             check_multiple("memory_offset", self.offset, granularity)
         else:
-            # A range that is bound by its address needs an aligned address, but no aligned offset in the memory.
+            # ``cuMulticastBindAddr`` takes no offset in the memory, so only the address must be aligned.
             check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
         if shareable and self._handle_types() == MemHandleType.NONE:
             raise ValueError(
@@ -115,7 +115,7 @@ class BindSource(NamedTuple):
         return device.ordinal
 
     def _handle_types(self) -> MemHandleType | None:
-        """Handle types that the memory can be exported as; None if unknown."""
+        """Return the handle types with which the memory was made; None if unknown."""
         if isinstance(self.memory, PhysicalMemory):
             return self.memory.properties.requested_handle_types
         base, _ = viewed(self.memory)
@@ -124,9 +124,9 @@ class BindSource(NamedTuple):
         return None if properties is None else properties.handle_types
 
     def bind_call(self, raw: Any, ordinal: int, offset: int, device: Device | None) -> tuple[str, tuple[Any, ...]]:
-        """Name and arguments of the driver call that binds the range at ``offset`` of the object ``raw``.
+        """Return name and arguments of the driver call that binds the range at ``offset`` of the object ``raw``.
 
-        Host memory needs ``device``, and the ``_v2`` function that takes it.
+        Only the ``_v2`` functions take a device, which host memory needs.
         """
         versioned = device is not None and self.memory.location.on_host
         target = (raw, ordinal, offset) if versioned else (raw, offset)
@@ -139,7 +139,7 @@ class BindSource(NamedTuple):
 
 
 class BindingNode(HandleNode):
-    """One binding as a node of the release order. While it exists, :attr:`raw` is the multicast object's handle."""
+    """Node of a binding in the order of releases. :attr:`raw` is the multicast object's handle until the unbind."""
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
@@ -156,10 +156,11 @@ class BindingNode(HandleNode):
         return self.offset + self.source.nbytes
 
     def link(self, team: Node) -> None:
-        """Order the release: this binding, the object's mappings, the object, the memory, the addresses."""
+        """Set the order of releases: this binding, the object's mappings, the object, the memory, the addresses."""
         state = self.source.state
         self._raw = self.object.raw
-        # The object, which a global table lists, keeps the user's memory: it may be collected only after the object.
+        # The node of the object is in a table that lives as long as the driver. So it keeps the memory from being
+        # collected, and released, before the object.
         self.object.kept[self] = self.source.memory
         for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
             node.first[self] = None
@@ -173,7 +174,7 @@ class BindingNode(HandleNode):
                 mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
-        """Remove the order between object and memory, unless another binding still joins them."""
+        """Remove the order between object and memory, unless another binding of the object needs it."""
         state = self.source.state
         self.object.kept.pop(self, None)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
@@ -193,12 +194,14 @@ class BindingNode(HandleNode):
             self.was_refused()
 
     def was_refused(self) -> None:
-        """Mark the binding as gone, because the driver refused it or an interrupt came before the call."""
+        """Mark the binding as gone without a driver call, after a refused bind or an interrupt before the call."""
         self._raw = None
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory, and from the nodes that it precedes: it keeps the memory."""
+        """Remove the binding from the state of its memory and from the nodes it precedes, so that these no longer keep
+        the memory.
+        """
         state = self.source.state
         if state is not None:
             state.bindings.pop(self, None)

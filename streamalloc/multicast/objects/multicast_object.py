@@ -1,7 +1,7 @@
-"""Multicast objects: one address range that reaches memory on each device of a team (driver API section 6.16).
+"""Multicast objects: one range of addresses that reaches memory on each device of a team (driver API section 6.16).
 
-A :class:`MulticastObject` owns its bindings; a :class:`Binding` is a reference to one of them. The driver calls always
-run in this order: unbind, unmap and release the object, release the bound memory, free the addresses.
+A :class:`MulticastObject` owns its bindings. A :class:`Binding` is a reference to one of them. Releases come in this
+order: unbind the memory, unmap the object, release the object, release the memory, free the addresses.
 """
 
 from __future__ import annotations
@@ -297,10 +297,10 @@ class MulticastObject(GenericAllocation):
         self.devices += (device,)
 
     def mark_complete(self) -> None:
-        """Declare that all processes have added their devices, so that :attr:`complete` is true.
+        """Declare that all processes have added their devices: :attr:`complete` becomes true.
 
-        Call it if other processes add devices, after a barrier that each process reaches once its devices are added. If
-        a process failed to add a device, do not call it: bind and map would block forever.
+        Needed if other processes add devices. Call it after a barrier that each process reaches once it has added its
+        devices. Do not call it if a process failed to add a device: the driver would block in bind and map for ever.
         """
         self._checked_raw()
         self._complete = True
@@ -369,7 +369,7 @@ class MulticastObject(GenericAllocation):
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # Record the binding before the call: it is then undone even if a signal handler raises just after the call.
+            # Listed before the call, so that it is undone even if a signal handler raises right after the call.
             self._bound.append(node)
             node.link(self._team)
             self._session.call(name, *arguments)
@@ -421,7 +421,7 @@ class MulticastObject(GenericAllocation):
         """
         if self.closed:
             return
-        # First undo the mappings of dropped address ranges.
+        # Mappings of dropped address ranges may still wait to be unmapped.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
@@ -452,7 +452,7 @@ class MulticastObject(GenericAllocation):
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Wait for the work that may use the object, because unbinding and unmapping take effect at once."""
+        """Wait for the work that may use the object, because ``cuMulticastUnbind`` and ``cuMemUnmap`` do not."""
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:
@@ -466,7 +466,7 @@ class MulticastObject(GenericAllocation):
             if node.gone:
                 node.unlink(self._team)
                 self._live_bindings()
-                self._node.allocations.work()  # memory that was closed may wait for this
+                self._node.allocations.work()  # closed memory may wait for the unbind
 
     def _end(self, after: After) -> None:
         self._wait(after)
@@ -483,7 +483,7 @@ class MulticastObject(GenericAllocation):
             for state in states if self._node.gone else ():
                 if state is not None:
                     state.teams.pop(self._team, None)
-            allocations.work()  # memory or addresses that were given up may wait for this
+            allocations.work()  # closed memory and addresses may wait for the release of the object
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -576,9 +576,8 @@ class MulticastView(LoneMapping):
     """A multicast object in its own address range; returned by :meth:`MulticastObject.map`.
 
     :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads are undefined, so
-    :meth:`copy_to` and the array interfaces raise an error. Kernels take :attr:`address` and use ``multimem``
-    instructions. A kernel that also uses the bound memory by its own address needs ``fence.proxy.alias``, see
-    :class:`MulticastObject`.
+    :meth:`copy_to` and the array interfaces raise an error. Kernels use ``multimem`` instructions at :attr:`address`. A
+    kernel that also uses the bound memory at its own address needs ``fence.proxy.alias``: see :class:`MulticastObject`.
     """
 
     __slots__ = ()

@@ -1,7 +1,6 @@
-"""The plan for symmetric memory: every rank computes the same one from the profiles of all ranks.
+"""Plan of the set-up of symmetric memory. Every rank computes the same plan from the profiles of all ranks.
 
-This module makes no driver calls and does not communicate. All ranks have the same profiles, so an error is raised on
-all of them.
+This module makes no driver call and sends nothing. All ranks have the same profiles, so an error is raised on all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
 CHANNELS = 16
-"""Number of independent channels, for barriers and for the signals between each two ranks."""
+"""Number of independent channels for barriers, and for signals between each two ranks."""
 
 _FORMAT = 1
 """Version of the encoded profile. It increases with each change of a field."""
@@ -34,7 +33,7 @@ _FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Arguments of one rank, and identity and capabilities of its device."""
+    """Profile of one rank: its arguments, and identity and capabilities of its device."""
 
     device: str
     """UUID and name of the device."""
@@ -103,7 +102,7 @@ def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
 
 
 class Plan(NamedTuple):
-    """The decisions that all ranks follow."""
+    """Decisions that are the same on all ranks."""
 
     layout: RankLayout
     multicast: bool

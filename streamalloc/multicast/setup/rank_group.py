@@ -1,7 +1,7 @@
-"""A group of ranks that runs steps together: each step succeeds on all ranks, or fails on all with one error.
+"""Group of ranks that run steps together. A step succeeds on all ranks, or fails on all with one error.
 
-After each step every rank sends its outcome to all others, even after a failure. So no rank waits for a failed one, and
-all ranks make the same communicator calls in the same order.
+After each step every rank sends its outcome to all others, even if the step failed there. So no rank waits for a failed
+one, and all ranks make the same calls of the communicator in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from streamalloc.ipc.internal import described, left
 
 _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
-"""Most bytes of an error text sent to other ranks."""
+"""Most bytes of an error text that are sent to the other ranks."""
 _GRACE = 2.0
-"""Minimum seconds for other ranks to undo a failed step."""
+"""Least seconds to give other ranks for the undo of a failed step."""
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -93,7 +93,7 @@ class RankGroup:
             try:
                 outcomes[rank] = do(rank) or b""
             except BaseException as error:
-                # An interrupt is also an outcome, because the other ranks wait for one.
+                # An interrupt is an outcome, too: the other ranks wait for it.
                 outcomes[rank] = error
                 break
         try:
@@ -113,18 +113,19 @@ class RankGroup:
             try:
                 received.extend(communicator.exchange(handles, timeout=_seconds(deadline)))
             except Exception:
-                # If the call failed before it sent a message, the other ranks still wait for one: send no descriptors.
+                # The call may have failed before it sent its message, for which the other ranks wait. So send an empty
+                # one.
                 with contextlib.suppress(Exception):
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # A rank may fail after others have received all descriptors, so the outcome is exchanged as for any step.
+        # The outcome is exchanged as for any step, because a rank may fail after others have received everything.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Wait until all ranks that can be reached have undone a failed step (a barrier)."""
+        """Wait at a barrier until the other ranks have undone a failed step. Only if the communicator works."""
         if self.communicator is None or self.failed:
             return
         try:
@@ -142,7 +143,8 @@ class RankGroup:
                 self.failed = True
                 if not isinstance(error, Exception):
                     raise
-                # Keep the first error: after it the communicator reports only that it is unusable.
+                # If the step failed here, its error is the cause: after it the communicator only says that it is
+                # broken.
                 (own,) = self.local
                 first = errors.get(own, error)
                 if not isinstance(first, Exception):

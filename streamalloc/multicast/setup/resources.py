@@ -1,4 +1,4 @@
-"""Resources of one process in a symmetric memory: created step by step, released in the reverse order."""
+"""Resources of one process for symmetric memory, created step by step and released in the reverse order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Handle: TypeAlias = Fd | bytes
 
 
 class RankResources(Deferred):
-    """One process's memory of all ranks, multicast object, addresses and mappings.
+    """Handles of the memory of all ranks and of the multicast object in this process, with their addresses and
+    mappings.
 
-    ``devices``: the devices of this process's ranks, by rank. They get access to all mappings.
+    ``devices`` has the device of each rank of this process. These devices get access to all mappings.
     """
 
     def __init__(self, session: Session, devices: dict[int, Device], size: int, physical_bytes: int) -> None:
@@ -40,11 +41,11 @@ class RankResources(Deferred):
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
         self._lock = RLock()
-        """Held during a release, because two threads may close the memory. Reentrant: a release can be interrupted by a
-        finaliser that also releases.
+        """Held during a release, because two threads may close the memory. Reentrant, because a finaliser that releases
+        may run during a release.
         """
         self.releasing: bool = False
-        """Whether a release has begun and not succeeded yet."""
+        """Whether a release has begun and not succeeded yet: mappings may be gone."""
         self.multicast: MulticastObject | None = None
         self.view: Mapping | None = None
         """Mapping of the multicast object."""
@@ -95,7 +96,7 @@ class RankResources(Deferred):
         self._object.add_device(self.devices[rank])
 
     def bind(self, rank: int) -> None:
-        """Bind the rank's memory, after all ranks have added their devices. Earlier the driver would block."""
+        """Bind the rank's memory. All ranks must have added their devices before, or the driver would block."""
         self._object.mark_complete()
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
@@ -104,7 +105,7 @@ class RankResources(Deferred):
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
-            # A multicast object must be aligned to the largest power of two that divides its size.
+            # The driver maps a multicast object at a multiple of the largest power of two that divides its size.
             self.ranges.append(AddressRange(nbytes, alignment=nbytes & -nbytes, driver=driver))
 
     def map(self) -> None:
@@ -167,16 +168,16 @@ class RankResources(Deferred):
 
 
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
-    """Block until all work of the devices is done; arguments and errors as for :func:`run_until`."""
+    """Wait until all work of the devices is done. Arguments and errors are those of :func:`run_until`."""
     for device in devices:
         run_until(device, functools.partial(session_of(device).call, "cuCtxSynchronize"), deadline, failures)
 
 
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
-    """Run a function that blocks on a device with a time limit, because the driver's calls have none.
+    """Run a function that waits for a device, on a thread of its own, because the driver's waits have no time limit.
 
-    The function runs on a thread. If the device's work has failed, the error is appended to ``failures`` instead of
-    raised, because a device whose work has failed has no work left either.
+    If the device's work has failed, the error is appended to ``failures`` and not raised: such a device has no work
+    left either.
 
     Raises
     ------
@@ -201,4 +202,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     if waiter.is_alive():
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
-        raise errors.pop()  # not errors[0]: the traceback refers to this frame, whose list would refer to the error
+        raise errors.pop()  # Left in the list, the error would be in a cycle with this frame through its traceback.

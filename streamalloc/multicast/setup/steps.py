@@ -1,4 +1,4 @@
-"""Collective steps that set up symmetric memory: agree on a plan, then execute it on every rank."""
+"""Steps that set up symmetric memory on all ranks together: agree on a plan, then carry it out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
 class Arguments(NamedTuple):
-    """Unchecked arguments of a rank. The first step checks them, so that all ranks get an error."""
+    """Arguments of a rank. The first step checks them, so that a wrong one is an error on all ranks."""
 
     nbytes: int
     multicast: bool | str
@@ -69,9 +69,9 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
 
 
 def deadline_or_none(timeout: float | None) -> float | None:
-    """Return the monotonic time of a deadline in ``timeout`` seconds; None without a limit.
+    """Return the monotonic time in ``timeout`` seconds; None without a limit.
 
-    For an invalid timeout it also returns None; :meth:`Arguments.check` reports that to all ranks.
+    An invalid timeout gives None, too, because :meth:`Arguments.check` reports it to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
         return deadline_after(timeout)
@@ -164,13 +164,13 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
 
     steps: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
-        # Two steps: binding blocks in the driver until all ranks have added their devices.
+        # Two steps, because the driver blocks in a bind until all ranks have added their devices.
         steps += [("add", resources.add_device), ("bind", resources.bind)]
     steps += [
         ("reserve", once(resources.reserve)),
         ("map", once(resources.map)),
         ("access", once(resources.set_access)),
-        # Last step: afterwards the memory of every rank is ready for use.
+        # The last one: a rank that has passed it may use the memory of every other rank.
         ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
@@ -190,7 +190,7 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
             except (NotPermittedError, NotSupportedError) as error:
                 if kind is not MemHandleType.FABRIC:
                     raise
-                # Without an IMEX channel the driver refuses fabric handles: all ranks then try the next type.
+                # The driver refuses fabric handles without an IMEX channel. No error: all ranks then try the next type.
                 return f"{type(error).__name__}: {error}".encode()
             return b""
 
@@ -218,7 +218,7 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    # One copy: if it is refused, no work is queued on the memory that the undo unmaps.
+    # One copy, so that a refused one leaves no work queued on memory that the undo unmaps.
     image = np.zeros(layout.total - layout.signal_pad, np.uint8)
     for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
         image[table - layout.signal_pad :][: addresses.nbytes] = addresses.view(np.uint8)
