@@ -153,22 +153,13 @@ class MappedAllocation(LiveMemory):
 
 
 @dataclass(eq=False)
-class OpenedBlock:
-    """A block of another process's cuMemAlloc memory, with its number of open allocations."""
-
-    key: tuple[int, ...]
-    """Process and descriptor, owner, offset."""
-    reservation: ReservedExtent
-    allocations: int = 0
-
-
-@dataclass(eq=False)
 class OpenedMemory(LiveMemory):
     """Memory of ``cuMemAlloc`` in another process. ``device``: the device of the context that opened the memory and may
     use it. Opening enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
-    block: OpenedBlock
+    block: ReservedExtent
+    """The whole blocks around the memory, as the driver maps them. Other opened memory may lie in them."""
     words: tuple[int, ...]
     """Words of the IPC handle."""
     times: int = 1

@@ -471,7 +471,7 @@ class Multicast:
     # -- work on mapped objects ------------------------------------------------------------------------------
 
     def mapping_at(self, address: int) -> tuple[MappedExtent, MulticastMemory] | None:
-        mapping = self.virtual.mappings.find(address)
+        mapping = self.virtual.mapping_at(address)
         if mapping is None or not isinstance(mapping.memory, MulticastMemory):
             return None
         return mapping, mapping.memory
@@ -494,7 +494,7 @@ class Multicast:
         end = address + size
         at = address
         while at < end:
-            mapping = self.virtual.mappings.find(at)
+            mapping = self.virtual.mapping_at(at)
             if mapping is None:
                 return None
             stop = min(end, mapping.end)

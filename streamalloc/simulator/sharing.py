@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
 from streamalloc.formats.locks import is_locked, lock
-from streamalloc.simulator.allocations import AllocationTable, LiveMemory, OpenedBlock, OpenedMemory, PoolMemory
+from streamalloc.simulator.allocations import AllocationTable, LiveMemory, OpenedMemory, PoolMemory
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
@@ -55,6 +55,12 @@ def pack_memory(serial: int, *words: int) -> bytes:
     return unread + data[:24] + unread + data[24:48]
 
 
+def _block_of(words: tuple[int, ...]) -> tuple[int, int, int]:
+    """The first block of the memory of an IPC memory handle: process and descriptor, owner, number in the file."""
+    where, _, offset, owner, _ = words
+    return where, owner, offset // BLOCK
+
+
 # -- all of a machine ----------------------------------------------------------------------------------------
 
 
@@ -68,11 +74,6 @@ class Sharing:
     scheduler: Scheduler
     devices: list[SimulatedDevice]
     pools: Handles[OpenedPool] = field(default_factory=Handles)
-    _handed_out: dict[int, int] = field(default_factory=dict)
-    """Descriptors of plain memory with handles, by allocation number."""
-    _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
-    _opened: dict[tuple[int, ...], OpenedMemory] = field(default_factory=dict)
-    """Opened memory by the numbers in its handle."""
     _own_tables: list[EventTable] = field(default_factory=list)
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
@@ -156,17 +157,15 @@ class Sharing:
         physical, offset = self.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
         physical.kept = True  # importers can still read memory freed by the owner (observed on H200: test_sharing)
-        if allocation.id not in self._handed_out:
-            lock(physical.fd, allocation.id, fcntl.F_WRLCK)
-            self._handed_out[allocation.id] = physical.fd
+        lock(physical.fd, allocation.id, fcntl.F_WRLCK)
         where = os.getpid() << 32 | physical.fd
         return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
     def withdraw(self, allocation: LiveMemory) -> None:
         """Record a free of plain memory. Nobody can open its handle any more, except while the memory is open."""
-        fd = self._handed_out.pop(allocation.id, None)
-        if fd is not None:
-            lock(fd, allocation.id, fcntl.F_UNLCK)
+        if allocation.device is not None:
+            physical, _ = self.devices[allocation.device].heap.locate(allocation.base)
+            lock(physical.fd, allocation.id, fcntl.F_UNLCK)
 
     def open_memory(self, data: bytes, context: Context) -> int:
         """Open memory of another process, and count the open. The whole block is mapped. Memory in an open block can be
@@ -175,30 +174,30 @@ class Sharing:
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
         check(not self.labels.is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
-        found = self._opened.get(words)
-        if found is not None:
-            found.times += 1
-            return found.base
+        opened = self._opened()
+        for one in opened:
+            if one.words == words:
+                one.times += 1
+                return one.base
         start = offset // BLOCK * BLOCK
-        key = (where, owner, start)
         own = self._reach_heap(where >> 32, where & 0xFFFFFFFF, owner)
         try:
-            block = self._blocks.get(key)
+            block = next((one.block for one in opened if _block_of(one.words) == _block_of(words)), None)
             if block is None:
                 check(is_locked(own, number))
                 end = -(-(offset + size) // BLOCK) * BLOCK
                 check(end <= os.fstat(own).st_size)
-                reservation = self.banks.arenas.add(ReservedExtent(end - start, BLOCK, own, start))
-                block = self._blocks[key] = OpenedBlock(key, reservation)
+                block = self.banks.arenas.add(ReservedExtent(end - start, BLOCK, own, start))
         finally:
             os.close(own)
-        address = block.reservation.base + offset - start
-        if address + size > block.reservation.end or self.allocations.overlapping(address, address + size):
+        address = block.base + offset - start
+        if address + size > block.end or self.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
-        block.allocations += 1
-        opened = self._opened[words] = OpenedMemory(address, size, context.device.ordinal, context, block, words)
-        self.allocations.add(opened)
+        self.allocations.add(OpenedMemory(address, size, context.device.ordinal, context, block, words))
         return address
+
+    def _opened(self) -> list[OpenedMemory]:
+        return [one for one in self.allocations.at.values() if isinstance(one, OpenedMemory)]
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
         """Open the file with another process's plain memory."""
@@ -213,11 +212,9 @@ class Sharing:
 
     def forget_memory(self, opened: OpenedMemory) -> None:
         """Unmap opened memory, regardless of the number of opens."""
-        del self._opened[opened.words]
         self.allocations.remove(opened)
-        opened.block.allocations -= 1
-        if not opened.block.allocations:
-            self.banks.arenas.remove(self._blocks.pop(opened.block.key).reservation)
+        if not any(one.block is opened.block for one in self._opened()):
+            self.banks.arenas.remove(opened.block)
 
     # -- events ----------------------------------------------------------------------------------------------
 

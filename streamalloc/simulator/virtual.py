@@ -14,7 +14,7 @@ from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import CHUNK, Handles
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.files import Labels
-from streamalloc.simulator.memory import Physical, RangeMap, ReservedRange
+from streamalloc.simulator.memory import Physical, ReservedRange
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.profiles import Profile
 from streamalloc.simulator.scheduler import Scheduler
@@ -37,10 +37,7 @@ class VirtualMemory:
     scheduler: Scheduler
     profile: Profile
     """The profile. Addresses and sizes are multiples of its ``page``."""
-    mappings: RangeMap[MappedExtent] = field(default_factory=RangeMap)
     handles: Handles[Mappable] = field(default_factory=Handles)
-    _released: dict[int, Mappable] = field(default_factory=dict)
-    """Mapped memory without handles, which can be mapped again."""
     _shared: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
@@ -84,7 +81,9 @@ class VirtualMemory:
         """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
         test_mappings).
         """
-        return self._released.get(handle) or self.named(handle)
+        mappings = (one.mapping for one in self.allocations.at.values())
+        mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
+        return self.handles.get(handle) or next(mapped, None) or self.named(handle)
 
     def release(self, handle: int) -> None:
         found = need(self.handles.get(handle))
@@ -93,8 +92,6 @@ class VirtualMemory:
         found.handles -= 1
         if not found.handles:
             del self.handles[handle]
-            if found.mappings:
-                self._released[handle] = found
             found.leave()
 
     def retain(self, found: Mappable) -> int:
@@ -102,7 +99,6 @@ class VirtualMemory:
         test_physical_memory).
         """
         found.handles += 1
-        self._released.pop(found.handle, None)
         return self.handles.add(found).handle
 
     # -- addresses -------------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ class VirtualMemory:
     def free(self, base: int, size: int) -> None:
         found = need(self.range_of(base))
         check((found.base, found.size) == (base, size))
-        check(not self.mappings.overlapping(base, base + size))
+        check(not self.mappings(base, base + size))
         self.banks.arenas.remove(found)
 
     def range_of(self, address: int) -> ReservedRange | None:
@@ -151,13 +147,21 @@ class VirtualMemory:
 
     # -- mappings --------------------------------------------------------------------------------------------
 
+    def mapping_at(self, address: int) -> MappedExtent | None:
+        found = self.allocations.find(address)
+        return None if found is None else found.mapping
+
+    def mappings(self, start: int, end: int) -> list[MappedExtent]:
+        """The mappings that overlap a range, in order."""
+        return [one.mapping for one in self.allocations.overlapping(start, end) if one.mapping is not None]
+
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size)
         memory.check_part(offset, size)  # checked before the alignment (observed on H200: test_mappings)
         check(address % self.profile.page == 0)
         end = address + size
         segments = self._segments(address, end)
-        check(segments and not self.mappings.overlapping(address, end))
+        check(segments and not self.mappings(address, end))
         not_modelled(segments[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
         mapping = MappedExtent(address, size, memory)
@@ -171,7 +175,6 @@ class VirtualMemory:
             memory.lose_leader(mapping)
             raise
         memory.mappings += 1
-        self.mappings.add(mapping)
         self.allocations.add(MappedAllocation(address, size, memory.properties.device, None, mapping))
 
     def unmap(self, address: int, size: int) -> None:
@@ -183,31 +186,25 @@ class VirtualMemory:
         self.scheduler.run_down()  # First, because other threads may map and unmap meanwhile.
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
-        mappings = self.mappings.overlapping(address, end)
+        mappings = self.mappings(address, end)
         check(all(address <= mapping.base and mapping.end <= end for mapping in mappings))
         for mapping in mappings:
             for found, start, stop in self._segments(mapping.base, mapping.end):
                 found.unmap(start, stop - start)
-            self.mappings.remove(mapping)
             self.allocations.remove(self.allocations.at[mapping.base])
             mapping.memory.lose_leader(mapping)
             mapping.memory.mappings -= 1
-            if not mapping.memory.mappings:
-                self._released.pop(mapping.memory.handle, None)
             mapping.memory.leave()
-
-    def mapping_at(self, address: int) -> MappedExtent:
-        return need(self.mappings.find(address))
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
         """The mappings under a range without holes. Its start and end may lie inside a mapping."""
-        mappings = self.mappings.overlapping(address, address + size)
+        mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[MappedExtent]:
         """The mappings of a range whose start and end are those of mappings. Holes between them are allowed."""
-        mappings = self.mappings.overlapping(address, address + size)
+        mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings

@@ -93,7 +93,7 @@ class VirtualMemoryCalls(Calls):
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
         virtual = self._machine.virtual
-        return cuda.CUmemGenericAllocationHandle(virtual.retain(virtual.mapping_at(addr).memory))
+        return cuda.CUmemGenericAllocationHandle(virtual.retain(need(virtual.mapping_at(addr)).memory))
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
         named = self._machine.virtual.named_or_mapped(handle)
@@ -193,7 +193,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
             check(place.type in (Location.HOST, Location.HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
-        mapping = self._machine.virtual.mapping_at(ptr)
+        mapping = need(self._machine.virtual.mapping_at(ptr))
         if place.type == Location.HOST:
             return mapping.right_of_host()
         return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
