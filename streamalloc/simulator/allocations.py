@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +12,7 @@ from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, Place, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.graph_memory import GraphHeap
-from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, ReservedExtent, is_accessible
+from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, ReservedExtent, Runs, is_accessible
 from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
@@ -33,40 +32,6 @@ class Advice:
     """Place of the last prefetch."""
 
 
-class Pages:
-    """The advice on each page of an allocation, as runs of pages with equal advice."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self._starts = [start]
-        self._advice = [Advice()]
-        self._end = end
-
-    def _split(self, at: int) -> int:
-        """Return the index of the run that begins at an address. If no run begins there, split the run that contains
-        it.
-        """
-        if at >= self._end:
-            return len(self._starts)
-        number = bisect_left(self._starts, at)
-        if number == len(self._starts) or self._starts[number] != at:
-            self._starts.insert(number, at)
-            self._advice.insert(number, self._advice[number - 1])
-        return number
-
-    def change(self, start: int, end: int, change: Callable[[Advice], Advice]) -> None:
-        """Change the pages that a range touches."""
-        first = self._split(max(start // PAGE * PAGE, self._starts[0]))
-        last = self._split(min(round_up(end, PAGE), self._end))
-        self._advice[first:last] = [change(one) for one in self._advice[first:last]]
-        merged = [at for at in range(len(self._starts)) if at == 0 or self._advice[at] != self._advice[at - 1]]
-        self._starts = [self._starts[at] for at in merged]
-        self._advice = [self._advice[at] for at in merged]
-
-    def over(self, start: int, end: int) -> list[Advice]:
-        """The advice of the pages of a range."""
-        return self._advice[max(bisect_right(self._starts, start) - 1, 0) : bisect_left(self._starts, end)]
-
-
 _numbers = itertools.count(1)
 
 
@@ -75,7 +40,7 @@ class _Defaults(Extent):
 
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
-    pages: Pages | None = None
+    pages: Runs[Advice] | None = None
     """Advice for managed memory; None until a call gives some."""
     waits: bool = False
     """Value of ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). Only a query of the attribute reads it."""
@@ -196,10 +161,15 @@ class AllocationTable(RangeMap[LiveMemory]):
         return self.at.get(allocation.base) is allocation
 
 
-def pages_of(allocation: LiveMemory) -> Pages:
+def pages_of(allocation: LiveMemory) -> Runs[Advice]:
     if allocation.pages is None:
-        allocation.pages = Pages(allocation.base, allocation.end)
+        allocation.pages = Runs(Advice())
     return allocation.pages
+
+
+def advise(allocation: LiveMemory, address: int, size: int, change: Callable[[Advice], Advice]) -> None:
+    """Change the advice on the pages that a range touches."""
+    pages_of(allocation).change(address // PAGE * PAGE, round_up(address + size, PAGE), change)
 
 
 def prefetch(place: Place) -> Callable[[Advice], Advice]:

@@ -16,6 +16,7 @@ import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Callable, Iterator
 from ctypes import c_int, c_long, c_size_t, c_void_p
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -128,40 +129,55 @@ class Physical:
             self.fd = -1
 
 
-class Intervals:
-    """A set of addresses as disjoint, sorted, half-open ranges."""
+V = TypeVar("V")
+
+
+class Runs(Generic[V]):
+    """A value for each address, kept once for each run of addresses with equal values."""
+
+    def __init__(self, value: V) -> None:
+        self._starts = [0]
+        self._values = [value]
+
+    def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
+        """Change the values from ``start`` to ``end``."""
+        first, last = self._split(start), self._split(end)
+        self._values[first:last] = map(change, self._values[first:last])
+        for at in range(last, max(first - 1, 0), -1):
+            if self._values[at] == self._values[at - 1]:
+                del self._starts[at], self._values[at]
+
+    def _split(self, at: int) -> int:
+        """Begin a run at an address if none begins there. Returns its index."""
+        number = bisect_left(self._starts, at)
+        if self._starts[number : number + 1] != [at]:
+            self._starts.insert(number, at)
+            self._values.insert(number, self._values[number - 1])
+        return number
+
+    def over(self, start: int, end: int) -> list[V]:
+        """The values from ``start`` to ``end``, one for each run."""
+        return self._values[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
+
+
+class Intervals(Runs[bool]):
+    """A set of addresses. Iteration yields its ranges in order: the first address, and the first address after it."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        super().__init__(False)
 
     def add(self, start: int, end: int) -> None:
-        first = bisect_left(self._ends, start)
-        last = bisect_right(self._starts, end)
-        if first < last:
-            start = min(start, self._starts[first])
-            end = max(end, self._ends[last - 1])
-        self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
+        self.change(start, end, lambda _: True)
 
     def remove(self, start: int, end: int) -> None:
-        first = bisect_right(self._ends, start)
-        last = bisect_left(self._starts, end)
-        kept = [
-            (low, high)
-            for a, b in zip(self._starts[first:last], self._ends[first:last], strict=True)
-            for low, high in ((a, min(b, start)), (max(a, end), b))
-            if low < high
-        ]
-        self._starts[first:last] = [low for low, _ in kept]
-        self._ends[first:last] = [high for _, high in kept]
+        self.change(start, end, lambda _: False)
 
     def covers(self, start: int, end: int) -> bool:
-        at = bisect_right(self._starts, start) - 1
-        return at >= 0 and self._ends[at] >= end
+        return all(self.over(start, end))
 
-    def __iter__(self) -> zip[tuple[int, int]]:
-        return zip(self._starts, self._ends, strict=True)
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        runs = zip(self._starts, self._starts[1:], self._values, strict=False)
+        return ((start, end) for start, end, there in runs if there)
 
 
 class Addresses:

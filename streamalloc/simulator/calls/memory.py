@@ -303,7 +303,7 @@ class MemoryCalls(Calls):
         able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)
         check(able, Result.CUDA_ERROR_INVALID_DEVICE)
         self._check_launch(stream, "cuMemPrefetchAsync")
-        allocations.pages_of(allocation).change(devPtr, devPtr + count, allocations.prefetch(place))
+        allocations.advise(allocation, devPtr, count, allocations.prefetch(place))
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
@@ -322,7 +322,7 @@ class MemoryCalls(Calls):
         self._check_launch(stream, name)
         places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
-            allocations.pages_of(allocation).change(address, address + size, allocations.prefetch(place))
+            allocations.advise(allocation, address, size, allocations.prefetch(place))
         stream.submit(allocations.Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
@@ -345,7 +345,7 @@ class MemoryCalls(Calls):
         place = self._place(location, allowed) if allowed else NOWHERE
         check(count)
         allocation = self._managed(devPtr, count)
-        allocations.pages_of(allocation).change(devPtr, devPtr + count, lambda before: change(before, place))
+        allocations.advise(allocation, devPtr, count, lambda before: change(before, place))
 
     if not EDGE_DATA:  # earlier bindings take other arguments
         del cuMemPrefetchAsync, cuMemAdvise
