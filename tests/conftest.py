@@ -289,15 +289,28 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.fixture
+def faults(streamalloc_faults: Faults) -> Faults:
+    """The driver under test, as ``machine`` has it, too: it refuses the calls that ``fail`` names."""
+    return streamalloc_faults
+
+
+@pytest.fixture
 def traced(machine: Any) -> Any:
     """The driver under test, with its calls recorded. ``device`` is of it in a test that takes both."""
     return sd.traced(machine)
 
 
 @pytest.fixture
+def checker(machine: Any, request: pytest.FixtureRequest) -> Any:
+    """The driver under test, or ``traced`` of it, behind a checker. ``device`` is of it in a test that takes both."""
+    return sd.checked(request.getfixturevalue("traced") if "traced" in request.fixturenames else machine)
+
+
+@pytest.fixture
 def device(machine: Any, request: pytest.FixtureRequest) -> sa.Device:
     """Device 0 of the driver under test."""
-    return sa.Device(0, driver=request.getfixturevalue("traced") if "traced" in request.fixturenames else None)
+    wrapper = next((name for name in ("checker", "traced") if name in request.fixturenames), None)
+    return sa.Device(0, driver=wrapper and request.getfixturevalue(wrapper))
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.testing import Faults
 from tests.processes import Partner, There, eventually
 from tests.support import in_threads
 from tests.vmm.pages.conftest import PAGES
@@ -134,19 +134,15 @@ class TestOne:
         with pytest.raises(sa.ClosedError):
             vmm.PageArena(device, budget=budget)
 
-    def test_the_driver_has_no_memory(self, machine: Any, path: Path) -> None:
+    def test_the_driver_has_no_memory(self, faults: Faults, budget: vmm.PageBudget, space: vmm.PageSpace) -> None:
         """What could not be created does not count."""
-        driver = sa.driver.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
-        with (
-            vmm.PageBudget(path, 8 * PAGE) as budget,
-            vmm.PageArena(sa.Device(0, driver=driver), budget=budget) as arena,
-            arena.space(PAGES * PAGE) as space,
-        ):
-            with pytest.raises(sa.OutOfMemoryError):
-                space.commit(range(5))
-            assert settled(arena) == (2, 2, 0) and budget.used == 2 * PAGE
-            arena.trim()
-            assert budget.used == 0
+        arena: Any = space.owner
+        faults.fail("cuMemCreate", 3)
+        with pytest.raises(sa.OutOfMemoryError):
+            space.commit(range(5))
+        assert settled(arena) == (2, 2, 0) and budget.used == 2 * PAGE
+        arena.trim()
+        assert budget.used == 0
 
     def test_threads(self, device: sa.Device, path: Path) -> None:
         def work(budget: vmm.PageBudget) -> None:

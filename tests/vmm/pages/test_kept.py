@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.internal import deferred_queue
 from streamalloc.core.session import session_of
@@ -22,18 +21,16 @@ EMPTY = [0] * PAGES
 
 
 class TestRecommit:
-    def test_takes_no_call_for_the_mapping(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
-            pages = [1, 2, 3, 8, 9, 12]
-            space.commit(pages)
-            before = space.numbers
-            traced.calls.clear()
-            space.release(pages, after=())
-            assert settled(arena) == (6, 0, 6) and space.kept.tolist() == pages
-            space.commit(pages)
-            assert mapping(traced) == [] and len(names(traced, "cuMemsetD8Async")) == 3
-            assert space.numbers.tolist() == before.tolist() and settled(arena) == (6, 0, 0)
+    def test_takes_no_call_for_the_mapping(self, traced: Any, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+        pages = [1, 2, 3, 8, 9, 12]
+        space.commit(pages)
+        before = space.numbers
+        traced.calls.clear()
+        space.release(pages, after=())
+        assert settled(arena) == (6, 0, 6) and space.kept.tolist() == pages
+        space.commit(pages)
+        assert mapping(traced) == [] and len(names(traced, "cuMemsetD8Async")) == 3
+        assert space.numbers.tolist() == before.tolist() and settled(arena) == (6, 0, 0)
 
     def test_after_the_zeros(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
         """Bytes that are written after the commit are not cleared."""
@@ -46,9 +43,8 @@ class TestRecommit:
         other.synchronize()
         assert values(space)[1:3] == [2, 3]
 
-    def test_of_prepared_pages(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(100 * PAGE) as space:
+    def test_of_prepared_pages(self, traced: Any, arena: vmm.PageArena) -> None:
+        with arena.space(100 * PAGE) as space:
             space.commit([3])
             assert space.prepare(range(80)).result() == 79
             assert settled(arena) == (80, 0, 79) and space.committed.tolist() == [3]
@@ -165,24 +161,20 @@ class TestZeros:
     @pytest.mark.simulated_only("a call that fails is the same on any driver")
     @pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuEventRecord"])
     @pytest.mark.parametrize("behind", [True, False])
-    def test_that_the_driver_refuses(self, machine: Any, call: str, behind: bool) -> None:
+    def test_that_the_driver_refuses(
+        self, faults: Faults, space: vmm.PageSpace, arena: vmm.PageArena, call: str, behind: bool
+    ) -> None:
         """The pages are unmapped instead, or another record stands for the zeros."""
-        faults = Faults(machine)
-        device = sa.Device(0, driver=faults)
-        with (
-            device.create_stream() as stream,
-            vmm.PageArena(device) as arena,
-            arena.space(PAGES * PAGE, stream=stream) as space,
-        ):
-            space.commit([1, 3])
-            fill(space, [1, 3])
-            stream.synchronize()
-            # The second record is that after the zeros.
-            faults.fail(call, 2, result="CUDA_ERROR_UNKNOWN")
-            space.release([1, 3], after=stream if behind else stream.record())
-            assert faults.failed == [call] and space.committed.size == 0
-            assert settled(arena) == ((2, 2, 0) if call == "cuMemsetD8Async" else (2, 0, 2))
-            assert values(space) == EMPTY
+        stream = space.stream
+        space.commit([1, 3])
+        fill(space, [1, 3])
+        stream.synchronize()
+        # The second record is that after the zeros.
+        faults.fail(call, 2, result="CUDA_ERROR_UNKNOWN")
+        space.release([1, 3], after=stream if behind else stream.record())
+        assert faults.failed == [call] and space.committed.size == 0
+        assert settled(arena) == ((2, 2, 0) if call == "cuMemsetD8Async" else (2, 0, 2))
+        assert values(space) == EMPTY
 
 
 class TestShared:
@@ -253,12 +245,12 @@ class TestTaken:
             space.commit(1)
             assert arena.statistics() == (1, 0, 0, 0)
 
-    def test_if_others_have_no_memory(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
-        device = sa.Device(0, driver=driver)
-        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE) as space:
-            space.commit(range(2))
-            space.release(range(2), after=())
-            with vmm.PhysicalMemory(device, PAGE):
-                assert settled(arena) == (0, 0, 0)
-                assert values(space) == EMPTY
+    def test_if_others_have_no_memory(
+        self, faults: Faults, device: sa.Device, arena: vmm.PageArena, space: vmm.PageSpace
+    ) -> None:
+        faults.fail("cuMemCreate", 3)
+        space.commit(range(2))
+        space.release(range(2), after=())
+        with vmm.PhysicalMemory(device, PAGE):
+            assert settled(arena) == (0, 0, 0)
+            assert values(space) == EMPTY

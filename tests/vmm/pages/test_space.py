@@ -35,9 +35,8 @@ class TestReads:
             page(space, 3).fill(1)
         assert values(space) == EMPTY
 
-    def test_zeros_of_all_spaces_are_one_page(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(8 * PAGE), arena.space(4 * PAGE):
+    def test_zeros_of_all_spaces_are_one_page(self, traced: Any, arena: vmm.PageArena) -> None:
+        with arena.space(8 * PAGE), arena.space(4 * PAGE):
             assert names(traced, "cuMemCreate") == ["cuMemCreate"]
             assert settled(arena) == (0, 0, 0)
 
@@ -81,37 +80,35 @@ class TestIndices:
 
 
 class TestBatches:
-    def test_a_run_takes_as_few_calls_as_possible(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
-            arena.prepare(8).result()
-            traced.calls.clear()
-            space.commit([1, 2, 3, 4, 8, 9, 10, 11])
-            once = ["cuMemUnmap", *4 * ["cuMemMap"], "cuMemSetAccess"]
-            assert names(traced) == 2 * once
-            traced.calls.clear()
-            space.release(range(PAGES), after=())
-            assert mapping(traced) == [] and len(names(traced, "cuMemsetD8Async")) == 2
-            settled(arena)
-            traced.calls.clear()
-            arena.trim()
-            assert mapping(traced) == 2 * once
-            traced.calls.clear()
-            space.commit([])
-            space.release([0], after=())
-            assert names(traced) == []
+    def test_a_run_takes_as_few_calls_as_possible(
+        self, traced: Any, arena: vmm.PageArena, space: vmm.PageSpace
+    ) -> None:
+        arena.prepare(8).result()
+        traced.calls.clear()
+        space.commit([1, 2, 3, 4, 8, 9, 10, 11])
+        once = ["cuMemUnmap", *4 * ["cuMemMap"], "cuMemSetAccess"]
+        assert names(traced) == 2 * once
+        traced.calls.clear()
+        space.release(range(PAGES), after=())
+        assert mapping(traced) == [] and len(names(traced, "cuMemsetD8Async")) == 2
+        settled(arena)
+        traced.calls.clear()
+        arena.trim()
+        assert mapping(traced) == 2 * once
+        traced.calls.clear()
+        space.commit([])
+        space.release([0], after=())
+        assert names(traced) == []
 
-    def test_prepared_pages_are_only_mapped(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
-            assert arena.prepare(4).result() == 4
-            assert arena.prepare(3).result() == 4
-            assert settled(arena) == (4, 4, 0)
-            traced.calls.clear()
-            space.commit(range(4))
-            assert not names(traced, "cuMemCreate")
-            space.commit(4)
-            assert len(names(traced, "cuMemCreate")) == 1
+    def test_prepared_pages_are_only_mapped(self, traced: Any, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+        assert arena.prepare(4).result() == 4
+        assert arena.prepare(3).result() == 4
+        assert settled(arena) == (4, 4, 0)
+        traced.calls.clear()
+        space.commit(range(4))
+        assert not names(traced, "cuMemCreate")
+        space.commit(4)
+        assert len(names(traced, "cuMemCreate")) == 1
 
 
 class TestLimits:
@@ -206,15 +203,11 @@ def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine:
         end_what_was_dropped()
 
 
-def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
+def test_a_copy_while_another_thread_captures(
+    device: sa.Device, arena: vmm.PageArena, stream: sa.Stream, space: vmm.PageSpace
+) -> None:
     raw: Any = device.driver
-    with (
-        device.create_stream() as stream,
-        device.create_stream() as theirs,
-        vmm.PageArena(device) as arena,
-        arena.space(4 * PAGE, stream=stream) as space,
-        ThreadPoolExecutor(1) as other,
-    ):
+    with device.create_stream() as theirs, ThreadPoolExecutor(1) as other:
         space.commit(0)
         space[:PAGE].fill(1)
         space.alias(1, space, 0)
@@ -227,25 +220,18 @@ def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
         assert holds(space[PAGE : 2 * PAGE], 1)
 
 
-def test_a_write_to_a_released_page_is_reported(machine: Any) -> None:
+def test_a_write_to_a_released_page_is_reported(checker: Any, space: vmm.PageSpace) -> None:
     """The driver accepts it, and whoever commits the page next would find it in place of zeros."""
-    checked = sd.checked(machine)
-    device = sa.Device(0, driver=checked)
-    with (
-        device.create_stream() as stream,
-        vmm.PageArena(device) as arena,
-        arena.space(4 * PAGE, stream=stream) as space,
-    ):
-        space.commit([0, 1])
-        fill(space, [0, 1])
-        space.release([0], after=stream)
-        page(space, 1).fill(1)
-        assert values(space) == [0, 1, 0, 0] and checked.hazards == []
-        page(space, 0).fill(2)
-        (hazard,) = checked.hazards
-        assert hazard.kind == "use after free" and "which was released before" in hazard.what
-        assert "page(space, 0).fill(2)" in str(hazard) and "space.release([0], after=stream)" in str(hazard)
-        space.commit([0])
-        page(space, 0).fill(3)
-        stream.synchronize()
-    assert len(checked.hazards) == 1
+    space.commit([0, 1])
+    fill(space, [0, 1])
+    space.release([0], after=space.stream)
+    page(space, 1).fill(1)
+    assert values(space) == [0, 1] + 14 * [0] and checker.hazards == []
+    page(space, 0).fill(2)
+    (hazard,) = checker.hazards
+    assert hazard.kind == "use after free" and "which was released before" in hazard.what
+    assert "page(space, 0).fill(2)" in str(hazard) and "space.release([0], after=space.stream)" in str(hazard)
+    space.commit([0])
+    page(space, 0).fill(3)
+    space.stream.synchronize()
+    assert len(checker.hazards) == 1

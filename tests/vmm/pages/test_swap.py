@@ -92,15 +92,10 @@ def test_the_host_waits_for_other_work(
         assert not pending(other)
 
 
-def test_few_calls_for_many_copies(device: sa.Device, on_cuda: bool) -> None:
-    traced = sd.traced(device.driver)
-    device = sa.Device(0, driver=traced)
-    with (
-        device.create_stream() as stream,
-        vmm.PageArena(device) as arena,
-        arena.space(128 * PAGE, stream=stream) as space,
-        vmm.HostTier(device) as tier,
-    ):
+def test_few_calls_for_many_copies(
+    traced: Any, on_cuda: bool, stream: sa.Stream, arena: vmm.PageArena, host: vmm.HostTier
+) -> None:
+    with arena.space(128 * PAGE, stream=stream) as space:
         for pages, calls in (
             (range(20), 1 * ["cuMemcpyAsync"]),
             (range(0, 64, 3), 1 * ["cuMemcpyBatchAsync"]),
@@ -108,7 +103,7 @@ def test_few_calls_for_many_copies(device: sa.Device, on_cuda: bool) -> None:
         ):
             space.commit(pages)
             traced.calls.clear()
-            space.swap_out(pages, tier)
+            space.swap_out(pages, host)
             assert space.swap_in(pages) == len(pages)
             copies = [name for name in names(traced) if "Memcpy" in name or name == "cuLaunchKernel"]
             # On hardware a kernel may have been faster when the ways were measured.
@@ -117,15 +112,15 @@ def test_few_calls_for_many_copies(device: sa.Device, on_cuda: bool) -> None:
             space.release(pages, after=stream)
 
 
-def test_copies_wait_once_for_those_before(device: sa.Device) -> None:
-    traced = sd.traced(device.driver)
-    device = sa.Device(0, driver=traced)
-    with device.create_stream() as stream, vmm.HostTier(device) as tier, sa.allocate(8 * 4096, stream) as buffer:
+def test_copies_wait_once_for_those_before(
+    traced: Any, device: sa.Device, stream: sa.Stream, host: vmm.HostTier
+) -> None:
+    with sa.allocate(8 * 4096, stream) as buffer:
         stream.synchronize()
         for one in (stream, device.per_thread_stream):
-            stored = tier.save(buffer, range(0, 8, 2), 4096, one)
+            stored = host.save(buffer, range(0, 8, 2), 4096, one)
             traced.calls.clear()
-            tier.load(stored, buffer, range(0, 8, 2), one)
+            host.load(stored, buffer, range(0, 8, 2), one)
             assert names(traced).count("cuStreamWaitEvent") == 1
             one.synchronize()
             stored.drop()
@@ -142,15 +137,9 @@ def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: s
         assert values(space) == list(range(1, 33))
 
 
-def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
+def test_of_blocks_that_are_smaller_than_a_page(traced: Any, device: sa.Device, stream: sa.Stream) -> None:
     size = 4096
-    traced = sd.traced(device.driver)
-    device = sa.Device(0, driver=traced)
-    with (
-        device.create_stream() as stream,
-        vmm.HostTier(device, check=True) as tier,
-        sa.allocate(40 * size + 100, stream) as buffer,
-    ):
+    with vmm.HostTier(device, check=True) as tier, sa.allocate(40 * size + 100, stream) as buffer:
         blocks = np.arange(0, 40, 2)
         for value, block in enumerate(blocks):
             buffer[block * size : (block + 1) * size].fill(value)
@@ -198,21 +187,13 @@ def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: An
 
 
 @pytest.mark.simulated_only("the driver has batches, or it has not")
-def test_without_batches(machine: Any) -> None:
-    faults = Faults(machine)
-    device = sa.Device(0, driver=faults)
-    with (
-        device.create_stream() as stream,
-        vmm.PageArena(device) as arena,
-        arena.space(PAGES * PAGE, stream=stream) as space,
-        vmm.HostTier(device) as tier,
-    ):
-        space.commit([1, 3, 5])
-        fill(space, [1, 3, 5])
-        faults.fail("cuMemcpyBatchAsync", 1, times=2, result="CUDA_ERROR_NOT_SUPPORTED")
-        space.swap_out([1, 3, 5], tier)
-        space.swap_in([1, 3, 5])
-        assert faults.failed == 2 * ["cuMemcpyBatchAsync"] and values(space)[:6] == [0, 2, 0, 4, 0, 6]
+def test_without_batches(faults: Faults, space: vmm.PageSpace, host: vmm.HostTier) -> None:
+    space.commit([1, 3, 5])
+    fill(space, [1, 3, 5])
+    faults.fail("cuMemcpyBatchAsync", 1, times=2, result="CUDA_ERROR_NOT_SUPPORTED")
+    space.swap_out([1, 3, 5], host)
+    space.swap_in([1, 3, 5])
+    assert faults.failed == 2 * ["cuMemcpyBatchAsync"] and values(space)[:6] == [0, 2, 0, 4, 0, 6]
 
 
 def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace, device: sa.Device, gate: Gate) -> None:
@@ -412,24 +393,18 @@ def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageA
         assert busy == [False] and tier.reserved == 0
 
 
-def test_room_that_is_used_again_waits_for_no_copies_of_long_ago(machine: Any) -> None:
-    traced: Any = sd.traced(machine)
-    device = sa.Device(0, driver=traced)
-    with (
-        device.create_stream() as stream,
-        device.create_stream() as other,
-        vmm.PageArena(device) as arena,
-        arena.space(2 * PAGE, stream=stream) as space,
-        vmm.HostTier(device) as host,
-    ):
-        for _ in range(20):
-            space.commit([0], after=stream)
-            space.swap_out([0], host)
-            space.release([0], after=stream)
-            stream.synchronize()
-        before = len(names(traced))
-        host.save(space, [1], PAGE, other).drop()
-        assert names(traced)[before:].count("cuStreamWaitEvent") < 5
+def test_room_that_is_used_again_waits_for_no_copies_of_long_ago(
+    traced: Any, space: vmm.PageSpace, other: sa.Stream, host: vmm.HostTier
+) -> None:
+    stream = space.stream
+    for _ in range(20):
+        space.commit([0], after=stream)
+        space.swap_out([0], host)
+        space.release([0], after=stream)
+        stream.synchronize()
+    before = len(names(traced))
+    host.save(space, [1], PAGE, other).drop()
+    assert names(traced)[before:].count("cuStreamWaitEvent") < 5
 
 
 def test_contents_are_not_copied(space: vmm.PageSpace, tier: AnyTier) -> None:
