@@ -1,8 +1,10 @@
-"""Allocating: sizes, streams, memory that runs out, and what is left behind."""
+"""Allocating: sizes, streams, requests in other words, captures, memory that runs out, and what is left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,13 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import interop, observing
+from streamalloc.core.properties import size_of
+from streamalloc.core.session import session_of
+from streamalloc.core.stream import as_stream
+from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import GROWTH, MiB, executed, holds, in_threads, names, pending
+from tests.support import GROWTH, KEEP, MiB, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
 
@@ -280,3 +287,202 @@ class TestOutOfMemory:
             with pytest.raises(sa.OutOfMemoryError) as caught:
                 sa.allocate(64, stream)
             assert caught.value.call == "cuMemAllocAsync"
+
+
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+
+
+@pytest.fixture
+def shareable(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    with sa.MemoryPool(device, handle_types=POSIX) as pool:
+        yield pool
+
+
+def _by_a_bridge(pool: sa.MemoryPool, stream: sa.Stream) -> sa.Memory:
+    return interop.bridge.Sources([pool]).allocate(64, 0, stream.handle)
+
+
+def _observed(pool: sa.MemoryPool, stream: sa.Stream) -> sa.Memory:
+    with observing.observe(pool):
+        return pool.allocate(64, stream)
+
+
+WAYS: dict[str, Callable[[sa.MemoryPool, sa.Stream], sa.Memory]] = {
+    "pool": lambda pool, stream: pool.allocate(64, stream),
+    "cache": lambda pool, stream: sa.CachingAllocator(pool).allocate(64, stream),
+    "bridge": _by_a_bridge,
+    "bridge over a cache": lambda pool, stream: interop.bridge.Sources([sa.CachingAllocator(pool)]).allocate(
+        64, 0, stream.handle
+    ),
+    "observed": _observed,
+    "borrowed stream": lambda pool, stream: pool.allocate(64, sa.Stream.of_handle(stream.device, stream.handle, None)),
+}
+
+
+def _refused_in_a_capture(stream: sa.Stream, allocate: Callable[[], object], match: str) -> None:
+    """The error says what to do, and the capture goes on."""
+    target = sa.MemoryPool(stream.device).allocate(64, stream)
+    with stream.capture() as graph:
+        with pytest.raises(sa.NotSupportedError, match=match) as caught:
+            allocate()
+        assert "without handle_types" in str(caught.value) and "before the capture" in str(caught.value)
+        target.fill(3)
+    assert graph.nodes == ["MEMSET"] and caught.value.code == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_made_for_sharing(shareable: sa.MemoryPool, stream: sa.Stream, way: str) -> None:
+    WAYS[way](shareable, stream)
+    _refused_in_a_capture(stream, lambda: WAYS[way](shareable, stream), "was made for sharing .*POSIX_FILE_DESCRIPTOR")
+
+
+def test_current(shareable: sa.MemoryPool, stream: sa.Stream) -> None:
+    with shareable.make_current():
+        _refused_in_a_capture(stream, lambda: sa.allocate(64, stream), "made for sharing")
+
+
+def test_of_the_host(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as pool:
+        _refused_in_a_capture(stream, lambda: pool.allocate(64, stream), "not in device memory")
+
+
+def test_captured_by_other_code(machine: Any, shareable: sa.MemoryPool, stream: sa.Stream) -> None:
+    raw = cuda.CUstream(stream.handle)
+
+    class Theirs:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, stream.handle)
+
+    theirs = as_stream(Theirs(), session_of(stream))
+    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
+    with pytest.raises(sa.NotSupportedError, match="made for sharing"):
+        shareable.allocate(64, theirs)
+    result, graph = machine.cuStreamEndCapture(raw)
+    assert not result
+    machine.cuGraphDestroy(graph)
+
+
+SIZES = {"4096": 4096, "2GiB": 2 << 30, " 512 mib ": 512 * MiB, "1.5kB": 1500, "0.5KiB": 512, "7b": 7, "1TB": 10**12}
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_sizes_as_text(text: str) -> None:
+    assert size_of("nbytes", text) == SIZES[text]
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 PiB", "1e3", "0.3B", "1,000", "2 GiB 3", "1/2"])
+def test_text_that_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="nbytes="):
+        size_of("nbytes", text)
+
+
+def test_text_in_calls(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, max_size="64MiB", release_threshold="1MiB") as pool:
+        assert pool.properties is not None and pool.properties.max_size == 64 * MiB
+        assert pool.attributes.release_threshold == MiB
+        with pool.allocate("4KiB", stream) as buffer, sa.CachingAllocator(pool).allocate("4KiB", stream) as cached:
+            assert buffer.nbytes == cached.nbytes == 4096
+        with sa.PlainMemory(device).allocate("4KiB", stream) as buffer:
+            assert buffer.nbytes == 4096
+        stream.synchronize()
+        assert pool.trim("1MiB") >= 0
+
+
+def test_a_share_of_the_device(device: sa.Device) -> None:
+    with sa.MemoryPool(device, max_size=0.25) as pool:
+        assert pool.properties is not None
+        assert pool.properties.max_size == device.memory_info().total // 4
+    for share, where in ((0.0, device), (1.5, device), (0.5, sa.MemLocation.host())):
+        with pytest.raises(ValueError, match="is a share"):
+            sa.MemoryPool(where, max_size=share, driver=device.driver)
+
+
+def test_the_ordinal_of_a_device(device: sa.Device) -> None:
+    with sd.use(device.driver):
+        with sa.MemoryPool(0) as pool:
+            assert pool.location == device.location and pool.access(0) is sa.MemAccess.READWRITE
+        assert sa.MemoryPool.default(0) is sa.MemoryPool.default(device)
+        with pytest.raises(ValueError, match="this driver has"):
+            sa.MemoryPool(99)
+        wrong: Any = True
+        with pytest.raises(TypeError):
+            sa.MemoryPool(wrong)
+
+
+def test_a_primed_pool(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, initial_size="40MiB") as pool:
+        assert (pool.statistics().reserved, pool.statistics().used) == (2 * GROWTH, 0)
+        assert pool.attributes.release_threshold == 2 * GROWTH
+        with pool.allocate(40 * MiB, stream):
+            assert pool.statistics().reserved == 2 * GROWTH
+        stream.synchronize()
+    with sa.MemoryPool(device, initial_size=MiB, release_threshold=KEEP) as pool:
+        assert pool.statistics().reserved == GROWTH
+    with pytest.raises(ValueError, match="initial_size=134217728 is more than max_size=33554432"):
+        sa.MemoryPool(device, max_size=GROWTH, initial_size=4 * GROWTH)
+
+
+@pytest.mark.gpus(2)
+def test_peers(device: sa.Device) -> None:
+    other = sa.Device(1, driver=device.driver)
+    with sa.MemoryPool(device) as pool:
+        assert pool.peers == frozenset()
+        pool.peers = [other]
+        assert pool.peers == {other} and pool.access(other) is sa.MemAccess.READWRITE
+        pool.peers = {1, device}
+        assert pool.peers == {other}
+        pool.peers = ()
+        assert pool.peers == frozenset() and pool.access(other) is sa.MemAccess.NONE
+        with pytest.raises(ValueError, match="this driver has"):
+            pool.peers = [sa.Device(1, driver=device.driver), 7]
+        assert pool.peers == frozenset()
+
+
+def test_counters(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.observe(pool) as seen:
+        one, two = pool.allocate(1000, stream), pool.allocate(3000, stream)
+        one.free()
+        with pytest.raises(sa.OutOfMemoryError):
+            pool.allocate(4 * GROWTH, stream)
+        three = pool.allocate(10, stream)
+        found = seen.counters()
+        assert found == (3010, 4000, 2, 3, 4010, 2, 3000, found.failures)
+        assert found.failures >= 1
+        two.free()
+        three.free()
+        assert seen.counters()[:5] == (0, 4000, 0, 3, 4010)
+        cache = sa.CachingAllocator(pool)
+        with cache:
+            assert cache.blocks == 0
+            with cache.allocate(4096, stream):
+                assert cache.blocks == 1
+            assert cache.blocks == 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_task_waits_for_memory(device: sa.Device, stream: sa.Stream, cached: bool) -> None:
+    """Other tasks run meanwhile; what comes is memory that another one has freed, after its work."""
+
+    async def run(allocator: sa.Allocator) -> None:
+        held = allocator.allocate(20 * MiB, stream)
+        held.fill(1)
+        waiting = asyncio.ensure_future(allocator.allocate_async("20MiB", stream))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not waiting.done()
+        held.free()
+        with await waiting as buffer:
+            buffer.fill(2)
+            assert holds(buffer, 2)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(allocator.allocate_async(20 * MiB, stream), 0.05)
+        with pytest.raises(sa.OutOfMemoryError):
+            await allocator.allocate_async(4 * GROWTH, stream)
+        with pytest.raises(ValueError):
+            await allocator.allocate_async(-1, stream)
+
+    with sa.MemoryPool(device, max_size=GROWTH) as pool:
+        with sa.CachingAllocator(pool) if cached else contextlib.nullcontext(pool) as allocator:
+            asyncio.run(run(allocator))
+        stream.synchronize()
+        assert pool.statistics().used == 0

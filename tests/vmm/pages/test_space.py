@@ -1,4 +1,4 @@
-"""Spaces: what is readable, what a commit and a release change, and how many driver calls they take."""
+"""Spaces: what is readable, what commits, releases and aliases change, how many driver calls they take; page tables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
-from streamalloc.testing import Faults
-from tests.support import MiB, end_what_was_dropped, holds, names
+from streamalloc.testing import Faults, Gate
+from tests.support import MiB, end_what_was_dropped, holds, names, pending
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, mapping, page, settled, values
+from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
@@ -235,3 +235,103 @@ def test_a_write_to_a_released_page_is_reported(checker: Any, space: vmm.PageSpa
     page(space, 0).fill(3)
     space.stream.synchronize()
     assert len(checker.hazards) == 1
+
+
+class TestAlias:
+    def test_what_is_refused(self, space: vmm.PageSpace, arena: vmm.PageArena, device: sa.Device) -> None:
+        space.commit([0, 1, 2])
+        with pytest.raises(ValueError, match=r"page 3 .* is not committed"):
+            space.alias([8, 9], space, [0, 3])
+        with pytest.raises(ValueError, match=r"page 2 .* is committed"):
+            space.alias([8, 2], space, [0, 1])
+        with pytest.raises(ValueError, match="2 pages are to share 1"):
+            space.alias([8, 9], space, [0])
+        with pytest.raises(ValueError, match="each page once"):
+            space.alias([8, 8], space, [0, 1])
+        with vmm.PageArena(device) as another, another.space(PAGE) as other:
+            other.commit(0)
+            with pytest.raises(ValueError, match="another arena"):
+                space.alias(8, other, 0)
+        assert space.committed.tolist() == [0, 1, 2] and not space.shared(range(PAGES)).any()
+
+    def test_pages_of_a_closed_space(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+        other = arena.space(PAGE)
+        other.commit(0)
+        other.close()
+        with pytest.raises(sa.ClosedError):
+            space.alias(0, other, 0)
+
+
+class TestCopies:
+    def test_are_made_after_the_work_of_the_stream(self, space: vmm.PageSpace, gate: Gate) -> None:
+        space.commit(0)
+        space.alias(1, space, 0)
+        gate.hold(space.stream)
+        page(space, 0).fill(5)
+        with opening(gate):
+            assert space.make_private(1) == 1
+        page(space, 0).fill(6)
+        assert values(space)[:2] == [6, 5]
+
+    def test_not_in_a_capture(self, space: vmm.PageSpace) -> None:
+        space.commit(0)
+        space.alias(1, space, 0)
+        with space.stream.capture() as graph, pytest.raises(sa.CaptureError):
+            space.make_private(1)
+        graph.close()
+
+
+def shown(table: vmm.PageTable) -> list[int]:
+    """The entries, once the work of the stream has completed."""
+    found = np.zeros(table.space.page_count, table.entries.dtype)
+    table.entries.copy_to(found)
+    table.stream.synchronize()
+    numbers: list[int] = found.tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_shows_the_pages(space: vmm.PageSpace, dtype: Any) -> None:
+    space.commit([2, 5])
+    with vmm.PageTable(space, dtype) as table:
+        assert table.entries.dtype == dtype and shown(table) == space.numbers.tolist()
+        space.commit(7)
+        space.alias(3, space, 5)
+        space.release(2, after=())
+        before = shown(table)
+        assert before[2] >= 0 and before[7] == -1
+        assert table.update() == 3 and table.update() == 0
+        assert shown(table) == space.numbers.tolist()
+        assert shown(table)[3] == shown(table)[5] >= 0
+    assert table.closed
+    with pytest.raises(sa.ClosedError):
+        table.update()
+    table.close()
+
+
+def test_changes_in_stream_order(space: vmm.PageSpace, gate: Gate) -> None:
+    """Work that was queued before the update has the table of before."""
+    space.commit([2, 5])
+    before, after = np.zeros(PAGES, np.int64), np.zeros(PAGES, np.int64)
+    with vmm.PageTable(space) as table, sa.allocate(2 * PAGES * 8, space.stream) as copies:
+        both = copies.view_as(np.int64, (2, PAGES))
+        old = space.numbers
+        space.stream.synchronize()
+        gate.hold(space.stream)
+        both[0].copy_from(table.entries)
+        space.release(2, after=space.stream)
+        table.update()
+        both[1].copy_from(table.entries)
+        assert pending(space.stream) and space.parked == 1
+        gate.open()
+        both[0].copy_to(before)
+        both[1].copy_to(after)
+        space.stream.synchronize()
+    assert before.tolist() == old.tolist() and after[2] == -1 and after[5] == old[5]
+
+
+def test_what_is_refused(space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+    with pytest.raises(TypeError, match="int32 and int64"):
+        vmm.PageTable(space, np.uint8)
+    with pytest.raises(TypeError, match="space must be"):
+        vmm.PageTable(arena)  # type: ignore[arg-type]
