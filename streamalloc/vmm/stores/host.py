@@ -136,6 +136,60 @@ def blocks_of(nbytes: int) -> int:
     return -(-nbytes // HUGE)
 
 
+class _BufferBytes(InMemory):
+    """The bytes of buffers in memory: in allocations of a pool, or in memory of the user."""
+
+    def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
+        """Yield the blocks in order, each as soon as it has room, with the earlier copies from or to that room."""
+        yield blocks, ()
+
+    def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Memory | Bytes]]:
+        """Yield runs of blocks with adjacent room: the index of the first block in ``blocks``, and the memory."""
+        addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
+        apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
+        for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
+            base, nbytes = int(bases[first]), int(sizes[first:last].sum())
+            memory, start = self._chunks[base].memory, int(addresses[first]) - base
+            yield first, memory if nbytes == memory.nbytes else memory[start : start + nbytes]
+
+    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        done, session, side = 0, session_of(stream), copies.side
+        assert side is not None
+        for some, fences in self._with_room(np.asarray(copies.blocks)):
+            for fence in fences:
+                fence.precede(stream)
+            for first, memory in self._runs(some):
+                theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
+                if out:
+                    copy_bytes(CopySide.writable(memory, session), theirs, stream)
+                else:
+                    copy_bytes(theirs, CopySide.readable(memory, session), stream)
+            done += len(some)
+
+    def read(self, block: int, offset: int, target: Bytes) -> None:
+        """See :meth:`Stored.read`."""
+        ((_, memory),) = self._runs(np.array([block]))
+        part = memory[offset : offset + target.nbytes]
+        if isinstance(part, Memory) and not part.host_accessible:
+            part.copy_to(target)
+            part.stream.synchronize()
+        else:
+            target[:] = part.as_array() if isinstance(part, Memory) else part
+
+    def write(self, block: int, offset: int, source: Bytes) -> None:
+        """See :meth:`Stored.write`."""
+        for some, fences in self._with_room(np.array([block])):
+            for fence in fences:
+                fence.synchronize()
+            ((_, memory),) = self._runs(some)
+            part = memory[offset : offset + source.nbytes]
+            if isinstance(part, Memory) and not part.host_accessible:
+                part.copy_from(source)
+                part.stream.synchronize()
+            else:
+                (part.as_array() if isinstance(part, Memory) else part)[:] = source
+
+
 class _RoomReturn(Deferred):
     """Queue item that returns the room of buffers dropped while they slept."""
 
@@ -153,7 +207,7 @@ class _RoomReturn(Deferred):
         return True
 
 
-class _SleepingBytes(InMemory):
+class _SleepingBytes(_BufferBytes):
     """The bytes of buffers in pinned host memory, in blocks of :data:`HUGE` bytes.
 
     A block gets room when its bytes are first copied or written, so that the copies of the first blocks run while
@@ -182,7 +236,6 @@ class _SleepingBytes(InMemory):
         self._present[blocks], self.lacking[blocks] = True, False
 
     def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        """Yield the blocks in order, each as soon as it has room, with the earlier copies from or to that room."""
         lacking = self.lacking[blocks]
         first = int(lacking.argmax()) if lacking.any() else len(blocks)
         if first:
@@ -191,39 +244,6 @@ class _SleepingBytes(InMemory):
             count, fences = self.tier._place(self, blocks[first:])
             yield blocks[first : first + count], fences
             first += count
-
-    def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Bytes]]:
-        """Yield runs of blocks with adjacent room: the index of the first block in ``blocks``, and the memory."""
-        addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
-        apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
-        for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
-            base, start = int(bases[first]), int(addresses[first])
-            yield first, self._chunks[base].memory[start - base : start - base + int(sizes[first:last].sum())]
-
-    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        done, every, side = 0, np.asarray(copies.blocks), copies.side
-        assert side is not None
-        for some, fences in self._with_room(every):
-            for fence in fences:
-                fence.precede(stream)
-            for first, memory in self._runs(some):
-                ours = CopySide(memory.ctypes.data, memory.nbytes, None, memory)
-                theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
-                copy_bytes(*((ours, theirs) if out else (theirs, ours)), stream)
-            done += len(some)
-
-    def read(self, block: int, offset: int, target: Bytes) -> None:
-        """See :meth:`Stored.read`."""
-        ((_, memory),) = self._runs(np.array([block]))
-        target[:] = memory[offset : offset + target.nbytes]
-
-    def write(self, block: int, offset: int, source: Bytes) -> None:
-        """See :meth:`Stored.write`."""
-        for some, fences in self._with_room(np.array([block])):
-            for fence in fences:
-                fence.synchronize()
-            for _, memory in self._runs(some):
-                memory[offset : offset + source.nbytes] = source
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """See :meth:`Stored.drop`."""
@@ -503,49 +523,6 @@ class _Piece(MemoryChunk):
     def end(self) -> None:
         """Free the memory after the copies that use it."""
         self.release.end()
-
-
-class _BufferBytes(InMemory):
-    """The bytes of buffers in allocations of a pool, or in memory of the user."""
-
-    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        session, side = session_of(stream), copies.side
-        assert side is not None
-        for block, address in zip(copies.blocks, copies.addresses.tolist(), strict=True):
-            ours = self._memory(block)
-            theirs = CopySide(address, ours.nbytes, side.ordinal, side.keep)
-            if out:
-                copy_bytes(CopySide.writable(ours, session), theirs, stream)
-            else:
-                copy_bytes(theirs, CopySide.readable(ours, session), stream)
-
-    def _memory(self, block: int) -> Memory | Bytes:
-        base, nbytes = int(self._bases[block]), int(self._sizes[block])
-        whole, start = self._chunks[base].memory, int(self._addresses[block]) - base
-        found: Memory | Bytes = whole if nbytes == whole.nbytes else whole[start : start + nbytes]
-        return found
-
-    def read(self, block: int, offset: int, target: Bytes) -> None:
-        """See :meth:`Stored.read`."""
-        memory = self._memory(block)[offset : offset + target.nbytes]
-        if not isinstance(memory, Memory):
-            target[:] = memory
-        elif memory.host_accessible:
-            target[:] = memory.as_array()
-        else:
-            memory.copy_to(target)
-            memory.stream.synchronize()
-
-    def write(self, block: int, offset: int, source: Bytes) -> None:
-        """See :meth:`Stored.write`."""
-        memory = self._memory(block)[offset : offset + source.nbytes]
-        if not isinstance(memory, Memory):
-            memory[:] = source
-        elif memory.host_accessible:
-            memory.as_array()[:] = source
-        else:
-            memory.copy_from(source)
-            memory.stream.synchronize()
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
