@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -72,13 +72,12 @@ class PageStock(abc.ABC):
         self.spare: list[Page] = []
         self.count: int = 0
         """Number of pages that exist or are being created."""
-        self._granted: int = 0
-        """Number of pages that the budget granted and that are not created yet."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
         self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
         self._numbers: list[int] = []
         """Numbers of released pages, for reuse."""
+        self._fresh = itertools.count()
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, which is mapped at places without a page. It does not count for the limit."""
         self._shut_after_fork()
@@ -101,7 +100,7 @@ class PageStock(abc.ABC):
     @property
     def claimed(self) -> int:
         """Bytes of the pages that exist or are about to be created."""
-        return (self.count + self._granted) * self.size
+        return self.count * self.size
 
     def use_zero(self) -> None:
         """Add a space as a user of :attr:`zero`. The first space creates that page.
@@ -153,31 +152,6 @@ class PageStock(abc.ABC):
             if not whole.gone:
                 self.add_users(pages)
 
-    @contextlib.contextmanager
-    def _room(self, count: int) -> Iterator[list[None]]:
-        """Create at most ``count`` pages in a ``with`` block, after the budget has granted them. The block gets a list
-        with one item for each page that it may still create; :meth:`_create` removes items.
-        """
-        room = [None] * max(count, 0)
-        budget = self.budget()
-        if budget is None or not room:
-            yield room
-            return
-        with self.lock:
-            self._granted += count
-        try:
-            if not budget.settle(self):
-                why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
-                error = refused(OutOfMemoryError, "cuMemCreate", f"{why} {size_text(self.size)}: others were asked")
-                error.requested, error.used, error.limit = count * self.size, budget.used, budget.limit
-                raise error
-            yield room
-        finally:
-            if room:
-                with self.lock:
-                    self._granted -= len(room)
-                budget.settle()
-
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
         """Queue a fill with zeros on a stream (``cuMemsetD8Async``)."""
         self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
@@ -195,7 +169,7 @@ class PageStock(abc.ABC):
             for page in dropped:
                 page.users -= 1
             # A loop without an `if`: see the module `locks` of the driver.
-            unused = [*filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
+            unused = [*itertools.filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
             if not self.closed:
                 self.spare += unused
                 return
@@ -207,24 +181,36 @@ class PageStock(abc.ABC):
         if self.closed:
             raise ClosedError("the arena was closed")
 
-    def _create(self, room: list[None]) -> Page:
+    def _create(self, count: int) -> list[Page]:
+        """Create pages with one user each. After an error those that exist already become spare."""
         with self.lock:
-            self._check_limit(1)
-            number = self._numbers.pop() if self._numbers else self.count
-            self.count += 1
-            if self.budget() is not None:
-                self._granted -= 1
-                del room[0]
-        page = Page(self.session, number)
-        try:
-            self.spec.create(page, self.size)
-        except BaseException:
-            self._forget([page])
-            raise
-        return page
+            self._check_limit(count)
+            numbers = self._numbers[: -count - 1 : -1]
+            del self._numbers[-count:]
+            numbers += itertools.islice(self._fresh, count - len(numbers))
+            self.count += count  # now, because the budget counts the pages that are about to be created
+        made: list[Page] = []
+
+        def undo() -> None:
+            self.drop(made)
+            self._forget(numbers[len(made) :])
+            self._tell_budget()
+
+        with undoing(undo):
+            budget = self.budget()
+            if budget is not None and not budget.settle(self):
+                why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
+                error = refused(OutOfMemoryError, "cuMemCreate", f"{why} {size_text(self.size)}: others were asked")
+                error.requested, error.used, error.limit = count * self.size, budget.used, budget.limit
+                raise error
+            for number in numbers:
+                page = Page(self.session, number)
+                self.spec.create(page, self.size)
+                made.append(page)
+        return made
 
     def _check_limit(self, missing: int) -> None:
-        """Raise if the limit has no room for ``count`` more pages."""
+        """Raise if the limit has no room for so many more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
         why = (
@@ -237,16 +223,20 @@ class PageStock(abc.ABC):
     def _release(self, pages: Sequence[Page]) -> None:
         """Release pages. Pages that the driver refuses are released later."""
         later = deferred_queue(self.session)
-        self._forget(pages)
+        self._forget([page.number for page in pages if page is not self.zero])
         try:
             undo_all(functools.partial(later.end, page) for page in pages)
         finally:
-            budget = self.budget()
-            if budget is not None and not budget.closed:
-                budget.settle()
+            self._tell_budget()
 
-    def _forget(self, pages: Sequence[Page]) -> None:
-        numbers = [page.number for page in pages if page is not self.zero]
+    def _tell_budget(self) -> None:
+        """Tell the other processes, through the budget, that there are fewer pages."""
+        budget = self.budget()
+        if budget is not None and not budget.closed:
+            budget.settle()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Stop counting pages that do not exist, and reuse their numbers."""
         with self.lock:
             self.count -= len(numbers)
             self._numbers += numbers

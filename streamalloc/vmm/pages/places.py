@@ -616,10 +616,8 @@ class PhysicalPages(PageStock, Claimable):
                 page.users = 1
         if len(taken) == count:
             return taken
-        with undoing(lambda: self.drop(taken)), self._room(count - len(taken)) as room:
-            while len(taken) < count:
-                taken.append(self._create(room))
-        return taken
+        with undoing(lambda: self.drop(taken)):
+            return taken + self._create(count - len(taken))
 
     def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
         """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
@@ -634,8 +632,7 @@ class PhysicalPages(PageStock, Claimable):
 
         def create() -> None:
             if self.available < count:
-                with self._room(1) as room:
-                    self.drop([self._create(room)])
+                self.drop(self._create(1))
 
         while self.available < count and not self.closed:
             # The claim keeps :meth:`take` on another thread from finding a page that is counted and not spare yet.

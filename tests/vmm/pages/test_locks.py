@@ -112,7 +112,7 @@ class TestPhysicalPages:
         return lambda: vmm.PageArena(stream.device)._physical
 
     def pages(self, physical: PhysicalPages, count: int) -> list[Page]:
-        return [physical._create([]) for _ in range(count)]
+        return physical._create(count) if count else []
 
     def test_mappings_are_changed_by_one_thread(self, make: Callable[[], PhysicalPages]) -> None:
         inside: list[None] = []
@@ -255,32 +255,35 @@ class TestPhysicalPages:
 
         def change(which: int) -> Callable[[PhysicalPages], None]:
             if act == "_create":
-                return lambda it: pages.append(it._create([]))
-            return lambda it: it._forget([pages[which]])
+                return lambda it: pages.extend(it._create(1))
+            return lambda it: it._forget([pages[which].number])
 
         for physical in interleaved(getattr(PhysicalPages, act), begin, change(0), change(1)):
             numbers = physical._numbers if act == "_forget" else [page.number for page in pages]
             assert sorted(numbers) == [0, 1] and physical.count == (2 if act == "_create" else 0)
 
-    def test_room_in_a_budget_is_returned(self, make: Callable[[], PhysicalPages]) -> None:
+    def test_what_a_budget_refuses_is_not_counted(self, make: Callable[[], PhysicalPages]) -> None:
+        told: list[int] = []
+
         def begin() -> PhysicalPages:
             physical = make()
-            physical.budget = lambda: SimpleNamespace(settle=lambda *_: True)  # type: ignore[assignment, return-value]
+
+            def settle(asking: object = None) -> bool:
+                told.append(physical.claimed)
+                return asking is None
+
+            budget = SimpleNamespace(settle=settle, closed=False, limit=PAGE, used=PAGE)
+            physical.budget = lambda: budget  # type: ignore[assignment, return-value]
             return physical
 
-        open_rooms = contextlib.ExitStack()
-
         def ask(physical: PhysicalPages) -> None:
-            with physical._room(1):
-                assert physical._granted
+            with pytest.raises(sa.OutOfMemoryError, match="the budget of 2 MiB leaves no room for 2 pages"):
+                physical._create(2)
 
-        def open_room(physical: PhysicalPages) -> None:
-            open_rooms.enter_context(physical._room(1))
-
-        for physical in interleaved(PhysicalPages._room.__wrapped__, begin, ask, open_room):  # type: ignore[attr-defined]
-            assert physical._granted == 1
-            open_rooms.close()
-            assert physical._granted == 0
+        for physical in interleaved(PhysicalPages._create, begin, ask, ask):
+            assert physical.count == 0 and sorted(physical._numbers) == list(range(len(physical._numbers)))
+            assert told[0] >= 2 * PAGE and told[-1] == 0
+            told.clear()
 
     def test_two_threads_close_one(self, make: Callable[[], PhysicalPages]) -> None:
         for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):
