@@ -120,7 +120,10 @@ class AddressRange(OwnsNode):
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
         """Unmapped parts as pairs of offset and size in bytes, in the order of addresses."""
-        return tuple(self._node.holes())
+        entries = self._node.table()
+        ends = [0, *(entry.stop for entry in entries)]
+        starts = [*(entry.offset for entry in entries), self.nbytes]
+        return tuple((end, start - end) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
         """Map memory at an offset (``cuMemMap``) and set its permissions (``cuMemSetAccess``).

@@ -310,13 +310,10 @@ class _Ranges(StreamCache):
         self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:
-            self._end_at(event)
-
-    def _end_at(self, event: Event) -> None:
-        self.merge(0)
-        self._join_small(0)
-        ranges, self.ranges = self.ranges, FreeRanges()
-        self.cache.ended.append((event, ranges))
+            self.merge(0)
+            self._join_small(0)
+            ranges, self.ranges = self.ranges, FreeRanges()
+            self.cache.ended.append((event, ranges))
 
 
 class _State(CacheState):
@@ -502,7 +499,8 @@ class _State(CacheState):
                 if segment.reserved - segment.leaving + whole - start <= self.most:
                     stop = whole
                 segment.top = stop + -stop % segment.page
-            self._take_parts(ranges, start, stop)
+            for first, last in segment.backed(start, stop):
+                ranges.without((first, ranges.end_of(first)), first, last)
         backed = False
         try:
             backed = self._back(start, stop, cache, stream, limit)
@@ -536,11 +534,6 @@ class _State(CacheState):
                 if number == len(gaps) or gaps[number][0] != reached:
                     break
         return place
-
-    def _take_parts(self, ranges: FreeRanges, start: int, stop: int) -> None:
-        """Remove the free ranges between two offsets. The last one is cut, and its rest stays free."""
-        for first, last in self.segment.backed(start, stop):
-            ranges.without((first, ranges.end_of(first)), first, last)
 
     def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
         """Put memory at all of a part. The rest of its last page becomes a free range. Returns whether there was enough

@@ -32,11 +32,6 @@ class FreeRanges:
         for key in reversed(self._sizes[:]):
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest range."""
-        return self._sizes[-1] >> _SHIFT if self._sizes else 0
-
     def cut(self, nbytes: int) -> int | None:
         """Remove the first bytes of the smallest sufficient range, and return their offset."""
         sizes = self._sizes

@@ -142,9 +142,7 @@ class GrowableBuffer(VirtualBuffer):
 
     def grow(self, nbytes: int) -> None:
         """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
-        if type(nbytes) is not int or nbytes < 0:
-            nbytes = checked_size("nbytes", nbytes)
-        self.resize(self._nbytes + nbytes)
+        self.resize(self._nbytes + checked_size("nbytes", nbytes))
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

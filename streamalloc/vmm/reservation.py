@@ -253,13 +253,6 @@ class Reservation(HandleNode):
             raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
         return entries
 
-    def holes(self) -> list[tuple[int, int]]:
-        """Return the unmapped parts as pairs of offset and size in bytes."""
-        entries = self.table()
-        ends = [0, *(entry.stop for entry in entries)]
-        starts = [*(entry.offset for entry in entries), self.nbytes]
-        return [(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
-
     def drawn(self, width: int) -> str:
         """Draw the range with ``width`` characters."""
         cells = ["."] * width

@@ -182,12 +182,8 @@ class _Array(HandleNode):
         the handle of the per-thread default stream names another stream on each thread.
         """
 
-    def use(self, pool: TilePool) -> None:
-        """Have the array released before a pool."""
-        pool.memory._node.first[self] = None
-
     def done(self, pool: TilePool) -> None:
-        """Undo :meth:`use` once the array has no tiles of the pool."""
+        """Let a pool be released before the array, once the array has no tiles of the pool."""
         if all(user is not pool for user, _ in self.map.values()):
             pool.memory._node.first.pop(self, None)
 
@@ -443,7 +439,7 @@ class SparseArray(OwnsNode):
                 raise ValueError(f"{place} is mapped already")
         taken = pool._take(len(wanted), ordered, self.deferred)
         given = {tile: (pool, slot) for tile, (slot, *_) in zip(wanted, taken, strict=True)}
-        self._node.use(pool)
+        pool.memory._node.first[self._node] = None  # The array is released before the pool.
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
             self._submit(ordered, infos[:1] if self.deferred else infos)

@@ -30,7 +30,6 @@ A committed, parked or kept place holds a page, except one that is parked for a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 import weakref
@@ -63,11 +62,6 @@ _CLEARING = 0.05
 """Most seconds that ``make_room`` waits until pages are cleared."""
 _STEP = 5e-5
 """Seconds between two queries of the work of parked pages."""
-
-
-def _finish(parkings: Iterable[Parking], _: Claim) -> None:
-    for one in parkings:
-        one.finish()
 
 
 class Places(MappedBytes):
@@ -285,13 +279,11 @@ class Places(MappedBytes):
                 self._watch_elsewhere(page, place)
 
     def _watch_elsewhere(self, page: Page, besides: int) -> None:
-        for reservation in list(self.physical.allocations.reservations):
-            for places in reservation.entries:
-                if isinstance(places, Places) and places.physical is self.physical:
-                    for place in np.flatnonzero(places.numbers == page.number).tolist():
-                        if places is not self or place != besides:
-                            places._watch(page, place)
-                            return
+        for places in members(self.physical.spaces):
+            for place in np.flatnonzero(places.numbers == page.number).tolist():
+                if places is not self or place != besides:
+                    places._watch(page, place)
+                    return
 
     def _unkeep(self, place: int) -> None:
         page = self.backing[place]
@@ -424,7 +416,8 @@ class Parking(Deferred):
                 return None
             ahead = Parking(owner, Fence(physical.session, [stream], queueing=True), self.fence)
             try:
-                physical.used(stream, ahead.fence)
+                if stream in physical.streams:
+                    physical.streams[stream] = ahead.fence
                 if behind is None and not done:
                     self.fence.precede(stream)
                 owner.park(alone, ahead)
@@ -466,7 +459,7 @@ class PhysicalPages(PageStock, Claimable):
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
         self._claim = None
-        self._streams: dict[Stream, Fence] = {}
+        self.streams: dict[Stream, Fence] = {}
         """Streams that clear pages, each with a fence behind its last zeros."""
         super().__init__(device, page_size, limit, budget)
         self.allocations.arenas.add(self)
@@ -515,19 +508,14 @@ class PhysicalPages(PageStock, Claimable):
         """Return a stream without queued work, to clear pages; None if all such streams are busy. Call within
         :meth:`changing`.
         """
-        for stream, fence in self._streams.items():
+        for stream, fence in self.streams.items():
             if fence.done():
                 return stream
-        if len(self._streams) >= _STREAMS:
+        if len(self.streams) >= _STREAMS:
             return None
         stream = self.device.create_stream()
-        self._streams[stream] = Fence(self.session, ())
+        self.streams[stream] = Fence(self.session, ())
         return stream
-
-    def used(self, stream: Stream, fence: Fence) -> None:
-        """Record the last work of a stream if the arena made the stream to clear pages."""
-        if stream in self._streams:
-            self._streams[stream] = fence
 
     def changing(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread changes mappings or creates pages.
@@ -561,18 +549,15 @@ class PhysicalPages(PageStock, Claimable):
             except OutOfMemoryError:
                 if not waited and self.patience is not None:
                     until = time.monotonic() + self.patience
-                done = self._first_done(parked, until)
+                done = self._finish_first(parked, until)
                 if not done:
                     raise
                 # The driver may refuse to end a parking, which is then not waited for again.
                 waited.update(done)
-                self.allocations.work()
-                # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
-                with contextlib.suppress(CudaError):
-                    claiming((self,), functools.partial(_finish, done), level=1)
 
-    def _first_done(self, parked: Collection[Parking], until: float) -> list[Parking]:
-        """Wait until the work of some of these parkings has completed, and return those; None at the time ``until``.
+    def _finish_first(self, parked: Collection[Parking], until: float) -> list[Parking]:
+        """Wait until the work of some of these parkings has completed, and finish and return those; none at the time
+        ``until``.
 
         Queries, because any of them may be the first, and others may wait for an act of this thread.
         """
@@ -580,6 +565,11 @@ class PhysicalPages(PageStock, Claimable):
         while parked and not done and time.monotonic() < until:
             time.sleep(_STEP)
             done = [one for one in parked if one.fence.done()]
+        if done:
+            self.allocations.work()
+            # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
+            with contextlib.suppress(CudaError):
+                claiming((self,), lambda _: [one.finish() for one in done], level=1)
         return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
@@ -639,21 +629,20 @@ class PhysicalPages(PageStock, Claimable):
             self.changing(create)
         return self.available
 
-    def finish_clearing(self, *, wait: bool = False) -> None:
-        """Keep the pages that have been cleared. Call within :meth:`changing`.
-
-        With ``wait``, only wait until those zeros are written that no earlier work delays. Call that form without locks
-        and outside of :meth:`changing`.
-        """
+    def finish_clearing(self) -> None:
+        """Keep the pages that have been cleared. Call within :meth:`changing`."""
         for parking in list(self.clearing):
-            if not wait:
-                parking.finish()
-            elif parking.before.done():
+            parking.finish()
+
+    def await_clearing(self) -> None:
+        """Wait for the zeros that no earlier work delays. Call without locks and outside of :meth:`changing`."""
+        for parking in list(self.clearing):
+            if parking.before.done():
                 parking.fence.synchronize()
 
     def trim(self, keep: int) -> int:
         """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
-        self.finish_clearing(wait=True)
+        self.await_clearing()
 
         def vacate() -> None:
             self.finish_clearing()

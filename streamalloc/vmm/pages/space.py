@@ -265,7 +265,7 @@ class SpaceMemory(Memory, Closes):
             if short:
                 # Keep the pages of other parked places whose work has completed. No lock may be held here.
                 physical.allocations.work()
-                physical.finish_clearing(wait=True)
+                physical.await_clearing()
             with contextlib.suppress(_ParkedAgainError):
                 return self._places.locked(functools.partial(attempt, short), closing=closing)
 

@@ -90,13 +90,6 @@ def copy_batch(
         kernel = kernel_of(stream.device)
         if sizes * len(host) <= kernel.most(out) * copies and kernel.copy(targets, sources, sizes, stream):
             return
-    _copy_runs(targets, sources, sizes, scattered, stream)
-
-
-def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, scattered: Mask, stream: Stream) -> None:
-    """Queue one copy for each run of adjacent blocks. ``scattered`` tells for each block but the first whether it
-    begins a run.
-    """
     first = run_starts(scattered)
     merged = np.add.reduceat(np.broadcast_to(sizes, len(targets)), first)
     _copy_one_by_one(targets[first], sources[first], merged, stream)

@@ -68,7 +68,7 @@ class World:
         for _ in range(100):
             if not self.physical.parked:
                 return
-            self.physical.finish_clearing(wait=True)
+            self.physical.await_clearing()
             self.physical.changing(self.physical.finish_clearing)
         raise AssertionError("pages stay parked")
 
