@@ -1,9 +1,10 @@
-"""Arrays of NumPy, of DLPack and of ``__cuda_array_interface__``: their structs, elements, indices and types.
+"""Arrays of NumPy, DLPack and ``__cuda_array_interface__``: structs, elements, indices and types.
 
-A DLPack capsule's deleter must be C code, because consumers may call it while an exception is being raised, and a
-Python callback fails then. numpy has such a deleter. If an array came from a DLPack capsule, numpy exports it and every
-slice with the device of that capsule. So each device has one array of all addresses, a window, which is never released.
-A slice of the window that keeps the memory alive is exported. The window's elements are never read or written.
+The deleter of a DLPack capsule must be C code: a consumer may call it while an exception is being raised, when a Python
+callback would fail. NumPy has such a deleter. It also exports an array that came from a capsule, and each slice of it,
+with the device of that capsule. So there is one NumPy array of all addresses for each device, the window. A memory is
+exported as the slice of the window at its address. The slice keeps the memory alive; the window is never released. No
+element of a window is read or written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ADDRESSES = 2**63 - 1
 
 
 class DLTensor(ctypes.Structure):
-    """The struct of ``dlpack.h``, the first member of ``DLManagedTensor``."""
+    """``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -48,7 +49,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of ``dlpack.h``. It has no deleter, because it is never deleted."""
+    """``DLManagedTensorVersioned`` of ``dlpack.h``. It lives for ever, so it has no deleter."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -69,7 +70,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class _Everything:
-    """DLPack exporter of a managed tensor. Its device is pinned host memory, because NumPy imports no GPU memory."""
+    """Object that exports a window's tensor to NumPy, as pinned host memory, because NumPy imports no device memory."""
 
     def __init__(self, managed: _Managed) -> None:
         self._managed = managed
@@ -82,7 +83,7 @@ class _Everything:
 
 
 windows: dict[tuple[int, int | None], Any] = {}
-"""Windows by DLPack device: a pair of type and number."""
+"""Windows by DLPack device, a pair of type and ordinal."""
 
 
 @functools.cache
@@ -90,7 +91,7 @@ def _window_type() -> Any:
     class Window(np.ndarray[Any, Any]):
         """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
 
-        The attribute ``memory`` of a slice keeps the memory alive.
+        A slice keeps its memory alive by the attribute ``memory``.
         """
 
         __slots__ = ("memory",)
@@ -99,13 +100,14 @@ def _window_type() -> Any:
 
 
 def _window(device: tuple[int, int]) -> Any:
-    """The window of a DLPack device."""
+    """Return the window of a DLPack device; made at the first use."""
     found = windows.get(device)
     if found is None:
-        # From address 1: for an array at address 0, numpy would allocate memory.
+        # It begins at address 1: for an array at address 0 NumPy would allocate memory.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
+        # Never freed: at the exit of the interpreter this module goes before the arrays that use the struct.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
         made = np.from_dlpack(_Everything(managed)).view(_window_type())
         managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
         found = windows.setdefault(device, made)
@@ -113,7 +115,7 @@ def _window(device: tuple[int, int]) -> Any:
 
 
 def exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """A byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
+    """Return bytes at ``address`` as an array that keeps ``memory`` alive; DLPack exports it with ``device``."""
     first = (address or 1) - 1
     made = _window(device)[first : first + nbytes]
     made.memory = memory
@@ -121,7 +123,7 @@ def exported(memory: object, address: int, nbytes: int, device: tuple[int, int])
 
 
 def tensor_in(capsule: object) -> DLTensor:
-    """The tensor of a ``dltensor`` capsule; valid while the capsule lives."""
+    """Return the tensor in a ``dltensor`` capsule. It is valid while the capsule lives."""
     return DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
 
 
@@ -144,12 +146,12 @@ class CudaArray(NamedTuple):
 
 
 def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
-    """Check the fields of an array interface of another library.
+    """Read an array interface of another library, and check it. ``name`` names the array in errors.
 
     Raises
     ------
     TypeError, ValueError
-        The array has a mask, Python objects, a negative size, or is not contiguous; ``name`` is in the message.
+        The array has a mask, Python objects or a negative size, or is not contiguous.
     """
     dtype, shape = interface_form(interface)
     if dtype.hasobject:
@@ -165,7 +167,9 @@ def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
 
 
 def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
-    """Raise ValueError unless ``strides`` are None or those of a C-contiguous array with elements of ``step`` bytes."""
+    """Raise ``ValueError`` for ``strides`` of an array that is not C-contiguous. ``step``: bytes of an element. None as
+    strides means contiguous.
+    """
     if strides is None or 0 in shape:
         return
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -175,8 +179,8 @@ def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> N
 
 
 def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """The type and shape that an array interface names."""
-    # A single field without a name describes the type itself.
+    """Return type and shape of an array interface."""
+    # A plain type, too, has a ``descr``: one field with an empty name.
     described = [field for field in interface.get("descr") or () if field[0]]
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
 
@@ -184,7 +188,9 @@ def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int,
 def array_form(
     memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """A type and a shape that memory has exactly; ``memory`` is it, for errors."""
+    """Check that type and shape fill memory of ``nbytes`` exactly; return them, with a -1 in the shape replaced.
+    ``memory`` is shown in errors.
+    """
     kind = np.dtype(dtype)
     if kind.subdtype is not None:
         raise TypeError(f"dtype={dtype!r} is an array of {kind.base}: let shape say that")
@@ -206,7 +212,7 @@ def array_form(
 
 
 def host_array(other: Any) -> npt.NDArray[Any] | None:
-    """An object with the buffer protocol as an array, without a copy; None for other objects."""
+    """Return an array over an object with the buffer protocol, without a copy; None for other objects."""
     try:
         return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
     except TypeError:
@@ -223,12 +229,12 @@ _NUMBERS = (int, float, complex)
 
 
 def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
-    """The bytes of one element with this value, in memory order.
+    """Return the bytes in memory of one element with this value.
 
     Raises
     ------
     TypeError, ValueError
-        The type cannot hold the value, except for rounding of floating-point numbers.
+        The type cannot hold the value. Floating-point numbers may be rounded.
     """
     element = np.empty((), dtype)
     try:
@@ -246,7 +252,7 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
 
 
 def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
-    """Whether an element holds the assigned value, up to floating-point rounding."""
+    """Whether an element has the value that was assigned to it, apart from floating-point rounding."""
     dtype = element.dtype
     if isinstance(value, (bytes, bytearray)):
         padded = value.ljust(dtype.itemsize, b"\0") if dtype.kind == "S" else value
@@ -261,7 +267,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
 
 
 def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
-    """The fill pattern as the driver's unsigned number, and its width in bytes.
+    """Return a fill pattern as the unsigned number that ``cuMemsetD*`` takes, and its width in bytes.
 
     Raises
     ------
@@ -286,10 +292,10 @@ def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[in
 
 
 def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """Compute fills that write elements at an address.
+    """Return how ``cuMemsetD*`` can write an element at an address, again and again.
 
-    If repetitions of 1, 2 or 4 bytes make all elements, return that pattern and no steps. Otherwise return an empty
-    pattern and the fills that make the first element: start byte, end byte (exclusive), pattern.
+    If a pattern of 1, 2 or 4 bytes makes the element, return the pattern and no steps. Otherwise return no pattern, and
+    the fills that write one element: start, end (exclusive) and pattern.
     """
     size = len(element)
     widths = [width for width in _WORDS if size % width == 0 and address % width == 0]
@@ -306,7 +312,7 @@ def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int
 
 
 def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, tuple[int, ...]]:
-    """Return offset in bytes and shape of the part of a C-contiguous array that a basic index selects.
+    """Return offset (bytes) and shape of the part that a basic index selects from a C-contiguous array.
 
     Raises
     ------
@@ -323,7 +329,7 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
             raise TypeError(f"{one!r} is no basic index: allowed are integers, slices, ... and None")
     basic = tuple(one if one is None or one is Ellipsis or isinstance(one, slice) else operator.index(one)
                   for one in indices)  # fmt: skip
-    # With an ellipsis NumPy returns a view and reads no element, so the array needs no memory.
+    # With an ellipsis NumPy returns a view in place of an element. So the array may be without memory.
     basic = basic if Ellipsis in basic else (*basic, Ellipsis)
     strides = [itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
     whole = np.lib.stride_tricks.as_strided(np.empty((), f"V{itemsize}"), shape, strides)
@@ -334,7 +340,7 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
 
 
 def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """The entries of an array interface for a type; None if array interfaces cannot name it."""
+    """Return the entries of an array interface for a type; None if an array interface cannot name the type."""
     if dtype.names is None:
         return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
     try:

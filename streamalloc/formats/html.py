@@ -1,6 +1,6 @@
-"""HTML cards of objects for notebooks: one layout per kind, sizes in MiB, all text escaped.
+"""HTML for notebooks: cards of objects, with sizes in MiB and all text escaped.
 
-A class yields the rows of its card (:meth:`Shown._about`). Locations have the colours of :mod:`streamalloc.plots`.
+A class gives the rows of its card (:meth:`Shown._about`). Locations have the same colours as in figures.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 draw: Callable[..., Any] | None = None
-"""``streamalloc.plots.draw``, imported on use; set by ``streamalloc/__init__.py``."""
+"""Function that calls ``streamalloc.plots.draw``. ``streamalloc/__init__.py`` sets it, because this area may not import
+``plots``.
+"""
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"
-# Jupyter would align the text of cells to the right.
+# Jupyter's default aligns the text of cells to the right.
 _LEFT = " style='text-align:left'"
 
 
@@ -29,30 +31,30 @@ class _Location(Protocol):
 
 
 class Html(str):
-    """Text that is HTML, and is not escaped."""
+    """Text that is HTML already, and must not be escaped."""
 
     __slots__ = ()
 
 
 Row: TypeAlias = tuple[str, object]
-"""Title and value of a row, shown by ``str``; :func:`mib` formats sizes."""
+"""Title and value of a row. The value is shown by ``str``; :func:`mib` makes that of a size."""
 
 
 def escape(text: str) -> str:
-    """The text as HTML (:func:`html.escape`)."""
-    # Imported late: its entity table takes a tenth of the package's import time.
+    """Return a text as HTML (:func:`html.escape`)."""
+    # Imported here, because its table of entities takes a tenth of the package's import time.
     import html
 
     return html.escape(text)
 
 
 def mib(nbytes: int) -> str:
-    """A size in MiB, with one decimal."""
+    """Return a size in MiB as text, with one decimal."""
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def place(location: _Location) -> str:
-    """The location of memory, as a label."""
+    """Return the label of a location."""
     if location.type.name == "DEVICE":
         return f"GPU {location.id}"
     if location.type.name == "HOST_NUMA":
@@ -61,7 +63,7 @@ def place(location: _Location) -> str:
 
 
 def color_of(location: _Location) -> str:
-    """The colour of a location."""
+    """Return the colour of a location."""
     if location.type.name == "DEVICE":
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
@@ -72,19 +74,19 @@ def _cell(value: object) -> str:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """Return a table. Values other than :class:`Html` are escaped."""
+    """Return a table. Values are escaped, unless they are :class:`Html`."""
     titles = "".join(f"<th{_LEFT}>{_cell(title)}</th>" for title in head)
     body = "".join(f"<tr>{''.join(f'<td{_LEFT}>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
 
 
 def code(text: str) -> Html:
-    """Text in the font of programs."""
+    """Return a text in the font of code."""
     return Html(f"<code>{escape(text)}</code>")
 
 
 def gauge(value: int, total: int) -> Html:
-    """Bar and text for a value and its total, in MiB; in GiB if the total is 10 GiB or more."""
+    """Return a bar for a value of a total, with both in MiB beside it; in GiB if the total is 10 GiB or more."""
     unit, scale = ("GiB", 1 << 30) if total >= 10 << 30 else ("MiB", 1 << 20)
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     share = f"{value / scale:,.1f} {unit} of {total / scale:,.1f} {unit}"
@@ -92,7 +94,7 @@ def gauge(value: int, total: int) -> Html:
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, _Location, str]]) -> Html:
-    """A strip of an address range. Each piece is offset, size, location and text; gaps are holes."""
+    """Return a strip that shows the mappings of an address range. A piece is offset, size, location and text."""
     parts = []
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
@@ -110,11 +112,11 @@ class Shown:
     __slots__ = ()
 
     def _about(self) -> Iterator[Row]:
-        """Yield the rows of the card. May raise for a closed object."""
+        """Yield the rows of the card. It may raise for a closed object."""
         return iter(())
 
     def _card(self) -> list[Row]:
-        """The rows of the card; none for a closed, freed, evicted or half-made object."""
+        """Return the rows of the card; none for an object that is closed, freed, evicted or half-made."""
         try:
             return list(self._about())
         except Exception:
@@ -125,8 +127,8 @@ class Shown:
         return f"<b>{escape(type(self).__name__)}</b>{table((), rows)}" if rows else code(repr(self))
 
     def __rich__(self) -> Any:
-        """The card in a terminal, for ``rich.print``."""
-        # Only rich calls this, so that rich is there.
+        """Return the card as a table of ``rich``, for ``rich.print``."""
+        # Imported here: only rich calls this.
         from html import unescape
         from importlib import import_module
 

@@ -1,7 +1,7 @@
-"""Locks on bytes of a file (``F_OFD_SETLK``), which show whether a process lives.
+"""Locks on bytes of a file (``F_OFD_SETLK``). They show whether a process is alive.
 
-The kernel releases the locks of a process that ends. They belong to the open file description, not to the process, and
-may lie beyond the end of the file.
+Such a lock belongs to an open file description. The kernel releases it when the last descriptor is closed, also by the
+death of the process. The bytes may be beyond the end of the file.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, 
 
 
 def flock(kind: int, byte: int, count: int = 1) -> bytes:
-    """The ``struct flock`` of a lock. ``count`` 0: all bytes from ``byte`` on."""
+    """Return the ``struct flock`` of a lock. A ``count`` of 0 means all bytes from ``byte`` on."""
     return _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0)
 
 
 def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
-    """Lock a byte (``F_RDLCK``, ``F_WRLCK``) or unlock it (``F_UNLCK``)."""
+    """Lock a byte (``F_RDLCK``, ``F_WRLCK``), or unlock it (``F_UNLCK``). Without ``wait``, raise ``BlockingIOError``
+    if another open file has locked it.
+    """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, flock(kind, byte))
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Lock a byte for this open file alone; False if another one has locked it."""
+    """Lock a byte exclusively. Return False if another open file has locked it."""
     try:
         lock(fd, byte, fcntl.F_WRLCK)
     except BlockingIOError:
@@ -33,6 +35,6 @@ def try_lock(fd: int, byte: int) -> bool:
 
 
 def is_locked(fd: int, first: int, count: int = 1) -> bool:
-    """Whether another open file has locked a byte of the range. ``count`` 0: all bytes from ``first`` on."""
+    """Whether another open file has locked a byte of a range. A ``count`` of 0 means all bytes from ``first`` on."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, flock(fcntl.F_WRLCK, first, count))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

@@ -1,4 +1,4 @@
-"""Sizes as text."""
+"""Sizes in bytes as text, and back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SIZE = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*"
 
 
 def size_in(text: str) -> int:
-    """The bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (of 1000 MB) or ``"4096"``. Others raise
-    ``ValueError``.
+    """Return the bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or ``"4096"``. Raise
+    ``ValueError`` for other texts.
     """
-    from fractions import Fraction  # at module level it would take a twentieth of the package's import
+    from fractions import Fraction  # at module level it would take a twentieth of the package's import time
 
     found = re.fullmatch(_SIZE, text, re.ASCII | re.IGNORECASE)
     if found is None:
@@ -26,7 +26,7 @@ def size_in(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """A size as text: ``64 MiB`` for a whole number of a unit, else ``1,234,567 bytes``."""
+    """Return a size as text: ``64 MiB`` if it is a whole number of a unit, else ``1,234,567 bytes``."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"

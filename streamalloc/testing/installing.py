@@ -1,4 +1,4 @@
-"""A simulated machine in place of the functions of ``cuda.bindings``."""
+"""Installation of a simulated machine: it replaces the functions of ``cuda.bindings.driver`` and ``.runtime``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from streamalloc.driver.internal import LIBRARIES, as_asked, cuda, default_of_th
 from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 
 VARIABLE = "STREAMALLOC_INSTALL"
-"""Environment variable that names the machine for child processes."""
+"""Environment variable with the settings of the machine, for child processes."""
 KERNELS = "STREAMALLOC_KERNELS"
-"""Environment variable with the Python files of kernels, as JSON, that child processes run first."""
+"""Environment variable with the Python files of kernels, as JSON. Child processes run these first."""
 
 _installed = threading.Lock()
-"""Held while a machine is installed."""
+"""Held while a machine is installed: one at a time."""
 _targets: dict[str, Any] = {}
-"""Replacement of each module; empty if nothing is installed."""
+"""Machine, and its runtime, by name of the module that they replace; empty if no machine is installed."""
 _for_good = contextlib.ExitStack()
+"""Machine of a child process, which stays installed until the process ends."""
 
 
 @contextlib.contextmanager
@@ -102,7 +103,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Each module and name in the program that holds a function of the bindings, with its replacement."""
+    """Return each module and name that hold a function of the bindings, with the function that replaces it."""
     functions: dict[int, Callable[..., Any]] = {}
     for module in (cuda, runtime()):
         for name, found in vars(module).items():
@@ -119,16 +120,16 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 @functools.cache
 def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the installed machine, or the bindings if no machine is installed any more."""
+    """Return a function that calls the installed machine. If none is installed any more, it calls the bindings."""
 
     @functools.wraps(function)
     def _call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
-        # For runtime functions without a driver call, the machine uses the bindings' function, which this wrapper has
-        # replaced.
+        # For runtime functions that need no driver, the machine has the bindings' function of that name, which now is
+        # this one: call the original.
         return (function if found is _call else found)(*args, **named)
 
-    return _call  # reports leave out a name with an underscore
+    return _call  # The underscore keeps its frame out of reports.
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -139,7 +140,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def install_in_child() -> None:
-    """Install the parent's machine for the life of this process. No effect if the parent has none."""
+    """Install the parent's machine until this process ends. No effect if the parent has none."""
     text = os.environ.get(VARIABLE)
     if text:
         kernels = json.loads(os.environ.get(KERNELS) or "[]")
@@ -150,7 +151,7 @@ def install_in_child() -> None:
 # -- libraries that call CUDA's C libraries directly, past an installed driver --------------------------------
 
 _NOT_CALLING = ("cuda", "numba")
-"""Modules that do not call them: the bindings' package, and Numba, which loads them by ctypes."""
+"""Modules whose import gives no warning: the bindings' package, and Numba, whose load by ctypes gives one."""
 _watching = False
 _added = False
 _reported: set[str] = set()
@@ -158,11 +159,11 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """In the block, warn about each imported library that calls CUDA's C libraries."""
+    """Warn in a ``with`` block about each import of a library that calls CUDA's C libraries."""
     global _watching, _added
     if not _added:
         _added = True
-        sys.addaudithook(_look)  # the interpreter keeps the hook
+        sys.addaudithook(_look)  # It cannot be removed, so it is added once.
     _reported.clear()
     _watching = True
     try:

@@ -1,5 +1,5 @@
-"""Driver resources, objects of streamalloc and file descriptors that a test does not release, with the lines that
-created them.
+"""Leaks of a test: driver resources, objects of streamalloc, file descriptors and threads, with the lines that made
+them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Leak(NamedTuple):
     """A driver resource that was created and not released."""
 
     kind: str
-    """Kind of resource, such as ``"stream"``."""
+    """Kind of the resource, such as ``"stream"``."""
     handle: int
     """The driver's handle or address."""
     call: str
     """The driver function that made it."""
     place: Stack
-    """Stack of that call, without frames of this package."""
+    """Stack of the call, without frames of this package."""
 
     def __str__(self) -> str:
         return "\n".join([f"{self.kind} {self.handle:#x} ({self.call})", *lines(self.place)])
 
 
 def leak_report(leaks: Sequence[object]) -> str:
-    """The leaks as text."""
+    """Return leaks as text."""
     things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
@@ -60,18 +60,18 @@ _EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", 
 
 
 def descriptor_key(number: int) -> tuple[int, int, int]:
-    """Identity of an open descriptor: its number, and device and number of the file's inode.
+    """Return what identifies an open file: number of the descriptor, and device and inode of the file.
 
-    The number alone is not enough: after a close another file may get it.
+    The number alone does not: another file may get it after a close.
     """
     status = os.fstat(number)
     return number, status.st_dev, status.st_ino
 
 
 class Accounts(Wrapper):
-    """A driver that records each created resource, with the call's stack, until its release.
+    """Driver that records the stack of each call that creates a resource, until the resource is released.
 
-    Memory that is allocated in a capture belongs to its graph, and is not counted.
+    Memory that is allocated in a capture belongs to the graph, and is not counted.
 
     Parameters
     ----------
@@ -81,15 +81,15 @@ class Accounts(Wrapper):
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
-        # Reentrant: a finaliser may call the driver while its thread holds the lock.
+        # Reentrant, because a finaliser may call the driver while its thread holds the lock.
         self._lock = RLock()
         self._account = HandleCounts()
         self._made: dict[int, tuple[str, Stack]] = {}
         self.exported: dict[tuple[int, int, int], Stack] = {}
-        """Stacks of calls that returned file descriptors, by :func:`descriptor_key`."""
+        """Stacks of the calls that returned a file descriptor, by :func:`descriptor_key`."""
 
     def __getattr__(self, name: str) -> Any:
-        # Functions that neither create nor release resources are called directly.
+        # Other functions neither create nor release resources, so they are called directly.
         if name in COUNTED | _EXPORTS or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(self.wrapped, name)
@@ -106,7 +106,7 @@ class Accounts(Wrapper):
                 self._account.note(name, args, answer, captured)
                 if name == "cuMemMap" or len(answer) > 1:
                     handle = int(args[0] if name == "cuMemMap" else answer[1])
-                    self._made.pop(handle, None)  # a reused handle moves to the end
+                    self._made.pop(handle, None)  # so that a reused handle goes to the end of the order
                     self._made[handle] = (name, here())
         return answer
 
@@ -115,7 +115,7 @@ class Accounts(Wrapper):
         return not answer[0] and int(answer[1]) != 0
 
     def leaks(self) -> list[Leak]:
-        """Resources made through this driver and not released, oldest first."""
+        """Return the resources that were made by this driver and not released, oldest first."""
         with self._lock:
             order = {handle: number for number, handle in enumerate(self._made)}
             left = [Leak(kind, handle, *self._made.get(handle, ("", ())))
@@ -126,29 +126,34 @@ class Accounts(Wrapper):
 # -- objects and descriptors -----------------------------------------------------------------------------------
 
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
-"""Classes whose modules must be imported before a watch."""
+"""Classes of modules that are loaded late. A watch finds classes by ``__subclasses__``, so their modules are imported.
+"""
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
-"""Classes with one driver handle or descriptor, which counts as them."""
+"""Classes that own one driver handle or descriptor. This counts in place of the object."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
+"""Kinds of descriptors that count, by the beginning of their names in ``/proc/self/fd``."""
 _MACHINE = "/memfd:streamalloc:"
+"""Beginning of the names of the simulated machine's own descriptors."""
 _GRACE = 0.5
-"""Seconds for ending threads to end."""
+"""Seconds to wait for threads that are about to end."""
 _WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
-"""Modules whose threads end by themselves or belong to counted objects."""
+"""Modules whose threads end by themselves, or belong to objects that count."""
 _STANDARD = 3
+"""Number after those of standard input, output and error."""
 _DRIVERS = ("streamalloc.driver.", "streamalloc.simulator.", "streamalloc.checker.")
 _NOT_KEEPERS = (*_DRIVERS, "streamalloc.testing.")
+"""Modules whose variables do not count as the package's own (:func:`_inside`)."""
 
 
 class OpenObject(NamedTuple):
-    """An object or descriptor still open at the end of a test."""
+    """Object, descriptor or thread that is still there at the end of a test."""
 
     what: str
     """Description, such as ``"Channel"``."""
     place: Stack
-    """Stack of the creating call, without this package's frames; may be empty."""
+    """Stack of the call that made it, without frames of this package; may be empty. For a thread, its present stack."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *lines(self.place)])
@@ -156,12 +161,14 @@ class OpenObject(NamedTuple):
 
 class _Made(NamedTuple):
     reference: Callable[[], Any]
+    """Returns the object while it lives."""
     place: Stack
     number: int
+    """Place in the order of creation."""
 
 
 class _Places:
-    """Stacks of calls that create objects, recorded during a watch."""
+    """Stacks of the calls that made objects during a watch. The constructors of all classes are wrapped meanwhile."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -171,16 +178,16 @@ class _Places:
         self._numbers = itertools.count(1)
 
     def of(self, thing: object) -> Stack:
-        """The stack of an object's creation; empty if not recorded."""
+        """Return the stack of the call that made an object; empty if it was not recorded."""
         found = self._found.get(id(thing))
         return found.place if found is not None and found.reference() is thing else ()
 
     def order(self, thing: object) -> int:
-        """The number of an object in creation order; 0 if not recorded."""
+        """Return the place of an object in the order of creation; 0 if it was not recorded."""
         return self._found[id(thing)].number if self.of(thing) else 0
 
     def begin(self) -> None:
-        """Begin to record. Each call needs an :meth:`end`."""
+        """Begin to record. Watches may nest; each call needs its :meth:`end`."""
         with self._lock:
             self._watches += 1
             if self._watches == 1:
@@ -204,7 +211,8 @@ class _Places:
             function(thing, *args, **options)
             reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
             found = self._found.get(id(thing))
-            if found is None or found.reference() is not thing:  # otherwise __init__ of a base class has recorded it
+            # Else the wrapped constructor of a base class has recorded it already.
+            if found is None or found.reference() is not thing:
                 self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
 
         self._functions.append((kind, "__init__", function))
@@ -222,7 +230,7 @@ def _classes(kind: Any) -> Iterator[type]:
 
 
 class Watch(Leaves):
-    """The objects and descriptors that are opened in a ``with`` block."""
+    """Watch of a ``with`` block: which objects, descriptors and threads it leaves."""
 
     def __enter__(self) -> Watch:
         _places.begin()
@@ -236,7 +244,7 @@ class Watch(Leaves):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A ``with`` block whose objects may outlive the test, and are not counted."""
+        """Leave out what a ``with`` block makes, such as the setup of a fixture that outlives the test."""
         with Watch() as block:
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
@@ -246,14 +254,14 @@ class Watch(Leaves):
     def found(
         self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
     ) -> list[Leak | OpenObject]:
-        """Objects and descriptors that are open now and were not before.
+        """Return what is there now and was not there before the block.
 
         Parameters
         ----------
         driver
-            The driver under test, which may hold descriptors of its own.
+            The driver under test. What its session keeps does not count.
         leaks
-            Driver resources that were not released. Resources of an open object count as the object.
+            Driver resources that were not released. Those that an open object owns count as the object.
         exported
             Stacks of the calls in which the driver returned a descriptor.
         """
@@ -262,7 +270,7 @@ class Watch(Leaves):
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        # The last object that a line has made may contain the others of that line.
+        # One line may have made several objects. The last one contains the others, and is reported alone.
         last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
             OpenObject(_name(one), place)
@@ -272,16 +280,16 @@ class Watch(Leaves):
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
         left = [leak for leak in leaks if leak.place not in seen]
-        # A closed pool stays because of its allocations, so report those first.
+        # A pool stays because of its allocations, so these are reported first.
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | OpenObject]:
-        """Threads that the test started and did not end, with their present lines."""
+        """Return the threads that the test has started and that still run, with their present stacks."""
         end = time.monotonic() + _GRACE
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
-            foreign = isinstance(one, threading._DummyThread)  # nobody can join such a thread
+            foreign = isinstance(one, threading._DummyThread)  # of C code, which nobody can join
             if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
                 continue
             one.join(max(end - time.monotonic(), 0))
@@ -314,9 +322,9 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # a counted object or the simulated machine owns it
+                continue  # An object that counts owns it, or the simulated machine.
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
-                continue  # it is counted as the object, or the package keeps it
+                continue  # It counts as its object, or the package keeps it.
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
                 found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))
@@ -324,7 +332,7 @@ class Watch(Leaves):
 
 
 def _live() -> Iterator[Any]:
-    # By type, here and below: isinstance() asks a weak proxy for the class of an object that may be gone.
+    # Not by isinstance(), here and below: it asks a weak proxy for the class of an object that may be gone.
     return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
 
 
@@ -333,23 +341,23 @@ def _reference(thing: object) -> weakref.ref[object] | None:
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """The stack of the call that created an object's handle, for objects made without ``__init__``."""
+    """Return the stack of the call that made the handle of an object. For objects made without their constructor."""
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
 
 def _is_open(thing: Any) -> bool:
-    """Whether an object is open. An object without ``closed`` is counted by its driver resources."""
+    """Whether an object is open. One without ``closed`` does not count; its driver resources do."""
     if isinstance(thing, Shared):
         return True
     try:
         return thing.closed is False
-    except AttributeError:  # its constructor has raised
+    except AttributeError:  # Its constructor has raised.
         return False
 
 
 def _inside(driver: Driver) -> set[int]:
-    """``id`` of each object that the package keeps for a driver or for the process."""
+    """Return the ``id`` of each object that the package itself keeps: in a session, a module or a thread."""
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
@@ -367,7 +375,7 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """Variables of a thread that runs only functions of this package and :mod:`threading`."""
+    """Return the variables of a thread of this package; none for a thread that runs other functions, too."""
     found: list[object] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -379,8 +387,8 @@ def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
 
 
 def _is_ours(thing: object) -> bool:
-    """Whether an object's class belongs to this package, drivers excepted."""
-    module = str(type(thing).__module__)  # a class may define it as a property
+    """Whether an object is of a class of this package. Drivers are not."""
+    module = str(type(thing).__module__)  # A class may define it as a property.
     return module.startswith("streamalloc.") and not module.startswith(_DRIVERS)
 
 
@@ -392,17 +400,17 @@ def _name(thing: object) -> str:
 
 
 def _descriptors() -> dict[tuple[int, int, int], str]:
-    """The file names of this process's open descriptors, by :func:`descriptor_key`."""
+    """Return the names of open files by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # this is the descriptor of listdir(), which is closed
+        with contextlib.suppress(OSError):  # The descriptor of listdir() itself is closed by now.
             if int(text) >= _STANDARD:
                 found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found
 
 
 def _interpreters() -> set[int | None]:
-    """Descriptors that multiprocessing keeps open until the process ends."""
+    """Return the descriptors that multiprocessing keeps until the process ends."""
     tracker, server = operator.attrgetter("_resource_tracker"), operator.attrgetter("_forkserver")
     return {
         getattr(tracker(multiprocessing.resource_tracker), "_fd", None),

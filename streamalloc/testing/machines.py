@@ -1,6 +1,4 @@
-"""Drivers for tests: a new simulated machine, one for the whole process, or the real driver; and the reports of
-processes that a test starts.
-"""
+"""Drivers for tests: simulated machines and the real driver. Also the reports of processes that a test starts."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ from streamalloc.testing.tools import settle
 assert multiprocessing.process
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
-"""Returns this process's simulated machine with these settings; cached."""
+"""Return the simulated machine with these settings that lasts until the process ends."""
 
 
 @contextlib.contextmanager
 def by_default(driver: Driver) -> Iterator[None]:
-    """Make a driver the default in a ``with`` block, including threads started in it."""
+    """Make a driver the default of all threads in a ``with`` block."""
     before = default_of_threads()
     with use(driver):
         set_default(driver)
@@ -47,7 +45,7 @@ def by_default(driver: Driver) -> Iterator[None]:
 
 
 def rest(driver: Driver) -> None:
-    """Synchronise all devices and do deferred work, so that no work of this test runs during the next one."""
+    """Synchronise all devices and do the deferred work. Otherwise work of this test would run during the next one."""
     gc.collect()
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()
@@ -57,12 +55,12 @@ def rest(driver: Driver) -> None:
 
 
 def real() -> Driver:
-    """The machine's own driver."""
+    """Return the CUDA driver of this computer."""
     return sd.real()
 
 
 def real_devices() -> int:
-    """Number of GPUs.
+    """Return the number of GPUs.
 
     Raises
     ------
@@ -75,12 +73,12 @@ def real_devices() -> int:
 
 
 def describe_real() -> str:
-    """The real driver's version and the names of its GPUs, as text."""
+    """Return the CUDA version of the real driver and the names of the GPUs, as text."""
     driver = real()
     if not real_devices():
         return "CUDA driver, no GPU"
     _, number = driver.cuDriverGetVersion()
-    # Raw calls: a Device would retain a context before the first test.
+    # Raw calls, because a ``Device`` would make a context before the first test.
     found = [driver.cuDeviceGetName(256, ordinal)[1] for ordinal in range(real_devices())]
     names = [name.partition(b"\0")[0].decode(errors="replace") for name in found]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -88,7 +86,7 @@ def describe_real() -> str:
 
 
 def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
-    """The reason why a test with these needs cannot run on the real driver, as text; None if it can."""
+    """Return why a test with these needs cannot run on the real driver, as text; None if it can."""
     present = real_devices()
     if present < devices:
         return f"needs {devices} GPUs, found {present}"
@@ -103,7 +101,7 @@ def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> s
 
 @contextlib.contextmanager
 def inherited(**values: str) -> Iterator[None]:
-    """Set variables for the processes started in a ``with`` block, even by a multiprocessing server."""
+    """Set environment variables for processes started in a ``with`` block, also by a server of multiprocessing."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)
@@ -113,10 +111,10 @@ def inherited(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
-    """Collect the reports of the processes that are started in a ``with`` block.
+    """Collect the reports of processes that are started in a ``with`` block.
 
-    ``checks`` are the wanted kinds of reports: ``"check"``, ``"leaks"``. Yields a function that takes kinds, and yields
-    their reports so far; each begins with its process.
+    ``checks`` are the kinds of reports to make: ``"check"``, ``"leaks"``. The block gets a function that takes kinds,
+    and yields their reports so far. A report begins with its process.
     """
 
     def found(*kinds: str) -> Iterator[str]:

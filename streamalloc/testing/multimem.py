@@ -1,4 +1,4 @@
-"""The multimem instructions of PTX as functions, for the simulated driver."""
+"""Multimem instructions of PTX as Python functions, for the simulated driver."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _OPERATIONS: dict[str, Callable[..., Values]] = {
     "xor": np.bitwise_xor,
 }
 _OF_INTEGERS = frozenset(_OPERATIONS)
-# As in the PTX manual; numpy has no bfloat16. Signed 64-bit integers are added as unsigned ones.
+# From the PTX manual, without bfloat16, which NumPy lacks. PTX adds signed 64-bit integers as unsigned ones.
 SUPPORTED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
     "float16": frozenset(("add", "min", "max")),
     "float32": frozenset(("add",)),
     "float64": frozenset(("add",)),
 }
-"""Supported operations, by NumPy name of the type."""
+"""Operations of ``multimem`` instructions, by NumPy's name of the type."""
 
 
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
-    """Store values in every replica of multicast memory, as a kernel does with ``multimem.st``.
+    """Store values in the memory of every device behind a multicast mapping, as a kernel does with ``multimem.st``.
 
-    The three functions here are queued in stream order, as a kernel would be. On hardware write a kernel with the PTX
-    instruction of the same name.
+    Like the other two functions here it is queued in stream order, as a kernel would be. On hardware write a kernel
+    with the PTX instruction of the same name.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
-    """Apply an operation to each replica of multicast memory, as a kernel does with ``multimem.red``.
+    """Reduce values into the memory of every device behind a multicast mapping (``multimem.red``).
 
     Parameters and errors as for :func:`multimem_st`, and these:
 
@@ -107,10 +107,10 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
 def multimem_ld_reduce(
     stream: Stream, into: AddressLike, address: AddressLike, count: int, dtype: npt.DTypeLike, op: str = "add"
 ) -> None:
-    """Combine the replicas of multicast memory, as a kernel does with ``multimem.ld_reduce``, and store the result.
+    """Reduce over the memory of all devices behind a multicast mapping (``multimem.ld_reduce``), and store the result.
 
-    Sums of float16 are rounded once (``.acc::f32``). Replicas are combined in the order in which their devices were
-    added; hardware defines no order. Errors as for :func:`multimem_red`.
+    Sums of float16 are rounded once (``.acc::f32``). Devices are taken in the order in which they were added; hardware
+    defines no order. Errors as for :func:`multimem_red`.
 
     Parameters
     ----------
@@ -136,7 +136,9 @@ def multimem_ld_reduce(
 
 
 def _launch(stream: Stream, kernel: Callable[[Any], None], *uses: tuple[int, int, bool, bool]) -> None:
-    """Queue an operation. ``uses``, for a checker: address, bytes, whether it writes, and whether it is atomic."""
+    """Queue an operation. ``uses`` tell a checker the memory: address, bytes, whether it is written, whether
+    atomically.
+    """
     if not hasattr(stream.device.driver, "multimem_launch"):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
     stream_call(stream, "multimem_launch", kernel)

@@ -95,13 +95,13 @@ _FLAGS = {
 }
 """Help and header of each option without a value."""
 _NOTES = "streamalloc not checked"
-"""Name of the reports' property with the notes of checks, which pytest-xdist sends to its main process."""
+"""Property of pytest's reports that has the notes of checks. pytest-xdist sends it to its main process."""
 _notes: list[str] = []
-"""Notes of checks since the last report of a teardown."""
+"""Notes of checks since the last report of a teardown, which takes them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # dest is named: a test suite may add a shorter option with the same dest.
+    # With ``dest``, because a test suite may add a shorter option for the same value.
     group = parser.getgroup("streamalloc", "GPU memory on simulated or real devices")
     group.addoption(
         "--streamalloc-driver",
@@ -124,7 +124,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def driver_under_test(config: pytest.Config) -> str:
-    """Name of the driver under test: ``"cuda"`` or ``"simulated"``."""
+    """Return the driver under test: ``"cuda"`` or ``"simulated"``."""
     return _choice(config)[0]
 
 
@@ -163,7 +163,7 @@ def _follow_all(config: pytest.Config) -> None:
 
 
 class _CheckAll:
-    """Fails each test in which the check of all driver calls has found something."""
+    """Plugin that fails each test in which the check of all driver calls has found a hazard."""
 
     def __init__(self, check: Any) -> None:
         self._check = check
@@ -200,7 +200,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 class Needs(SimpleNamespace):
-    """The arguments of the mark, with their defaults."""
+    """Arguments of the mark, with their defaults."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{name: default for name, (_, default) in _ARGUMENTS.items()} | given)
@@ -220,7 +220,7 @@ _ARGUMENTS: dict[str, tuple[type, Any]] = {
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
-    """The combined marks of a test, class or module; the closest mark has priority."""
+    """Return the needs of a test, class or module. Of several marks with the same argument, the closest one counts."""
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
         for name, value in mark.kwargs.items():
@@ -240,7 +240,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         _prepare_marked(config, items)
     except pytest.UsageError as error:
-        if hasattr(config, "workerinput"):  # pytest-xdist does not show usage errors of its workers
+        if hasattr(config, "workerinput"):  # pytest-xdist does not show the usage errors of its workers.
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
         raise
 
@@ -261,20 +261,20 @@ def _prepare_marked(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _give_machine(item: pytest.Item) -> None:
-    """Add the machine's fixture to a marked test that does not request it."""
+    """Give a marked test the fixture with its machine, if the test does not take one."""
     names = getattr(item, "fixturenames", None)
     if names is None:
         raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
     if any(name.startswith(_FIXTURE) for name in names):
         return
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    # After fixtures with a wider scope, which must not use the test's machine.
+    # Behind the fixtures with a wider scope, which outlive the test and must not use its machine.
     lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
     names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
 
 def _look_for_gpus() -> None:
-    """Raise one error for the whole run if there is no GPU."""
+    """Raise one error for the whole run, and not one for each test, if there is no GPU."""
     from streamalloc.driver import DriverNotFoundError
     from streamalloc.testing import machines
 
@@ -299,7 +299,7 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """The needs of this fixture's machine: those of its test, or for a wider scope those of all tests that use it."""
+    """Return the needs of a fixture's machine: those of its test; for a wider scope, those of all tests that use it."""
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):
         return own
@@ -318,7 +318,7 @@ def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
 
 
 def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments for the simulated machine of a test."""
+    """Return the arguments of :func:`streamalloc.driver.simulated` for a fixture's machine."""
     needs = _needs_of_all(request)
     settings = {**_choice(request.config)[1], **needs.machine}
     if needs.devices is not None:
@@ -330,14 +330,14 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def is_lasting(request: pytest.FixtureRequest) -> bool:
-    """Whether the machine of a test outlives it."""
-    # A test that never runs on a GPU may well lose the context, or leave things that no other test expects.
+    """Whether the machine of a test outlives the test."""
+    # A test for the simulated driver only may lose the context, so it has a machine of its own in any case.
     one_machine = _option(request.config, "streamalloc_one_machine") and not _needs(request.node).simulated_only
     return driver_under_test(request.config) == "cuda" or one_machine
 
 
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    """The machine of a fixture. Its end is an error if one of its checks reports something."""
+    """Yield the machine of a fixture. Afterwards fail the test if a check has found something."""
     from streamalloc.driver import simulated
     from streamalloc.driver.internal import as_asked, choice_of
     from streamalloc.testing import Faults, machines
@@ -348,14 +348,14 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
-        driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK requests one
+        driver = as_asked(driver)  # with a checker, if STREAMALLOC_CHECK asks for one
         stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else choice_of(driver)))
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):
             yield driver
         if isinstance(driver, Faults):
             driver.stop()
-        # A failed test's traceback keeps its objects alive.
+        # The traceback of a failed test keeps its objects alive, so its leaks say nothing.
         failed = request.node.stash.get(_failed, False)
         if "leaks" in checks and not failed:
             _forget_values(request.node)
@@ -367,13 +367,13 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 _Report = Callable[[bool], Iterable[str]]
-"""Returns a check's final texts. Argument: whether the test failed."""
+"""Function that ends a check and returns its texts. It takes whether the test failed."""
 
 
 def _watched(
     request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
 ) -> tuple[Driver, list[_Report]]:
-    """Wrap the driver for these checks and for streamalloc_faults. Returns it with the checks' reports."""
+    """Wrap the driver for these checks and for ``streamalloc_faults``. Return it, and the checks' reports."""
     reports: list[_Report] = []
     if checks:
         from streamalloc.testing import machines
@@ -385,7 +385,7 @@ def _watched(
         driver = checker = checked(driver, uninitialized=True)
 
         def hazards(failed: bool) -> Iterable[str]:
-            # The checker also reports leaks, but these count only with the mark "leaks".
+            # The checker reports leaks, too. They count only with the mark "leaks", which finds more of them.
             found = [str(hazard) for hazard in checker.finish() if hazard.kind != "leak"]
             _notes.extend(checker.notes)
             return found
@@ -417,12 +417,12 @@ def _watched(
 
 _SCOPES = ("function", "class", "module", "package", "session")
 _watches: list[tuple[str, Watch]] = []
-"""Scopes and watches of the current machines."""
+"""Scope and leak watch of each present machine."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Pause leak watches of narrower scopes during a fixture's setup, because its objects outlive them."""
+    """Pause the leak watches of narrower scopes during the setup of a fixture, whose objects outlive them."""
     with contextlib.ExitStack() as stack:
         for scope, watch in _watches:
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
@@ -436,7 +436,7 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Drop the values of ended fixtures. pytest would keep them until all have ended."""
+    """Drop the values of fixtures that have ended. pytest would keep them until all fixtures of the test have ended."""
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -456,7 +456,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what the checks of all tests left out."""
+    """Print what the checks of all tests did not follow."""
     tests: dict[str, dict[str, str]] = {}
     for report in [one for reports in terminalreporter.stats.values() for one in reports]:
         for text in dict(getattr(report, "user_properties", ())).get(_NOTES, ()):
@@ -470,7 +470,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """The driver of the test, set as its default driver. A simulated one is new for each test."""
+    """Driver of the test, and the default driver during it. A simulated one is new for each test."""
     yield from _machine(request)
 
 
@@ -494,7 +494,7 @@ def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_prim
 
 @pytest.fixture(scope="session")
 def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keeps the primary contexts of real devices between tests, because creating one takes longer than most tests."""
+    """Keep the primary contexts of real devices between tests, because to make one takes longer than most tests."""
     if driver_under_test(request.config) != "cuda":
         yield
         return
@@ -511,7 +511,9 @@ def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture
 def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
-    """Makes driver calls of the test's machine fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``, ``.stop()``."""
+    """Driver of the test whose calls can be made to fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``,
+    ``.stop()``.
+    """
     if "streamalloc_faults" not in request.node.fixturenames:
         raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
     machine: Faults = request.getfixturevalue("streamalloc_machine")
@@ -520,7 +522,7 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
-    """Like streamalloc_machine, and installed in place of cuda.bindings (testing.install)."""
+    """Like streamalloc_machine, and installed in place of cuda.bindings (:func:`streamalloc.testing.install`)."""
     if driver_under_test(request.config) == "cuda":
         yield streamalloc_machine
         return
@@ -532,7 +534,7 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """Environment variables for a process that uses the test's machine without inheriting the test's environment."""
+    """Environment variables with which a process uses the test's machine, if it does not inherit the environment."""
     from streamalloc.driver.internal import choice_of
 
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}

@@ -1,6 +1,4 @@
-"""Tools for tests on any driver: a gate that holds streams, faults, and the end of deferred work; and the set-up of a
-notebook.
-"""
+"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work; set-up of a notebook."""
 
 from __future__ import annotations
 
@@ -23,11 +21,12 @@ _SIZE = 64
 
 
 class Gate(Closes):
-    """Holds streams until the host opens it, so that a test can rely on pending work.
+    """Holds streams until the host opens it, so that a test has work that is surely pending.
 
-    A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams continue, and the
-    device stays idle. An opened gate can hold again. The end of its ``with`` block opens the gate, synchronises the
-    device, and frees the flag. On hardware, load kernels before a stream is held: loading a module may wait for it.
+    A held stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the wait
+    takes no part of the device. An opened gate can hold streams again. The end of its ``with`` block opens the gate,
+    synchronises the device, and frees the memory. On hardware load kernels before a stream is held, because the load of
+    a module may wait for the stream.
 
     Parameters
     ----------
@@ -82,10 +81,10 @@ class Gate(Closes):
 
 
 class Faults(Faulty):
-    """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
+    """Driver that refuses the calls named by :meth:`fail`, and passes all others on.
 
-    A fault also affects objects made before it was set. ``seen`` lists the calls since then, and ``failed`` the refused
-    ones.
+    A fault counts for objects that were made before, too. ``seen`` lists the calls since then, and ``failed`` those
+    that were refused.
 
     Parameters
     ----------
@@ -100,11 +99,10 @@ class Faults(Faulty):
 
 
 def settle() -> int:
-    """Collect garbage and do the deferred work of all drivers that is possible now. Returns the number of remaining
-    items.
+    """Collect garbage, and make the deferred releases of all drivers that are possible now. Return how many are left.
 
-    A remaining item waits for an importer, a capture, or queued work. Synchronise the device first, so that no item
-    waits for queued work.
+    Those wait for an importer, a capture, or queued work. Synchronise the device first, so that none waits for queued
+    work.
 
     Examples
     --------
@@ -118,13 +116,14 @@ def settle() -> int:
 
 
 def notebook(devices: int = 1) -> Checked:
-    """Choose the driver of a Jupyter notebook, check it, and set up figures; return the driver.
+    """Choose the driver of a Jupyter notebook, with a checker, and set up figures. Return the driver.
 
     :doc:`/06-finding-a-bug` begins with it. The driver is that of ``STREAMALLOC_DRIVER``, else the one of this machine,
     else a simulated one; a line of output says which. It becomes the default of all threads
-    (:func:`streamalloc.driver.set_default`). The call sets ``STREAMALLOC_DRIVER`` for the processes that the notebook
-    starts, which share a simulated machine. The checker (:func:`streamalloc.driver.checked`) shows the hazards of a
-    cell below it, folded. Figures of matplotlib get the resolution of the screen.
+    (:func:`streamalloc.driver.set_default`). Processes that the notebook starts use the same driver, or the same
+    simulated machine, because the call sets ``STREAMALLOC_DRIVER``. The checker
+    (:func:`streamalloc.driver.checked`) shows the hazards of a cell below it, folded. Figures of matplotlib get the
+    resolution of the screen.
 
     Parameters
     ----------
@@ -142,7 +141,7 @@ def notebook(devices: int = 1) -> Checked:
     driver.set_default(None)
     chosen: Any = default_or_simulated(devices=devices, name=name)[0]
     os.environ["STREAMALLOC_DRIVER"] = choice = choice_of(chosen)
-    # With STREAMALLOC_CHECK, the default has a checker.
+    # With STREAMALLOC_CHECK the default driver has a checker already.
     machine: Checked = chosen if hasattr(chosen, "hazards") else driver.checked(chosen)
     driver.set_default(machine)
     found = Device.all(machine)
@@ -154,7 +153,7 @@ def notebook(devices: int = 1) -> Checked:
 
 
 def _set_up(shell: Any, machine: Checked) -> None:
-    with contextlib.suppress(ImportError):  # a notebook may do without matplotlib
+    with contextlib.suppress(ImportError):  # The notebook may do without matplotlib.
         from matplotlib_inline.config import InlineBackend
 
         InlineBackend.instance(parent=shell).figure_formats = {"retina"}
