@@ -77,12 +77,9 @@ class HandleCounts:
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
             handle = number_of(args[0])
-            for kind in ENDERS[name]:
-                if self._live[kind, handle] > 1:
-                    self._live[kind, handle] -= 1
-                    break
-                if self._live.pop((kind, handle), 0):
-                    break
+            kind = next((kind for kind in ENDERS[name] if self._live[kind, handle] > 0), None)
+            if kind is not None:
+                self._live[kind, handle] -= 1
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:

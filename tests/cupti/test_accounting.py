@@ -16,6 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import cupti, traces
 from streamalloc.cupti import callers, segments
+from streamalloc.cupti.accounting import Followed
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
 from streamalloc.cupti.internal import ALLOCATIONS, REST, Recording
 from streamalloc.cupti.libraries import Libraries
@@ -327,6 +328,21 @@ def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert figures(other, other | {900003: 9, 900004: 1}, other) == [{}, {}]
 
 
+def test_an_error_of_the_account_does_not_stop_the_program(machine: Any) -> None:
+    """It is kept, and the account gets no further calls."""
+    calls: list[cupti.DriverCall] = []
+
+    def called(call: cupti.DriverCall) -> None:
+        calls.append(call)
+        raise ZeroDivisionError
+
+    account = types.SimpleNamespace(failure=None, called=called)
+    with sa.Device(0, driver=machine).current():
+        driver = Followed(machine, account, frozenset(["cuMemGetInfo"]))
+        assert not driver.cuMemGetInfo()[0] and not driver.cuMemGetInfo()[0]
+    assert len(calls) == 1 and isinstance(account.failure, ZeroDivisionError)
+
+
 # --- libraries ------------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +388,15 @@ def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
     first = now.at_most(0, 5_000_000, 0)  # before all acts
     assert first is not None and split_of(first) == {"cached": 0, "fragments": 0}
     assert now.at_most(0, 10**18, 12345) is None  # segments that never had this size
+
+
+@pytest.mark.parametrize(("mapped", "rest"), [(0, {MiB: 2 * MiB}), (1, {0: MiB, 2 * MiB: MiB}), (2, {0: 2 * MiB})])
+def test_a_mapping_is_any_part_of_an_expandable_segment(mapped: int, rest: dict[int, int]) -> None:
+    base = 1 << 30
+    entry = {"action": "segment_map", "addr": base + mapped * MiB, "size": MiB, "time_us": 10}
+    segment = {"address": base, "total_size": 3 * MiB, "device": 0, "blocks": []}
+    before = segments.Torch({"segments": [segment], "device_traces": [[entry]]}).at_most(0, 10_000, 2 * MiB)
+    assert before is not None and before.segments == {base + offset: size for offset, size in rest.items()}
 
 
 def test_pytorchs_segments_are_split(shown: Any, memory: cupti.Memory) -> None:

@@ -228,6 +228,11 @@ class TestOtherGenerations:
             ("HOST_NUMA_MEMORY_POOLS_SUPPORTED", 0, lambda rig: rig.create_pool(location=HOST_NUMA)),
             ("HOST_MEMORY_POOLS_SUPPORTED", None, lambda rig: rig.create_pool(location=2)),
             ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", 0, lambda rig: rig.create_memory(handle_types=POSIX_FD)),
+            (
+                "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+                0,
+                lambda rig: rig.create_memory(location=HOST_NUMA) if said(rig.create_memory()) == "SUCCESS" else None,
+            ),
         ],
     )
     def test_what_no_reading_tells(
