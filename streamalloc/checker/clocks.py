@@ -335,19 +335,16 @@ class Timeline:
     def _drain(self) -> None:
         self._draining = True
         try:
-            self._run_ready()
+            while self._ready:
+                stream = self._ready.popleft()
+                while stream.obstacle is None and stream.queue:
+                    host, action = stream.queue.popleft()
+                    if host is not None:
+                        stream.clock.learn(host)
+                        self._enter(stream)
+                    action(stream)
         finally:
             self._draining = False
-
-    def _run_ready(self) -> None:
-        while self._ready:
-            stream = self._ready.popleft()
-            while stream.obstacle is None and stream.queue:
-                host, action = stream.queue.popleft()
-                if host is not None:
-                    stream.clock.learn(host)
-                    self._enter(stream)
-                action(stream)
 
     def force(self, stream: TrackedStream) -> None:
         """Record that the host has seen a stream idle, so all its waits have ended."""

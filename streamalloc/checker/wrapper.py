@@ -113,9 +113,10 @@ class Recorder:
         """Places of the calls that destroyed handles."""
         self._on = on
         found: list[Hazard] = []
-        self._state = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
-        self._state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
-        self._reports = Reports(on, self._state.notes, found)
+        self.state: State = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
+        """The state, which a feed may read between calls."""
+        self.state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
+        self._reports = Reports(on, self.state.notes, found)
         self.hazards: list[Hazard] = self._reports.all
         """All hazards in order, one for each pair of places. The program may clear the list."""
         self.finished: bool = False
@@ -179,12 +180,11 @@ class Recorder:
             self._skipped(call.name, call.answer)
             return
 
-        def record() -> list[Hazard]:
-            if call.answer[0] and self._ends_unknown(call.name, call.args):
-                return self._reports.take()
-            return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
+        def record() -> None:
+            if not (call.answer[0] and self._ends_unknown(call.name, call.args)):
+                self._late(call.name, call.args, call.answer)
 
-        self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
+        self._deliver_as(CallingThread(call.thread, context, place), record)
 
     def feed_kernels(
         self, caller: CallingThread, stream: int, launches: Iterable[uses.Launch], runs: Callable[[TrackedStream], None]
@@ -193,36 +193,36 @@ class Recorder:
         them.
         """
 
-        def record() -> list[Hazard]:
-            state = self._state
+        def record() -> None:
+            state = self.state
             state.look()
             uses.kernels_of_others(state, state.stream(stream), launches, runs)
-            return self._reports.take()
 
-        self._reports.deliver(self._alone(self._as_caller, caller, record))
+        self._deliver_as(caller, record)
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
         """Call a function that judges uses after their calls, and deliver its hazards. ``context``: context of the
         default stream.
         """
+        self._deliver_as(CallingThread(0, context, ()), step)
+
+    def _deliver_as(self, caller: CallingThread, step: Callable[[], object]) -> None:
+        """Call a function under the lock, with the thread and context of a caller, and deliver its hazards."""
 
         def record() -> list[Hazard]:
-            step()
-            return self._reports.take()
+            self.state.streams.caller = caller
+            try:
+                step()
+                return self._reports.take()
+            finally:
+                self.state.streams.caller = None
 
-        self._reports.deliver(self._alone(self._as_caller, CallingThread(0, context, ()), record))
-
-    def _as_caller(self, caller: CallingThread, record: Callable[[], T]) -> T:
-        self._state.streams.caller = caller
-        try:
-            return record()
-        finally:
-            self._state.streams.caller = None
+        self._reports.deliver(self._alone(record))
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
         """Note a call without a rule."""
         if name in UNKNOWN and not answer[0]:
-            self._alone(self._state.notes.add, "calls", name)
+            self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Finish | None, list[Hazard]]:
         """Return the finish of the call and its new hazards. They are returned under the lock, so that no other thread
@@ -234,25 +234,25 @@ class Recorder:
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a call ends a handle that is not live. Such a call is reported."""
         handle = _handle(args) if name in ENDERS else 0
-        if not handle or self._state.account.may_end(name, handle):
+        if not handle or self.state.account.may_end(name, handle):
             return False
         self._refuse(name, handle)
         return True
 
     def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Finish:
-        self._state.look()
+        self.state.look()
         rule = RULES.get(name)
         if rule is None or rule.around is None:
             return uses.nothing
         try:
-            return uses.begin(rule.around(self._state, name, args))
+            return uses.begin(rule.around(self.state, name, args))
         except REFUSED as error:
             return RefusedCall(error)
 
     def _after(
         self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: uses.Finish, take: bool = True
     ) -> list[Hazard]:
-        state, succeeded = self._state, not answer[0]
+        state, succeeded = self.state, not answer[0]
         state.look()
         if succeeded:
             self._count(name, args, answer)
@@ -275,7 +275,7 @@ class Recorder:
 
     def _count(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         """Count the handle that a successful call makes or ends."""
-        state = self._state
+        state = self.state
         if name in MAKERS:
             self._destroyed.pop(int(answer[1]), None)
         if name.endswith("Destroy"):
@@ -290,9 +290,9 @@ class Recorder:
 
     def _refuse(self, name: str, handle: int) -> None:
         """Report a call that ends a handle which is not live."""
-        range_ = self._state.addresses.find(handle)
+        range_ = self.state.addresses.find(handle)
         ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
-        places = [("this call", self._state.place())]
+        places = [("this call", self.state.place())]
         what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle"
         if ended is not None:
             places.append(("freed", ended))
@@ -303,7 +303,7 @@ class Recorder:
         hazard = Hazard("double free", f"{what}.", remedy, handle, size, places=tuple(places))
         if self._on == "raise":
             raise DriverMisuseError(str(hazard), hazard)
-        self._state.on_hazard(hazard)
+        self.state.on_hazard(hazard)
 
     def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
         """Report a refused call with a destroyed handle."""
@@ -311,21 +311,16 @@ class Recorder:
             handle = _handle((getattr(argument, "hStream", argument),))
             stack = self._destroyed.get(handle)
             if stack is not None:
-                which = next((one.name for one in self._state.timeline.retired if one.handle == handle), f"{handle:#x}")
+                which = next((one.name for one in self.state.timeline.retired if one.handle == handle), f"{handle:#x}")
                 what = f"{name} is called with {which}, which was destroyed at {place_of(stack)}."
                 remedy = "destroy it after its last use."
                 if "Free" in name:
                     remedy += " The memory that this call should have freed stays allocated."
-                places = (("this call", self._state.place()), ("destroyed", stack))
-                self._state.on_hazard(Hazard("use after destroy", what, remedy, places=places))
+                places = (("this call", self.state.place()), ("destroyed", stack))
+                self.state.on_hazard(Hazard("use after destroy", what, remedy, places=places))
                 return
 
     # -- notifications of the facade ---------------------------------------------------------------------------
-
-    @property
-    def state(self) -> State:
-        """The state, for a feed that reads it between calls."""
-        return self._state
 
     @property
     def listener(self) -> MemoryListener:
@@ -335,7 +330,7 @@ class Recorder:
     @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
         """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
-        state = self._state
+        state = self.state
         state.look()
         if stream is None:
             uses.use_on_host(state, address, nbytes, write, seen=True)
@@ -347,39 +342,39 @@ class Recorder:
     @_notification()
     def lent(self, stream: Any, used: bool) -> None:
         """Record that other code has the handle of ``stream``. ``used``: that code queues work there."""
-        foreign, lent = self._state.streams.foreign, self._state.stream(stream)
+        foreign, lent = self.state.streams.foreign, self.state.stream(stream)
         (foreign.uses if used else foreign.can_use)(lent)
         foreign.is_lent(lent)
 
     @_notification()
     def named(self, stream: Any, name: str) -> None:
         """Record the name of a new stream, for reports."""
-        self._state.streams.rename(stream, name)
+        self.state.streams.rename(stream, name)
 
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record elements of a type: written by queued work, or read if not ``write``."""
         if write:
-            self._state.types.wrote(address, nbytes, dtype, self._state.place())
-        elif not self._state.streams.foreign.may_write:
-            self._state.types.read(address, nbytes, dtype, "a copy of a view")
+            self.state.types.wrote(address, nbytes, dtype, self.state.place())
+        elif not self.state.streams.foreign.may_write:
+            self.state.types.read(address, nbytes, dtype, "a copy of a view")
 
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
         """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
-        uses.release_mapped(self._state, address, nbytes, released)
+        uses.release_mapped(self.state, address, nbytes, released)
 
     @_notification()
     def deferred(self, address: int) -> None:
         """Record that the program has freed memory whose driver call comes later, so that it is not a leak."""
-        found = self._state.addresses.find(address)
+        found = self.state.addresses.find(address)
         if found is not None:
             found.deferred = True
 
     @_notification(delivers=True)
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
-        state = self._state
+        state = self.state
         state.sources.clear()
         state.interprocess.share(state.stream(stream), address, nbytes, name, state.place())
 
@@ -388,26 +383,26 @@ class Recorder:
         """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
         has waited.
         """
-        waiting = None if stream is None else self._state.stream(stream)
-        self._state.interprocess.opened(waiting, address, nbytes, name, word)
+        waiting = None if stream is None else self.state.stream(stream)
+        self.state.interprocess.opened(waiting, address, nbytes, name, word)
 
     # -- results ---------------------------------------------------------------------------------------------
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
-        return self._state.notes.texts()
+        return self.state.notes.texts()
 
     def outstanding(self) -> dict[str, list[int]]:
         """Handles or addresses that were created by this driver and not released, by kind.
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
-        return self._alone(self._state.account.outstanding)
+        return self._alone(self.state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
         """One hazard per place in the program that allocated memory which is not freed."""
-        return self._alone(self._state.leaks)
+        return self._alone(self.state.leaks)
 
     def assert_nothing_left(self) -> None:
         """Raise :class:`DriverMisuseError` if anything is outstanding."""
@@ -429,14 +424,14 @@ class Recorder:
         # Dropped objects are released after their queued work.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
-        self._alone(self._state.close)
+        self._alone(self.state.close)
         self._reports.found += self.leaks()
         self._alone(self._reports.take)
 
     def close(self) -> None:
         """Check the work of waiting streams, without a report of leaks."""
         self.finished = True
-        self._alone(self._state.close)
+        self._alone(self.state.close)
         self._reports.deliver(self._alone(self._reports.take))
 
     def show_rest(self) -> None:
@@ -513,7 +508,7 @@ class CheckedDriver(Wrapper, Recorder):
     def __init__(self, driver: Driver, on: On, poison: bool, uninitialized: bool = False) -> None:
         Wrapper.__init__(self, driver)
         Recorder.__init__(self, driver, on, uninitialized)
-        self._poison = Poison(driver, self._state) if poison else None
+        self._poison = Poison(driver, self.state) if poison else None
         self._host_functions: dict[int, Any] = {}
         """Our host functions by pointer, which the driver may still call."""
         _alive.add(self)
@@ -567,9 +562,9 @@ class CheckedDriver(Wrapper, Recorder):
         function = kind(theirs)
 
         def run(*args: Any) -> None:
-            self._alone(self._state.look)
+            self._alone(self.state.look)
             self._alone(call.begins)
-            self._alone(self._state.interprocess.update_announcements)
+            self._alone(self.state.interprocess.update_announcements)
             try:
                 function(*args)
             finally:
@@ -587,12 +582,12 @@ class CheckedDriver(Wrapper, Recorder):
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
         try:
             handle, theirs, *rest = args
-            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self._state.stream, handle)
+            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self.state.stream, handle)
         except REFUSED:
             number = 0
         if not number:
             return self._call(name, launch, args)  # the driver refuses this address
-        call = self._alone(host_function, self._state, stream)
+        call = self._alone(host_function, self.state, stream)
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
@@ -602,7 +597,7 @@ class CheckedDriver(Wrapper, Recorder):
             raise
         node = call.node
         if node is not None:
-            self._alone(self._state.streams.name_nodes, stream, node)
+            self._alone(self.state.streams.name_nodes, stream, node)
         if answer[0]:
             self._host_functions.pop(pointer, None)
             self._alone(call.refused)
@@ -615,9 +610,9 @@ class CheckedDriver(Wrapper, Recorder):
         theirs = int(getattr(params, "fn", None) or 0)
         if not theirs:
             return self._call(name, call, args)
-        made = HostCall(self._state, stays=True)
+        made = HostCall(self.state, stays=True)
         pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
-        self._state.host_calls[pointer] = made
+        self.state.host_calls[pointer] = made
         params.fn = cuda.CUhostFn(pointer)
         try:
             return self._call(name, call, args)

@@ -15,7 +15,6 @@ from streamalloc.simulator.graph_memory import GraphHeap
 from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, ReservedExtent, Runs, is_accessible
 from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
-from streamalloc.simulator.scheduler import Operation
 
 PAGE = 4096
 """Page size in bytes; advice and prefetches are rounded to it."""
@@ -183,18 +182,11 @@ def common(places: Iterable[Place | None]) -> Place | None:
     return found.pop() if len(found) == 1 else None
 
 
-class Discard(Operation):
-    """Makes bytes indeterminate: until they are written they read as :data:`FREED`."""
-
-    def __init__(self, banks: Banks, ranges: list[tuple[int, int]]) -> None:
-        self._banks = banks
-        self._ranges = ranges
-
-    def step(self) -> bool:
-        for address, size in self._ranges:
-            if self._banks.is_backed(address, size):
-                ctypes.memset(address, FREED, size)
-        return True
+def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
+    """Make bytes indeterminate: until they are written they read as :data:`FREED`."""
+    for address, size in ranges:
+        if banks.is_backed(address, size):
+            ctypes.memset(address, FREED, size)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -239,7 +240,7 @@ class Part:
 @dataclass(eq=False)
 class MipmappedArray:
     storage: Storage
-    levels: dict[int, Array] = field(default_factory=dict)
+    mipmap: ClassVar[None] = None
     handle: int = field(default_factory=new_handle)
 
 
@@ -250,26 +251,25 @@ class Arrays:
     arrays: Handles[Array] = field(default_factory=Handles)
     mipmapped: Handles[MipmappedArray] = field(default_factory=Handles)
 
-    def destroy(self, array: Array) -> None:
-        """Destroy an array. For a level of a mipmapped array, only its handle ends."""
-        del self.arrays[array.handle]
-        if array.mipmap is not None:
-            del array.mipmap.levels[array.level]
-        else:
-            array.storage.clear()
+    def levels_of(self, mipmap: MipmappedArray) -> list[Array]:
+        """The levels with handles."""
+        return [one for one in self.arrays.values() if one.mipmap is mipmap]
 
-    def destroy_mipmapped(self, mipmap: MipmappedArray) -> None:
-        del self.mipmapped[mipmap.handle]
-        for level in mipmap.levels.values():
+    def destroy(self, one: Array | MipmappedArray) -> None:
+        """Destroy an array and the handles of its levels. For a level of a mipmapped array, only its handle ends."""
+        levels = [one] if isinstance(one, Array) else self.levels_of(one)
+        for level in levels:
             del self.arrays[level.handle]
-        mipmap.storage.clear()
+        self.mipmapped.pop(one.handle, None)
+        if one.mipmap is None:
+            one.storage.clear()
 
     def forget(self, context: Context) -> None:
         """Remove the arrays of a context that ends."""
-        for mipmap in [one for one in self.mipmapped.values() if one.storage.context is context]:
-            self.destroy_mipmapped(mipmap)
-        for array in [one for one in self.arrays.values() if one.storage.context is context]:
-            self.destroy(array)
+        mipmaps: list[Array | MipmappedArray] = [*self.mipmapped.values()]
+        for one in mipmaps + [one for one in self.arrays.values() if one.mipmap is None]:
+            if one.storage.context is context:
+                self.destroy(one)
 
 
 class Remap(Operation):

@@ -33,7 +33,7 @@ from streamalloc.simulator.virtual import VirtualMemory
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """Team states: devices missing; complete; complete without a free switch slot."""
 
-_DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _CHANGES, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(9)
+_DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(8)
 _FIRST_ADDED = 16
 _FIRST_RECORD = 512
 _RECORD_WORDS = 16
@@ -86,8 +86,6 @@ class MulticastTable:
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
         self._locked = 0
-        self._seen = -1
-        self._bindings: list[TeamBinding] = []
         with undo_by(physical.close):
             self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
             with self.locked():
@@ -171,15 +169,10 @@ class MulticastTable:
 
     def bindings(self) -> list[TeamBinding]:
         """Bindings of live processes, by offset."""
-        changes = self._words[_CHANGES]
-        if changes != self._seen:
-            with self.locked():
-                found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
-                changes = self._words[_CHANGES]
-            self._bindings = sorted(found, key=lambda binding: binding.offset)
-            self._seen = changes
-        alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in self._bindings}}
-        return [binding for binding in self._bindings if alive[binding.holder]]
+        with self.locked():
+            found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
+        alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in found}}
+        return sorted((one for one in found if alive[one.holder]), key=lambda binding: binding.offset)
 
     def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> TeamBinding | None:
         """Record a binding; None if the table is full."""
@@ -217,7 +210,6 @@ class MulticastTable:
         return TeamBinding(*self._words[first : first + len(TeamBinding._fields)])
 
     def _write(self, place: int, binding: TeamBinding) -> None:
-        self._words[_CHANGES] += 1
         first = _FIRST_RECORD + place * _RECORD_WORDS
         for word, value in enumerate(binding, first):
             self._words[word] = value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from streamalloc.simulator.allocations import AllocationTable, MappedAllocation
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import CHUNK, Handles
-from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.files import Labels
 from streamalloc.simulator.memory import Physical, ReservedRange
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
@@ -166,14 +166,9 @@ class VirtualMemory:
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
         mapping = MappedExtent(address, size, memory)
         memory.lead(mapping, False)
-        try:
+        with undo_by(self._clear, mapping):
             for found, start, stop in segments:
                 memory.map_at(found, start, stop - start, offset + start - address)
-        except OSError:
-            for found, start, stop in segments:
-                found.unmap(start, stop - start)
-            memory.lose_leader(mapping)
-            raise
         memory.mappings += 1
         self.allocations.add(MappedAllocation(address, size, memory.properties.device, None, mapping))
 
@@ -189,12 +184,16 @@ class VirtualMemory:
         mappings = self.mappings(address, end)
         check(all(address <= mapping.base and mapping.end <= end for mapping in mappings))
         for mapping in mappings:
-            for found, start, stop in self._segments(mapping.base, mapping.end):
-                found.unmap(start, stop - start)
+            self._clear(mapping)
             self.allocations.remove(self.allocations.at[mapping.base])
-            mapping.memory.lose_leader(mapping)
             mapping.memory.mappings -= 1
             mapping.memory.leave()
+
+    def _clear(self, mapping: MappedExtent) -> None:
+        """Take the memory from the addresses of a mapping."""
+        for found, start, stop in self._segments(mapping.base, mapping.end):
+            found.unmap(start, stop - start)
+        mapping.memory.lose_leader(mapping)
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
         """The mappings under a range without holes. Its start and end may lie inside a mapping."""

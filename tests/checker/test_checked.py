@@ -228,7 +228,7 @@ class TestModes:
         assert [one.kind for one in bench.driver.hazards] == ["use before allocation"]
 
     def test_ended_streams_threads_and_events_are_forgotten(self, bench: Bench) -> None:
-        state = bench.driver._state
+        state = bench.driver.state
         for _ in range(80):
             with bench.device.create_stream():
                 event = bench.raw("cuEventCreate", 6)

@@ -218,8 +218,8 @@ def test_it_leaves_no_events(interrupted: tuple[Interrupted, Bench, Library], co
         library.use(memory, side)
     ctypes.c_uint32.from_address(gate).value = 1
     library.driver.cuStreamSynchronize(side)
-    bench.driver._state.look()
-    assert bench.driver._state.streams.foreign.pending == {} and driver.events == before
+    bench.driver.state.look()
+    assert bench.driver.state.streams.foreign.pending == {} and driver.events == before
     bench.done(memory)
     library.driver.cuStreamDestroy(side)
 
@@ -244,7 +244,7 @@ def test_another_thread_uses_a_stream_meanwhile(interrupted: tuple[Interrupted, 
             library.use(memory, side)
 
         driver.work = work
-        bench.driver._state.look()
+        bench.driver.state.look()
         assert driver.work is None
     library.driver.cuStreamSynchronize(side)
     bench.done(memory)

@@ -85,7 +85,7 @@ def test_many_readers_leave_nothing_that_the_host_knows() -> None:
         stream = calls.make(cuda.CUstream(0x1000 + number), "cuStreamCreate", 1)
         calls.driver.used(1 << 20, 8, stream, False)
         calls.driver.cuStreamSynchronize(stream)
-    found = calls.driver._state.addresses.find(1 << 20)
+    found = calls.driver.state.addresses.find(1 << 20)
     assert len(found.last) < 100 and len(found.bytes._segments[0].reads) < 100
     calls.use(0)
     assert calls.kinds() == []

@@ -114,7 +114,7 @@ def _lines(hazard: sd.Hazard, path: Path) -> dict[str, int]:
 
 
 def _notes(driver: Any) -> list[str]:
-    return [one for one in driver._state.notes.texts() if not one.startswith("host writes to memory that queued")]
+    return [one for one in driver.state.notes.texts() if not one.startswith("host writes to memory that queued")]
 
 
 @pytest.mark.simulated_only("it installs a machine; a wrong program may break a context")
@@ -135,7 +135,7 @@ def test_the_twin_is_not_reported(exhibit: Exhibit, monkeypatch: pytest.MonkeyPa
     driver = ran(exhibit, monkeypatch, "fixed")
     assert [str(one) for one in driver.hazards] == []
     assert _notes(driver) == []
-    assert bool(driver._state.notes.texts()) is ("noted" in exhibit.marks)
+    assert bool(driver.state.notes.texts()) is ("noted" in exhibit.marks)
 
 
 @_each

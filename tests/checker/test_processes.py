@@ -549,7 +549,7 @@ def test_actors_of_events_that_are_gone_are_forgotten() -> None:
     """Those of events that are still there stay the same."""
     board: Any = {"name": [b"here"], "number": [1]}
     checked: Any = sd.checked(sd.simulated())
-    found = checked._state.interprocess
+    found = checked.state.interprocess
     here = BoardEntry(board, 0, b"here", 1)
     actor = found._actor(here)
     for number in range(3 * _MOST_ACTORS):

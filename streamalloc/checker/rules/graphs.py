@@ -164,10 +164,6 @@ def _adds(
         graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
 
 
-def _use(state: State, touched: Iterable[Touch]) -> list[TrackedNode]:
-    return [TrackedNode("use", pieces=uses.node_pieces(state, touched))]
-
-
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
     """Find freed memory in the arguments of a call that adds a node, before the call. The driver may refuse
     the call.
@@ -181,7 +177,7 @@ def _filled(state: State, one: Any) -> list[Touch]:
 
 
 def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[TrackedNode]:
-    return _use(state, touched(state, params))
+    return [TrackedNode("use", pieces=uses.node_pieces(state, touched(state, params)))]
 
 
 def _allocation_node(state: State, params: Any) -> list[TrackedNode]:

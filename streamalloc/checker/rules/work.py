@@ -170,17 +170,14 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
     return [row for at in range(depth) for row in rows(state, start + at * step, pitch, width, height, write)]
 
 
-def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
-    """Return both sides of each ``CUDA_MEMCPY3D_BATCH_OP``. ``at_call``: only sources that may be read before the call
-    returns.
-    """
-    found: list[Touch] = []
+def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
+    """Uses of a batch of ``CUDA_MEMCPY3D_BATCH_OP``."""
+    touched: list[Touch] = []
+    taken: list[Touch] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
         order = _order(one)
         for side, write in ((one.src, False), (one.dst, True)):
-            if at_call if write else not _reads(order, at_call):
-                continue
             if "ARRAY" in getattr(side.type, "name", ""):
                 array, at = _array(state, side.op.array.array), side.op.array.offset
                 if array is None:
@@ -188,12 +185,16 @@ def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch
                 # Extents and offsets of arrays count elements.
                 pitch, lines, element = array.pitch, array.lines, array.element
                 start = array.base + int(at.x) * element + int(at.y) * pitch + int(at.z) * pitch * lines
-                found += _box(state, start, pitch, lines, (width * element, height, depth), write)
+                found = _box(state, start, pitch, lines, (width * element, height, depth), write)
             else:
                 there = side.op.ptr
                 pitch, lines = int(there.rowLength) or width, int(there.layerHeight) or height
-                found += _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
-    return found
+                found = _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
+            if write or order != _AT_CALL:
+                touched += found
+            if not write and order in (_AT_CALL, _ANY):
+                taken += found
+    return _Uses(touched, taken=taken)
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
@@ -219,13 +220,6 @@ def _order(one: Any) -> int:
     return 0
 
 
-def _reads(order: int, at_call: bool) -> bool:
-    """Whether the call may read a source with this access order; with ``at_call`` False, whether the stream
-    reads it.
-    """
-    return order in (_AT_CALL, _ANY) if at_call else order != _AT_CALL
-
-
 def _batch(state: State, args: Arguments) -> _Uses:
     """Uses of a batch of copies."""
     targets, sources, sizes, _, attributes, begins = args[:6]
@@ -234,9 +228,9 @@ def _batch(state: State, args: Arguments) -> _Uses:
     touched, taken, order = [], [], 0
     for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
         order = orders.get(at, order)
-        if _reads(order, at_call=True):
+        if order in (_AT_CALL, _ANY):
             taken.append((source, int(size), False))
-        if _reads(order, at_call=False):
+        if order != _AT_CALL:
             touched.append((source, int(size), False))
         touched.append((target, int(size), True))
     return _Uses(touched, taken=taken)
@@ -247,13 +241,6 @@ def _with_attributes(state: State, args: Arguments) -> _Uses:
     one = _batch(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
     copied = _copied(state, args[0], args[1], int(args[2]))
     return one._replace(sides=copied.sides, then=copied.then)
-
-
-def _copies_boxes(operations: Callable[[Arguments], Iterable[Any]]) -> Around:
-    def read(state: State, args: Arguments) -> _Uses:
-        return _Uses(_boxes(state, operations(args), False), taken=_boxes(state, operations(args), True))
-
-    return _works(-1, read)
 
 
 def _discarded(state: State, args: Arguments) -> list[Touch]:
@@ -323,8 +310,8 @@ _WORK = {
     **{f"cuMemcpy{kind}Async": _copies_plane(1) for kind in ("2D", "3D", "3DPeer")},
     "cuMemcpyWithAttributesAsync": _works(-1, _with_attributes),
     "cuMemcpyBatchAsync": _works(-1, _batch),
-    "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
-    "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
+    "cuMemcpy3DBatchAsync": _works(-1, lambda state, args: _boxes(state, list(args[1])[: int(args[0])])),
+    "cuMemcpy3DWithAttributesAsync": _works(-1, lambda state, args: _boxes(state, (args[0],))),
     **dict.fromkeys(("cuMemcpyAtoD", "cuMemcpyAtoH"), _arrays(None, 0, 1, False, True)),
     **dict.fromkeys(("cuMemcpyDtoA", "cuMemcpyHtoA"), _arrays(None, 0, 2, True, False)),
     "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),

@@ -9,7 +9,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import LiveMemory
-from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
+from streamalloc.simulator.arguments import Array, MipmappedArray, Queue, UnsignedInt
 from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
@@ -131,25 +131,19 @@ class ArrayCalls(CopyCalls):
         most = self._largest(f"{of}{kind}", *third)
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
-    def cuArrayDestroy(self, hArray: EndedArray) -> None:
-        if hArray.mipmap is None:
-            self._check_unused(hArray.storage)
-        self._machine.arrays.destroy(hArray)
+    def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
+        in_use = one.mipmap is None and one.storage.queued
+        not_modelled(in_use, "destroying an array while work with it is queued")
+        self._machine.arrays.destroy(one)
 
-    def cuMipmappedArrayDestroy(self, hMipmappedArray: EndedMipmap) -> None:
-        self._check_unused(hMipmappedArray.storage)
-        self._machine.arrays.destroy_mipmapped(hMipmappedArray)
-
-    def _check_unused(self, storage: Storage) -> None:
-        not_modelled(storage.queued, "destroying an array while work with it is queued")
+    cuArrayDestroy = call("hArray:EndedArray", _destroy)
+    cuMipmappedArrayDestroy = call("hMipmappedArray:EndedMipmap", _destroy)
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
-        mipmap = hMipmappedArray
+        mipmap, known = hMipmappedArray, self._machine.arrays
         check(level < mipmap.storage.layout.levels)
-        array = mipmap.levels.get(level)
-        if array is None:
-            array = self._machine.arrays.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
-            mipmap.levels[level] = array
+        made = (one for one in known.levels_of(mipmap) if one.level == level)
+        array = next(made, None) or known.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------
@@ -173,16 +167,9 @@ class ArrayCalls(CopyCalls):
         descriptor.Format = cuda.CUarray_format(number)
         return descriptor
 
-    def cuArrayGetSparseProperties(self, array: Array) -> Any:
-        check(array.mipmap is None)
-        return self._sparse_properties(array.storage.layout)
-
-    def cuMipmappedArrayGetSparseProperties(self, mipmap: MipmappedArray) -> Any:
-        return self._sparse_properties(mipmap.storage.layout)
-
-    @staticmethod
-    def _sparse_properties(layout: ArrayLayout) -> Any:
-        check(not layout.deferred)
+    def _sparse_properties(self, one: arrays.Array | arrays.MipmappedArray) -> Any:
+        layout = one.storage.layout
+        check(one.mipmap is None and not layout.deferred)
         not_modelled(not layout.sparse, "sparse properties of an array that is not sparse")
         layout.check_tail()
         properties = cuda.CUDA_ARRAY_SPARSE_PROPERTIES()
@@ -193,20 +180,19 @@ class ArrayCalls(CopyCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
-    def cuArrayGetMemoryRequirements(self, array: Array, device: Device) -> Any:
-        check(array.mipmap is None)
-        return self._requirements(array.storage, device)
+    cuArrayGetSparseProperties = call("array:Array", _sparse_properties)
+    cuMipmappedArrayGetSparseProperties = call("mipmap:MipmappedArray", _sparse_properties)
 
-    def cuMipmappedArrayGetMemoryRequirements(self, mipmap: MipmappedArray, device: Device) -> Any:
-        return self._requirements(mipmap.storage, device)
-
-    @staticmethod
-    def _requirements(storage: Storage, device: Any) -> Any:
-        check(storage.layout.deferred)
+    def _requirements(self, one: arrays.Array | arrays.MipmappedArray, device: Any) -> Any:
+        storage = one.storage
+        check(one.mipmap is None and storage.layout.deferred)
         not_modelled(device is not storage.context.device, "the memory that an array requires on another device")
         found = cuda.CUDA_ARRAY_MEMORY_REQUIREMENTS()
         found.size, found.alignment = storage.layout.required, TILE_SIZE
         return found
+
+    cuArrayGetMemoryRequirements = call("array:Array device:Device", _requirements)
+    cuMipmappedArrayGetMemoryRequirements = call("mipmap:MipmappedArray device:Device", _requirements)
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 

@@ -57,23 +57,17 @@ class Launch(HostFunction):
     """
 
     def __init__(
-        self,
-        driver: Any,
-        context: Context,
-        name: str,
-        kernel: kernels.RegisteredKernel,
-        shape: LaunchShape,
-        arguments: tuple[Any, ...],
+        self, driver: Any, context: Context, function: Function, shape: LaunchShape, arguments: tuple[Any, ...]
     ) -> None:
         self._machine: Machine = driver._machine
         super().__init__(self._machine.scheduler, self._call)
         self._driver = weakref.ref(driver)  # The end of the driver object closes the machine.
         self._context = context
-        self._kernel = kernel
+        self._kernel: kernels.RegisteredKernel = need(function.kernel)
         self._arguments = arguments
-        self._uses = kernel.touched(arguments)
+        self._uses = self._kernel.touched(arguments)
         self._whole = {(address, size): write for address, size, write, _ in self._uses or ()}
-        self.name = name
+        self.name: str = function.name
         self.grid: Dim3 = shape.grid
         self.block: Dim3 = shape.block
         self.shared_bytes: int = shape.shared_bytes
@@ -602,15 +596,14 @@ class KernelCalls(Calls):
         """The operation of a launch in its stream, and its arguments."""
         own = function.module.context
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
-        kernel = function.kernel
-        if kernel is None:
+        if function.kernel is None:
             what = f"the kernel {function.name!r}: register a function for it with testing.kernel, or ignore kernels"
             not_modelled(not self._machine.modules.ignore, what)
             packed(params, extra)
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
         arguments_of = tuple(map(plain, cells))
-        return Launch(self, context, function.name, kernel, shape, arguments_of), cells
+        return Launch(self, context, function, shape, arguments_of), cells
 
     def _launch_in(
         self, stream: Queue, function: Function, sizes: Any, params: Any, extra: Any, cooperative: bool

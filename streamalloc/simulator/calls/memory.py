@@ -16,7 +16,7 @@ from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, right_of_curr
 from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
 from streamalloc.simulator.errors import NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.memory import is_host_memory
-from streamalloc.simulator.scheduler import Operation
+from streamalloc.simulator.scheduler import Operation, QueuedCall
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
@@ -323,7 +323,9 @@ class MemoryCalls(Calls):
         places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
             allocations.advise(allocation, address, size, allocations.prefetch(place))
-        stream.submit(allocations.Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
+        banks = self._machine.banks  # without the driver object, whose end closes the machine
+        discard = QueuedCall(lambda: allocations.discard(banks, ranges))
+        stream.submit(discard if "Discard" in name else Operation())
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
     _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
