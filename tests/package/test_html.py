@@ -14,6 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
+from streamalloc.driver.reports import Hazards
 from streamalloc.formats.html import Html, Shown, table
 from tests.support import MiB
 
@@ -132,6 +133,23 @@ def test_says_what_it_is(device: sa.Device, peer: sa.Device, kind: str) -> None:
     # What is closed says so.
     assert "<code>" in thing._repr_html_() or "closed" in shown(thing) or isinstance(thing, ipc.Shared)
     shown(thing)
+
+
+def test_hazards(machine: Any) -> None:
+    """Each is folded under its kind, its size and its place."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    assert isinstance(driver.hazards, Hazards) and driver.hazards._repr_html_() == "no hazards"
+    with device.create_stream() as one, device.create_stream() as two, sa.MemoryPool(device) as pool:
+        buffer = pool.allocate(3 * MiB, one)
+        two.wait(one)
+        buffer.fill(1)
+        buffer.fill(2, two)
+        one.wait(two)
+        buffer.free()
+    (found,) = driver.hazards
+    text = shown(driver.hazards)
+    assert found.kind in text and "3.0 MiB, at test_html.py" in text and "buffer.fill(2, two)" in text
 
 
 @pytest.mark.gpus(2)

@@ -10,6 +10,7 @@ import pytest
 
 from streamalloc.driver.internal import VARIABLE, ParentTest
 from streamalloc.testing.machines import reports
+from tests.processes import finished, python
 from tests.testing.conftest import Run
 
 CHILD = """
@@ -153,6 +154,13 @@ def test_reports_of_names_that_are_no_text() -> None:
         test = ParentTest.from_text(os.environ[VARIABLE])
         test.report("check", os.fsdecode(b"\xff"))
         assert [text.splitlines()[1:] for text in found("check")] == [["\\udcff"]]
+
+
+@pytest.mark.parametrize("variable", ["no number:check:/tmp", "1:check:/nowhere/at/all", "1"])
+def test_of_a_test_that_has_ended(variable: str) -> None:
+    """A process that outlives its test has nobody to report to."""
+    code = "from streamalloc.driver.parent import parent_test; print(parent_test())"
+    assert finished(python(code), False, **{VARIABLE: variable}).stdout == "None\n"
 
 
 def test_of_buffers_that_were_sent(run: Run) -> None:

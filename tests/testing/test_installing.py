@@ -289,3 +289,11 @@ class TestRun:
         done = self.run("--driver=simulated", "-m", "prog", "-x", cwd=tmp_path, STREAMALLOC_CHECK="1")
         assert (done.returncode, done.stdout) == (0, "['-x']\n" + "cudaSuccess\n" * 2)
         assert done.stderr.startswith("leak: device memory of 4 KiB") and done.stderr.count("leak: ") == 1
+
+
+def test_an_interpreter_without_bindings_runs_the_program(tmp_path: Path) -> None:
+    """Nothing there can be replaced."""
+    (tmp_path / "cuda.py").touch()  # another thing of this name
+    path = os.pathsep.join([str(tmp_path), str(Path(sd.__file__).with_name("startup"))])
+    run = finished(python("print('runs')"), PYTHONPATH=path, STREAMALLOC_INSTALL="simulated")
+    assert (run.stdout, run.stderr) == ("runs\n", "")
