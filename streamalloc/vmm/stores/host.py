@@ -10,6 +10,7 @@ import itertools
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -310,10 +311,10 @@ class HostTier(BlockTier):
         """Notified when a thread has pinned a piece or has failed."""
         self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
         """Contents of buffers of which some blocks may lack room."""
-        self._wanted = self._making = 0
-        """Number of blocks that no thread has begun to make, and number that threads are making."""
-        self._rooms: list[Bytes] = []
-        """Reserved addresses for wanted blocks; there may be fewer than blocks."""
+        self._pieces: deque[tuple[int, Bytes | None]] = deque()
+        """Pieces that no thread has begun to make: the number of blocks, and reserved addresses for them, if any."""
+        self._making = 0
+        """Number of blocks that threads are making."""
         self._workers = 0
         """Number of threads that make blocks."""
         self._failure: Exception | None = None
@@ -390,7 +391,7 @@ class HostTier(BlockTier):
     def _end_preparations(self) -> None:
         """Complete the futures if nothing is being made."""
         with self._lock:
-            if self._wanted or self._making:
+            if self._under_way:
                 return
             ended, self._preparations = self._preparations, []
             free, failure = self._free_blocks(), self._failure
@@ -407,19 +408,27 @@ class HostTier(BlockTier):
         holds the lock.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
-        missing = promised + extra - self._free_blocks() - self._wanted - self._making
+        missing = promised + extra - self._free_blocks() - self._under_way
         if missing > 0:
-            under_way = self._wanted + self._making
-            count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
-            self._failure = None
-            self._wanted += count
+            count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, self._under_way)
+            self._failure = whole = None
             # Reserved in one call, because a change of the address space waits for the threads that fill pages, and
             # they for it.
             with contextlib.suppress(OutOfMemoryError):
-                self._rooms.append(self._pinning.reserve(count * HUGE))
-        while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
+                whole = self._pinning.reserve(count * HUGE)
+            pieces = [(at, min(at + _BLOCKS, count)) for at in range(0, count, _BLOCKS)]
+            # The newest first: a sleep that needs memory now comes before the rest of a preparation.
+            self._pieces.extendleft(
+                (end - at, None if whole is None else whole[at * HUGE : end * HUGE]) for at, end in reversed(pieces)
+            )
+        while self._workers < min(threads, len(self._pieces)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
             self._workers += 1  # the thread waits for the lock
+
+    @property
+    def _under_way(self) -> int:
+        """Number of blocks that are to be made or being made."""
+        return self._making + sum(count for count, _ in self._pieces)
 
     def _free_blocks(self) -> int:
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
@@ -436,7 +445,7 @@ class HostTier(BlockTier):
                         stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
                         return len(addresses), fences
                 self._check_open()
-                if self._failure is not None and not (self._wanted or self._making):
+                if self._failure is not None and not self._under_way:
                     try:
                         raise self._failure
                     finally:
@@ -447,18 +456,12 @@ class HostTier(BlockTier):
     def _make_piece(self) -> bool:
         """Make room for some blocks. Returns whether there may be more to do."""
         with self._grown:
-            # The interpreter waits for its threads at exit.
-            count = 0 if self.closed or not threading.main_thread().is_alive() else min(self._wanted, _BLOCKS)
+            if self.closed or not threading.main_thread().is_alive():  # The interpreter waits for its threads at exit.
+                self._pieces.clear()
+            count, room = self._pieces.popleft() if self._pieces else (0, None)
             if not count:
-                self._wanted, self._rooms, self._workers = 0, [], self._workers - 1
+                self._workers -= 1
                 self._grown.notify_all()
-            room = None
-            if count and self._rooms:
-                whole = self._rooms.pop()
-                count = min(count, whole.nbytes // HUGE)
-                room, rest = whole[: count * HUGE], whole[count * HUGE :]
-                self._rooms += [rest] * (rest.nbytes > 0)
-            self._wanted -= count
             self._making += count
         if not count:
             self._end_preparations()
@@ -471,7 +474,8 @@ class HostTier(BlockTier):
             failure = error
         with self._grown:
             if failure is not None:
-                self._failure, self._wanted, self._rooms = failure, 0, []
+                self._failure = failure
+                self._pieces.clear()
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
