@@ -125,8 +125,8 @@ def listed(after: After) -> list[Any] | None:
     return None if after is None else [*each_of(after)]
 
 
-def copying_stream(stream: StreamLike, session: Session) -> Stream:
-    """Check the stream of an eviction or a restore."""
-    ordered = as_stream(stream, session)
+def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
+    """Check the stream of an eviction or a restore. None stands for ``owner.stream``."""
+    ordered = as_stream(owner.stream if stream is None else stream, session_of(owner))
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered

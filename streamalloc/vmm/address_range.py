@@ -260,7 +260,13 @@ class AddressRange(OwnsNode):
 
         If several mappings fall within one character, it shows the first.
         """
-        return self._node.drawn(max(1, min(width, self.nbytes // self._granularity)))
+        width = max(1, min(width, self.nbytes // self._granularity))
+        cells = ["."] * width
+        for entry in reversed(self._node.table()):
+            first = entry.offset * width // self.nbytes
+            last = max(first + 1, -(-entry.stop * width // self.nbytes))
+            cells[first:last] = entry.mark * (last - first)
+        return "".join(cells)
 
     def _multiple(self, name: str, value: int) -> int:
         size = checked_size(name, value)

@@ -65,8 +65,7 @@ class MemorySpec:
         self.session: Session = session
         self.allocations: Allocations = allocations_of(session)
         self.prop: MemAllocationProp = prop
-        self.handle_types: MemHandleType = prop.requested_handle_types
-        if self.handle_types:
+        if prop.requested_handle_types:
             made_for_sharing()
         self.struct: Any = prop.to_driver()
         """``CUmemAllocationProp``."""
@@ -435,7 +434,7 @@ class PhysicalMemory(GenericAllocation):
     def _set_spec(self, spec: MemorySpec) -> None:
         self._spec = spec
         self._granularity = spec.granularity
-        self._handle_types = spec.handle_types
+        self._handle_types = spec.prop.requested_handle_types
         self._mark = spec.mark
 
     @property

@@ -253,15 +253,6 @@ class Reservation(HandleNode):
             raise ValueError(f"start={begin}, stop={end} cuts a mapping: the driver takes whole ones only")
         return entries
 
-    def drawn(self, width: int) -> str:
-        """Draw the range with ``width`` characters."""
-        cells = ["."] * width
-        for entry in reversed(self.table()):
-            first = entry.offset * width // self.nbytes
-            last = max(first + 1, -(-entry.stop * width // self.nbytes))
-            cells[first:last] = entry.mark * (last - first)
-        return "".join(cells)
-
     def grant(self, entries: Sequence[MappedBytes], rights: Rights) -> None:
         """Set permissions of adjacent mappings (``cuMemSetAccess``). No mapping or no permission is no call."""
         if not (entries and rights):

@@ -415,7 +415,7 @@ class _Members(Closes, Claimable):
         return claiming((self, *buffers), open_only)
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.device.default_stream if stream is None else stream, self._session)
+        return copying_stream(self.device.default_stream if stream is None else stream, self.device)
 
 
 class _Backups(_Members):

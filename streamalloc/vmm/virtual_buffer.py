@@ -250,7 +250,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             A file cannot be written. The buffer is unchanged.
         """
         entries = self._evictable(shared=shared)
-        ordered = self._copying_stream(stream)
+        ordered = copying_stream(stream, self)
         wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = None if self._frozen else self._backup(backup, ordered)
         copied = {} if saved is None else {self: saved}
@@ -324,12 +324,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         evicted = self.eviction
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
-        ordered = self._copying_stream(stream)
+        ordered = copying_stream(stream, self)
         run(mapping({self: evicted}, ordered))
         drop_woken({self: evicted})
-
-    def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.stream if stream is None else stream, self._session)
 
     def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""

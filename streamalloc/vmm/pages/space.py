@@ -275,9 +275,6 @@ class SpaceMemory(Memory, Closes):
             if place in stored:
                 raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
 
-    def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.stream if stream is None else stream, self._session)
-
     def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
         """Queue zeros for parked places; returns the new parking of these places, or None if no zeros were queued.
 
@@ -343,7 +340,7 @@ class SwapSpace(SpaceMemory):
             ``stream``, or a stream of ``after``, is being captured.
         """
         chosen = self._unique(pages)
-        ordered = self._copying_stream(stream)
+        ordered = copying_stream(stream, self)
         self._check_open()
         if not isinstance(tier, BlockTier) or tier.device != self.device:
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
@@ -431,7 +428,7 @@ class SwapSpace(SpaceMemory):
             ``stream`` is being captured.
         """
         chosen = [*self._swapped(self._unique(pages))]  # No other page is waited for.
-        ordered = self._copying_stream(stream)
+        ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):
             with self._named(mine, indices):
@@ -767,7 +764,7 @@ class PageSpace(SwapSpace):
             ``stream`` is being captured.
         """
         chosen = self._unique(pages)
-        ordered = self._copying_stream(stream)
+        ordered = copying_stream(stream, self)
         places, physical = self._places, self._physical
 
         old: dict[int, Page] = {}

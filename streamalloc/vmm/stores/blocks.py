@@ -203,9 +203,10 @@ class Stored(Unique, abc.ABC):
             The contents of a block have changed.
         """
 
-    @abc.abstractmethod
     def seal(self, stream: Stream) -> None:
-        """Complete the contents once all their copies are queued on ``stream``: checksums, and the name of a file."""
+        """Complete the contents once all their copies are queued on ``stream``: checksums, and the name of a file. By
+        default there is nothing to do, because later work of the stream finds the bytes.
+        """
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
         """Copy bytes of a buffer's block from ``offset`` on to a host array. Blocks the host."""
@@ -429,7 +430,7 @@ class BlockTier(Tier, Closes):
         ClosedError, CudaError
             Tier or memory was closed, or the driver refused a call.
         """
-        ordered = copying_stream(stream, session_of(self.device))
+        ordered = copying_stream(stream, self.device)
         side = CopySide.readable(memory, session_of(ordered))
         numbers = _checked(blocks, nbytes, side)
         side.ordered_before(ordered)
@@ -452,7 +453,7 @@ class BlockTier(Tier, Closes):
             Contents have changed; ``block`` is the index of the first such block. Blocks on disk are checked while they
             are read, so the memory is undefined then.
         """
-        ordered = copying_stream(stream, session_of(self.device))
+        ordered = copying_stream(stream, self.device)
         side = CopySide.writable(memory, session_of(ordered))
         numbers = _checked(blocks, stored.nbytes, side)
         if len(numbers) != len(stored) or not stored.complete:

@@ -92,9 +92,6 @@ class InMemory(Stored):
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
         """Queue copies from the device if ``out``, else to it."""
 
-    def seal(self, stream: Stream) -> None:
-        """Do nothing, because later work of the stream finds the bytes."""
-
 
 class _HostContents(InMemory):
     """The contents of blocks in pinned host memory."""
@@ -252,14 +249,6 @@ class _SleepingBytes(_BufferBytes):
         super().drop(blocks)
 
 
-class _Preparation(Future[int]):
-    """Memory that threads pin in advance. They continue while the future or another user of the tier exists."""
-
-    def __init__(self, tier: HostTier) -> None:
-        super().__init__()
-        self._tier = tier
-
-
 class HostTier(BlockTier):
     """Pinned host memory for the bytes of buffers that sleep, and for swapped-out pages. It is kept for later use.
 
@@ -378,7 +367,8 @@ class HostTier(BlockTier):
             The tier was closed.
         """
         count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_size("most_cores", most_cores or cores())
-        future = _Preparation(self)
+        future: Future[int] = Future()
+        future.add_done_callback(lambda _: self)  # The threads pin while something keeps the tier, as the future does.
         with self._lock:
             self._check_open()
             self._begin(count, threads)
