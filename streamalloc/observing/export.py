@@ -1,4 +1,4 @@
-"""Output for other tools: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome, profilers by NVTX."""
+"""Output for other tools: PyTorch's memory viewer, RMM's log, Perfetto and Chrome, and NVTX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-# Growth step of a pool in bytes. Allocations further apart are drawn as separate segments.
+# Bytes by which a pool grows. Allocations that are further apart are in different segments.
 _STEP = 32 << 20
 
 
@@ -32,10 +32,10 @@ def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[
 
 
 def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
-    """A snapshot for PyTorch's memory viewer: the current ``segments``, and ``device_traces`` by device.
+    """Return a snapshot for PyTorch's memory viewer: present ``segments``, and ``device_traces`` by device.
 
-    The driver does not report the address ranges of a pool. So a segment is a group of neighbouring allocations, live
-    or freed, and its gaps are inactive blocks. Each mapping is a separate segment while it is mapped.
+    The driver does not tell the ranges of addresses of a pool. So a segment is a group of neighbouring allocations,
+    live or freed, and the gaps are inactive blocks. A mapping is a segment of its own while it is mapped.
     """
     live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -62,7 +62,7 @@ def _device(one: Allocation) -> int | None:
 
 
 def _entries(one: Happening) -> Iterator[dict[str, Any]]:
-    """The trace entries of an allocation, a free or a failure."""
+    """Yield the entries of a device's trace for an allocation, a free or a failure."""
     allocation = one.allocation
     mapped = allocation.source.kind == "mapping"
     actions = {
@@ -73,7 +73,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
     for action in actions:
         place = {"action": action, "addr": allocation.address, "size": allocation.nbytes, "stream": one.stream}
         entry = {**place, "time_us": one.time // 1000, "frames": _frames(allocation)}
-        # The viewer requires the field, but the device's free memory is not recorded.
+        # The viewer needs the field. The free memory of the device is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
 
@@ -84,7 +84,7 @@ def _frames(one: Allocation) -> list[dict[str, Any]]:
 
 
 def _clusters(allocations: Iterable[Allocation], gap: int) -> list[list[int]]:
-    """Start and end of each group of allocations with gaps of at most ``gap`` bytes."""
+    """Return start and end of each group of allocations whose gaps have at most ``gap`` bytes."""
     found: list[list[int]] = []
     for begin, end in sorted({(one.address, one.address + one.nbytes) for one in allocations}):
         if found and begin - found[-1][1] <= gap:
@@ -98,7 +98,7 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     blocks: list[dict[str, Any]] = []
     at = start
     for one in sorted(live):
-        # The viewer computes a block's address by adding sizes.
+        # The viewer adds the sizes of blocks to get the next address, so a gap is a block, too.
         if one.address > at:
             blocks.append(_block(at, one.address - at, 0, "inactive", []))
         blocks.append(_block(one.address, one.nbytes, one.nbytes, "active_allocated", _frames(one)))
@@ -126,14 +126,14 @@ _HEADER = b"Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Li
 
 
 class Log:
-    """A file in the format of RMM's ``LoggingResourceAdaptor``, with further columns for names and the program's line.
+    """File in the format of RMM's ``LoggingResourceAdaptor``, with more columns for names and the line of the program.
 
-    Nothing is buffered: the lines that :meth:`write` has written are there however the process ends.
-    Mappings, which have no stream, get stream 0.
+    Nothing is buffered, so that the lines of :meth:`write` are in the file however the process ends. Mappings have no
+    stream, and get stream 0.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        # os.fspath refuses numbers: open() would take one as a file descriptor and close it at the end of the log.
+        # os.fspath refuses a number, which open() would take as a file descriptor, and close at the end.
         self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):
@@ -151,8 +151,8 @@ class Log:
             names = dict(of.names)
             words = (*(names.get(name, "") for name in _NAMES), *map(str, of.sites[:1]))
             writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
-        data = text.getvalue().encode(errors="backslashreplace")  # paths may have bytes that are no text
-        while data:  # a disk that fills up takes only a part
+        data = text.getvalue().encode(errors="backslashreplace")  # A path may have bytes that are no UTF-8.
+        while data:  # A disk that fills up may take a part of the data.
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Log:
 
 
 def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
-    """Write a whole history as a :class:`Log`."""
+    """Write a history as a :class:`Log`."""
     with contextlib.closing(Log(path)) as log:
         log.write(history)
 
@@ -172,7 +172,7 @@ def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
 def save_chrome(
     path: str | Path, history: Sequence[Happening], live: Iterable[Allocation], phases: Iterable[Phase]
 ) -> None:
-    """Write the trace-event format: a counter for each source, a slice for each phase, and failures."""
+    """Write a file in the trace-event format, with a counter for each source, a slice for each phase, and failures."""
     process = os.getpid()
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "ts": 0, "args": {"name": "streamalloc"}}
@@ -187,7 +187,7 @@ def save_chrome(
             size = {"requested": one.allocation.nbytes}
             events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
             continue
-        # A cache's allocation has the address of an allocation of its pool.
+        # A block of a cache may take the place of an allocation of its pool at the same address.
         gone = alive.pop(one.allocation.address, None)
         come = one.allocation if one.action == "allocate" else None
         if gone is not None:
@@ -211,7 +211,7 @@ def _counter(one: Allocation) -> str:
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
-    """The allocations, by address, that existed before the first entry of the history."""
+    """Return the allocations from before the first entry of the history, by address."""
     first: dict[int, Happening] = {}
     for one in history:
         if one.action != "failure":
@@ -226,7 +226,7 @@ _DOMAIN = "streamalloc"
 
 
 class Profiler:
-    """An observer's connection to NVTX.
+    """Ranges and a counter of NVTX for an observer.
 
     Raises
     ------
@@ -241,12 +241,12 @@ class Profiler:
             raise ModuleNotFoundError("nvtx is not installed: pip install 'streamalloc[nvtx]'", name="nvtx") from None
         self._annotate: Any = nvtx.annotate
         domain = nvtx.get_domain(_DOMAIN)
-        # Older versions have no counters.
+        # Older versions of nvtx have no counters.
         make = getattr(domain, "get_counter", None)
         self._sample: Any = None if make is None else make("allocated bytes", int).sample
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """A range for a ``with`` block."""
+        """Return a range for a ``with`` block."""
         return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:

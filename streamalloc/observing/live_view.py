@@ -1,7 +1,7 @@
-"""A self-updating view of this process's pools, in a terminal, or in a notebook while a cell runs.
+"""Live view of the pools of this process, in a terminal, or in a notebook even while a cell runs.
 
-A thread reads the pools' statistics. It frees no memory and invalidates no capture. The first bar is used memory as a
-share of reserved memory. The second is reserved memory as a share of the pool's capacity.
+A thread reads the statistics of the pools. It frees no memory and invalidates no capture. The first bar of a pool is
+the used part of its reserved memory. The second bar is the reserved part of its capacity.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PoolFigures(NamedTuple):
     """
 
     name: str
-    """Name of the pool; without one, its location and the driver's handle."""
+    """Name of the pool. Without a name, its location and handle."""
     now: PoolStatistics
     capacity: int
-    """Most bytes the pool may reserve: ``max_size``, or its location's memory."""
+    """Most bytes that the pool may reserve: ``max_size``, or all memory of its location."""
 
 
 def _name(pool: MemoryPool) -> str:
@@ -52,7 +52,7 @@ def _capacity(pool: MemoryPool) -> int:
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:
-    """The statistics of a pool; None if it was closed or a capture is under way."""
+    """Return the statistics of a pool; None if it was closed, or a stream is being captured."""
     session = session_of(pool)
     if not session.usable or deferred_queue(session).paused:
         return None
@@ -67,14 +67,14 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
 
 
 class _Screen(NamedTuple):
-    """Output of a view: a function that shows statistics, and one that ends the output."""
+    """Output of a view: a function that shows figures, and one that ends the output."""
 
     show: Callable[[list[PoolFigures]], object]
     end: Callable[[], object] = lambda: None
 
 
 def _rows(figures: list[PoolFigures], shown: Callable[[int, int], str]) -> Iterator[tuple[str, ...]]:
-    """Rows of the table; ``shown`` formats a value and its total."""
+    """Yield the rows of the table. ``shown`` formats a value of a total."""
     for name, now, capacity in figures:
         shares = shown(now.used, now.reserved), shown(now.reserved, capacity)
         yield name, *shares, mib(now.used_high), mib(now.reserved_high)
@@ -97,7 +97,7 @@ def _terminal() -> _Screen:
     def renderable(figures: list[PoolFigures]) -> Any:
         made = rich_table.Table(*_HEAD)
         for row in _rows(figures, _bar):
-            made.add_row(*map(rich_text.Text, row))  # in plain text, brackets would be markup
+            made.add_row(*map(rich_text.Text, row))  # In a str, rich takes brackets as markup.
         return made
 
     view = rich_live.Live(renderable([]), auto_refresh=False)
@@ -117,14 +117,14 @@ def _notebook() -> _Screen:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a notebook, which shows HTML."""
+    """Whether this process is the kernel of a notebook, which shows HTML."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_shell() if get_shell is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class LiveView(Closes):
-    """A self-updating view; made by :func:`live`. :meth:`stop` ends the updates."""
+    """View of pools that updates itself until :meth:`stop`. :func:`live` makes it."""
 
     def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
         self._pools = pools
@@ -133,17 +133,17 @@ class LiveView(Closes):
         self._running: tuple[threading.Thread, _Screen] | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """The present statistics of the pools, without closed ones."""
+        """Return the present figures of the pools that are not closed."""
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
     @property
     def running(self) -> bool:
-        """Whether the view updates itself."""
+        """Whether the view updates itself now."""
         return self._running is not None and self._running[0].is_alive()
 
     def start(self) -> LiveView:
-        """Show the view and start its updates; idempotent."""
+        """Show the view and begin to update it; idempotent."""
         if self._running is None:
             self._over.clear()
             screen = _notebook() if _in_notebook() else _terminal()
@@ -158,7 +158,7 @@ class LiveView(Closes):
             self._over.wait(self._every)
 
     def stop(self) -> None:
-        """Update the view a last time and leave it on the screen; idempotent."""
+        """Update the view a last time, and leave it on the screen; idempotent."""
         running, self._running = self._running, None
         if running is not None:
             thread, screen = running
@@ -181,11 +181,11 @@ class LiveView(Closes):
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
-    """Make a self-updating view of pools, for a ``with`` block or from ``start()`` to ``stop()``.
+    """Make a view of pools that updates itself in a ``with`` block, or from ``start()`` to ``stop()``.
 
     :doc:`/docs/guides/observe` has a program.
 
-    In Jupyter it is an output that is updated even while a cell runs. In a terminal it is a table drawn by ``rich``.
+    In Jupyter the view is an output, which is updated even while a cell runs. In a terminal ``rich`` draws a table.
 
     Parameters
     ----------

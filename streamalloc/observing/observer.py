@@ -1,7 +1,7 @@
-"""Observers: :func:`observe`, :class:`Observer`, and the account of live allocations behind it.
+"""Observers (:func:`observe`, :class:`Observer`), and the account of live allocations behind each.
 
-A thread that allocates or frees appends a note to a deque without a lock, because a finaliser may free on a thread that
-has the lock. The thread then takes the lock and enters all notes into the account.
+A thread that allocates or frees appends a note to a deque, without a lock: a finaliser may free on a thread that holds
+the lock. Afterwards the thread takes the lock and enters all notes into the account.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Hook = Callable[[Allocation], object]
 
 
 class Counters(NamedTuple):
-    """Numbers of what was allocated while an observer recorded.
+    """Numbers of allocations and bytes while an observer recorded.
 
     :meth:`Observer.counters` returns it.
     """
@@ -59,25 +59,25 @@ class Counters(NamedTuple):
     largest: int
     """Bytes of the largest allocation."""
     failures: int
-    """Attempts that the driver has refused, also those that succeeded at another attempt, once memory was released."""
+    """Refusals by the driver. An allocation may have succeeded at another attempt, after memory was released."""
 
 
-# First fields of notes: hooks only append a note, and whoever reads the account works it off.
+# Kinds of notes.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
-# Number of recent frees to remember, because the driver may still refuse them.
+# Number of frees to remember. A note of a free comes before the driver call, which may be refused.
 _REMEMBERED = 256
 
 
 @dataclass(eq=False, repr=False)
 class Account:
-    """The live allocations, the history, and the hooks of one observer."""
+    """Account of one observer: live allocations, history, limits and hooks. Allocators call it."""
 
     sessions: dict[Session, None]
     targets: InitVar[Sequence[object]]
     limit: int
     """Most bytes allocated at once; 0 for no limit."""
     depth: int
-    """Stack frames to record of each allocation."""
+    """Stack frames to record for each allocation."""
     history: InitVar[int | None]
     on_allocate: Hook | None
     on_free: Hook | None
@@ -95,9 +95,9 @@ class Account:
     """Phases that have not ended."""
     _log: export.Log | None = None
     _logged: bool = False
-    """Whether the file of the log was begun."""
+    """Whether the file of the log exists, so that a new start appends to it."""
     _entering: int | None = None
-    """Identifier of the thread that enters notes."""
+    """Thread that enters notes now; None for none."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
@@ -105,7 +105,7 @@ class Account:
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
         self._lock = RLock()
-        """Held to enter notes, and to change the phases and the log."""
+        """Held while notes are entered, and while phases or the log change."""
         self._unwritten: list[Happening] = []
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
@@ -113,12 +113,12 @@ class Account:
         self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets
-        """Targets until the start, which records their mappings."""
+        """Objects to observe, until the start has recorded their mappings."""
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
-        """Notes to enter: kind, allocation or address, stream, thread, time."""
+        """Notes that are not entered yet: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
         self._unreported: deque[Allocation] = deque()
-        """Freed allocations for which ``on_free`` has not been called yet."""
+        """Freed allocations for which ``on_free`` was not called yet."""
         for session in self.sessions:
             session.shut_with_me(self)
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
@@ -150,7 +150,7 @@ class Account:
 
     def _end(self) -> None:
         self.started = False
-        while self._notes:  # no thread adds notes any more
+        while self._notes:  # The watching has ended, so no thread adds any.
             self._enter_notes()
         self._close_log()
 
@@ -161,7 +161,7 @@ class Account:
                 log.close()
 
     def _shut_after_fork(self) -> None:
-        """Forget the other threads, and the file of the log, which is the parent's."""
+        """Reset what a forked child must not use: a lock that another thread may hold, and the parent's log."""
         self.started, self._entering, self._lock = False, None, RLock()
         self._close_log()
 
@@ -178,14 +178,14 @@ class Account:
     # -- notifications ---------------------------------------------------------------------------------------
 
     def wants(self, allocator: Allocator) -> bool:
-        """Whether the observer observes an allocator."""
+        """Whether allocations of an allocator are to be recorded."""
         if self._everything:
             return True
         at = allocator.location
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Called before an allocation: raise if a limit leaves no room."""
+        """Before an allocation: raise if a limit leaves no room for it."""
         limits = [(self.limit, "the observer's limit")] if self.limit else []
         limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
         for limit, whose in limits:
@@ -203,7 +203,7 @@ class Account:
         return error
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
-        """The lines with live allocations in a location, most bytes first; of all allocators, or of these pools."""
+        """Return the lines that hold memory in a location, most bytes first: of all allocators, or of these pools."""
         self._enter_notes()
         live = [one for one in tuple(self.live.values()) if one.source.location == location]
         if allocators is not None:
@@ -213,32 +213,32 @@ class Account:
         return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
-        """Memory was allocated."""
+        """After an allocation."""
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
     def allocation_failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
-        """The driver has refused an allocation."""
+        """After the driver has refused an allocation."""
         if allocator is not None:
             one = self._from(allocator, 0, nbytes, int(stream))
             self._note(_ALLOCATION_FAILED, one, one.stream)
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Called before a free, also by finalisers."""
+        """Before a free. For finalisers, too, so it only appends a note."""
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def free_failed(self, address: int) -> None:
-        """Called after the driver refused a free, also by finalisers."""
+        """After the driver has refused a free. For finalisers, too."""
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Called before memory is mapped: raise if a limit leaves no room."""
+        """Before memory is mapped: raise if a limit leaves no room for it."""
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
     def mapped(self, address: int, memory: MappedMemory) -> None:
-        """Memory was mapped."""
+        """After memory was mapped."""
         where = getattr(memory, "location", MemLocation.none())
         wanted = self._everything or any(where == one.location for one in self._devices)
         if self._spanned(address) or (wanted and is_counted(memory)):
@@ -251,11 +251,11 @@ class Account:
             self.on_allocate(one)
 
     def unmapped(self, address: int) -> None:
-        """A mapping is about to be unmapped."""
+        """Before memory is unmapped."""
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
-        # Another object may have the addresses of one that was closed.
+        # The addresses of a closed object do not count: another object may have them now.
         return any(start <= address < stop and not getattr(of(), "closed", True) for of, start, stop in self._spans)
 
     def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
@@ -292,11 +292,11 @@ class Account:
             try:
                 one = self._unreported.popleft()
             except IndexError:
-                return  # another thread has taken them
+                return  # Another thread has taken the last one.
             self.on_free(one)
 
     def settle(self) -> None:
-        """Bring the account up to date for a reader: first make the deferred frees that are possible now."""
+        """Bring the account up to date: make the deferred frees that are possible now, then enter the notes."""
         for session in self.sessions if self.started and self._entering != threading.get_ident() else ():
             if session.usable:
                 work(session)
@@ -306,8 +306,10 @@ class Account:
         self.look()
 
     def _enter_notes(self) -> None:
-        """Enter the notes that are there now. A signal handler that interrupts this gets the account without the note
-        in progress.
+        """Enter the notes that are there now.
+
+        A signal handler may come in and call it, too. It then returns at once, and the handler reads the account
+        without the note that is being entered.
         """
         with self._lock:
             if self._entering is None:
@@ -334,7 +336,7 @@ class Account:
         added: Allocation | None = None
         freed: Allocation | None = None
         if kind == _ALLOCATED:
-            # Other code may have freed the memory through its address.
+            # Other code may have freed the earlier memory here by its address.
             added, freed = what, self.live.pop(what.address, None)
         elif kind == _FREED:
             freed = self.live.pop(what, None)
@@ -373,7 +375,7 @@ class Account:
 
 
 def _spans(target: object) -> list[tuple[int, int]]:
-    """The address ranges in which an object maps memory: start and end."""
+    """Return start and end of each range of addresses in which an object maps memory."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
         range = target if isinstance(target, AddressRange) else target.range
         return [(range.address, range.address + range.nbytes)]
@@ -386,12 +388,12 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
-    """The existing mappings of an object: address, bytes and source."""
+    """Return address, bytes and source of each present mapping of an object."""
     found: list[tuple[int, int, MemLocation]] = []
     if isinstance(target, (VirtualBuffer, AddressRange)):
         found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
     elif isinstance(target, PageSpace):
-        # Pages that share memory count once.
+        # Pages that share one physical page count once.
         numbers, size = target.numbers, target.page_size
         pages = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
         found = [(target.address + page * size, size, target.location) for page in pages.values()]
@@ -402,9 +404,9 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
 
 
 class Observer(Drawn, Leaves):
-    """Records live allocations with their time and source line; made by :func:`observe`.
+    """Record of allocations and frees, with time and source line. :func:`observe` makes it.
 
-    It records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. Its records can be read after the block.
+    It records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. The records may be read afterwards.
     """
 
     def __init__(self, account: Account) -> None:
@@ -415,12 +417,12 @@ class Observer(Drawn, Leaves):
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to observe; idempotent."""
+        """Begin to record; idempotent."""
         self._account.start()
         return self
 
     def stop(self) -> None:
-        """Stop observing; idempotent. Allocators without other observers lose the extra cost."""
+        """End the recording; idempotent. An allocator without another observer loses the extra cost."""
         self._account.stop()
 
     def __enter__(self) -> Self:
@@ -431,7 +433,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def started(self) -> bool:
-        """Whether it is observing."""
+        """Whether it records now."""
         return self._account.started
 
     @property
@@ -464,7 +466,7 @@ class Observer(Drawn, Leaves):
         return self._account.peak
 
     def counters(self) -> Counters:
-        """The number of allocations and of bytes: now, at most and in total; and of refused allocations."""
+        """Return the allocations and bytes of now, at most and in total, and the number of refusals."""
         account = self._account
         account.settle()
         return Counters(account.nbytes, account.peak, len(account.live), *account.counts)
@@ -476,18 +478,18 @@ class Observer(Drawn, Leaves):
         return tuple(self._account.happened)
 
     def leaks(self) -> LeakReport:
-        """A report of the live allocations, by the line that allocated them."""
+        """Return a report of the live allocations, by the line that allocated them."""
         return LeakReport(self.live)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`LeakError` if memory is still allocated; the error has the bytes and the lines."""
+        """Raise :class:`LeakError`, with the bytes and the lines, if memory is still allocated."""
         self.leaks().raise_if_any()
 
     @contextlib.contextmanager
     def phase(self, name: str, limit: int = 0) -> Iterator[Phase]:
-        """A named ``with`` block, whose peak of allocated bytes is recorded.
+        """Record the peak of allocated bytes in a ``with`` block, under a name.
 
-        Phases may be nested, and several threads may each be in a phase. Every phase counts the memory of all threads.
+        Phases may nest, and each thread may be in a phase of its own. Every phase counts the memory of all threads.
 
         Parameters
         ----------
@@ -517,7 +519,7 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """A ``with`` block in which allocations of this thread or task get a tag."""
+        """Give the allocations of this thread or task in a ``with`` block a tag."""
         token = self._account.tag.set(checked_type("tag", tag, str))
         try:
             yield
@@ -563,40 +565,34 @@ def observe(
     log: str | Path | None = None,
     driver: Driver | None = None,
 ) -> Observer:
-    """Make an observer of memory for a ``with`` block: allocations, their lines, limits and leaks.
+    """Make an observer of memory for a ``with`` block: who allocates, how much, and what is left.
 
-    It records every allocation and free, including those of finalisers and deferred frees. Meanwhile an
+    It records every allocation and free, also those of finalisers and deferred frees. Meanwhile an
     :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the same
-    memory, and start and stop in any order. Not recorded: memory allocated before the start (except existing mappings
-    of the objects passed), memory owned by the graph of a capture, and memory that another library allocates from a
-    pool's handle.
+    memory, and start and stop in any order.
+
+    Not recorded are memory from before the start (but for present mappings of the objects passed), memory that belongs
+    to the graph of a capture, and memory that another library allocates by a pool's handle.
 
     Parameters
     ----------
     what
         Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
-        ones), symmetric memory; or devices, for all of these in the device's memory, including later ones. Default:
-        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) are observed with their
-        device. In a range or buffer that was passed each mapping counts; else memory counts at its first mapping, until
-        that is closed, and memory of another process does not count.
-    limit
-        Most bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError` before the
-        driver is called. Threads that allocate at the same moment may together exceed the limit.
-    depth
-        Stack frames to record of each allocation; 1: only the line that called the library; 0: none.
-    history
-        Number of allocations and frees to keep; None: all.
-    on_allocate, on_free
-        Functions called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed and the caller of
-        the allocation gets the error. If ``on_free`` raises, the memory is freed and the caller of the free gets it.
-        For memory freed by a finaliser, ``on_free`` is called at the next allocation, free, or read of the observer.
-    nvtx
-        True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
-    log
-        A file that gets a line for each allocation, free and failure at once, so it is complete even if the process is
-        killed. The format is that of :meth:`Observer.save_rmm`. Frees by finalisers are written with the next line.
-    driver
-        The driver to observe if ``what`` is empty.
+        ones), symmetric memory; or devices, for all of these in the memory of the device, also later ones. Default:
+        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
+
+        In a range or buffer that is passed, each mapping counts. For a device, memory counts from its first mapping
+        until that ends, and memory of another process does not count. limit Most bytes allocated at once; 0 for no
+        limit. A larger allocation raises :class:`OutOfMemoryError` before the driver is called. Threads that allocate
+        at the same moment may together exceed the limit. depth Stack frames to record for each allocation. 1: only the
+        line that called the library. 0: none. history Number of allocations and frees to keep; None: all. on_allocate,
+        on_free Functions that are called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed,
+        and the caller of the allocation gets the error. If ``on_free`` raises, the memory is freed, too, and the caller
+        of the free gets the error. For a free by a finaliser, ``on_free`` is called at the next allocation, free, or
+        read of the observer. nvtx True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs
+        ``nvtx``). log A file to which each allocation, free and failure is written at once, so that it is complete even
+        if the process is killed. The format is that of :meth:`Observer.save_rmm`. A free by a finaliser is written with
+        the next line. driver The driver to observe if ``what`` is empty.
 
     Raises
     ------

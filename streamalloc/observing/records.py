@@ -1,4 +1,4 @@
-"""Records of an observer: allocations, their source lines, and their history; and reports by line."""
+"""Records of an observer: allocations with their source lines, phases, history, and reports by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Action = Literal["allocate", "free", "failure"]
 
 
 class Site(NamedTuple):
-    """A line of a program, stored as code object and instruction offset. The line number is computed on request.
+    """Line of a program. The line number is looked up when it is asked for, because that is slow.
 
     The field ``sites`` of :class:`Allocation` and ``site`` of :class:`ProgramPlace`.
     """
@@ -54,56 +54,56 @@ class Site(NamedTuple):
 
 
 def _loaded_site(code: bytes, at: int) -> Site:
-    """A site from a pickle: code objects cannot be pickled."""
+    """Return a site from a pickle, which cannot have code objects."""
     return Site(marshal.loads(code), at)
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """The frames that called the library, innermost first, at most ``depth``."""
+    """Return the frames that called this library, innermost first, ``depth`` at most."""
     return tuple(map(Site._make, here(depth)))
 
 
 class Source(NamedTuple):
-    """The source of an allocation.
+    """Pool, cache or mapping that an allocation is from.
 
     The field ``source`` of :class:`Allocation`.
     """
 
     kind: Kind
-    """``"mapping"``: physical memory mapped into an address range."""
+    """``"pool"``, ``"cache"``, or ``"mapping"`` for physical memory that is mapped in a range of addresses."""
     location: MemLocation
     name: str
-    """Name of the pool (``MemoryPool(name=)``); may be empty."""
+    """Name of the pool (``MemoryPool(name=)``); ``""`` without one."""
 
 
 class Allocation(NamedTuple):
-    """Memory that was allocated while an observer was recording.
+    """Memory that was allocated while an observer recorded.
 
     :attr:`Observer.live` returns them.
     """
 
     address: int
     nbytes: int
-    """Bytes, as requested."""
+    """Bytes that were requested."""
     stream: int
-    """Handle of the stream of the allocation; 0 for mappings, which have none."""
+    """Handle of the stream of the allocation; 0 for a mapping, which has none."""
     thread: int
     """Thread of the allocation (``threading.get_ident``)."""
     tag: str
     """Tag set by :meth:`Observer.tag`; ``""`` without one."""
     phase: str
-    """Path of the phase: ``"epoch/forward"``; ``""`` without one."""
+    """Path of the phase, such as ``"epoch/forward"``; ``""`` without one."""
     time: int
-    """Nanoseconds (``time.time_ns``)."""
+    """Nanoseconds since the epoch (``time.time_ns``)."""
     sites: tuple[Site, ...]
-    """Lines that allocated it, innermost first; empty if it was allocated before, or with ``depth=0``."""
+    """Lines that allocated it, innermost first. Empty for memory from before the start, or with ``depth=0``."""
     source: Source
     stream_name: str = ""
     """Name of the stream (``Device.create_stream(name=)``); ``""`` without one."""
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Non-empty names that the program gave: of pool, stream, tag and phase."""
+        """Pairs of a kind (``"pool"``, ``"stream"``, ``"tag"``, ``"phase"``) and a name, of those that have a name."""
         all_of = ("pool", self.source.name), ("stream", self.stream_name), ("tag", self.tag), ("phase", self.phase)
         return tuple([one for one in all_of if one[1]])
 
@@ -114,7 +114,7 @@ class Allocation(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """An allocation, a free, or an allocation that failed.
+    """Entry of the history: an allocation, a free, or an allocation that failed.
 
     :attr:`Observer.history` returns them.
     """
@@ -130,7 +130,7 @@ class Happening(NamedTuple):
 
 
 class Phase:
-    """A named block of a program, with its peak of allocated bytes.
+    """Named block of a program, with the peak of allocated bytes.
 
     :meth:`Observer.phase` makes it.
     """
@@ -138,7 +138,7 @@ class Phase:
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
         self.name: str = name
         self.path: str = name if parent is None else f"{parent.path}/{name}"
-        """Names of enclosing phases and its own, such as ``"epoch/forward"``."""
+        """Names of the enclosing phases and its own, such as ``"epoch/forward"``."""
         self.limit: int = limit
         """Most bytes allocated at once; 0 for no limit."""
         self.began: int = time.time_ns()
@@ -148,15 +148,15 @@ class Phase:
         self.thread: int = threading.get_ident()
         """Thread that began it (``threading.get_ident``)."""
         self.before: int = nbytes
-        """Bytes allocated at the beginning."""
+        """Bytes allocated at the begin."""
         self.after: int | None = None
-        """Bytes allocated at the end; None before."""
+        """Bytes allocated at the end; None before the end."""
         self.peak: int = nbytes
-        """Most bytes allocated at once during it, earlier allocations included."""
+        """Most bytes allocated at once during the phase, with those from before it."""
 
     @property
     def grown(self) -> int:
-        """Bytes that the peak exceeds the initial bytes by."""
+        """Bytes by which the peak is above :attr:`before`."""
         return self.peak - self.before
 
     def __repr__(self) -> str:
@@ -176,20 +176,20 @@ class LeakError(AssertionError):
 
 
 class ProgramPlace(NamedTuple):
-    """Live allocations of one program line with equal names.
+    """Live allocations of one line of the program, with the same names.
 
     A :class:`LeakReport` lists them.
     """
 
     site: Site | None
-    """The line; None if none was recorded: of memory from before the observer started, or with ``depth=0``."""
+    """The line; None if none was recorded (:attr:`Allocation.sites`)."""
     tag: str
     phase: str
     allocations: tuple[Allocation, ...]
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """The names of their pool, stream, tag and phase (:attr:`Allocation.names`)."""
+        """Names of their pool, stream, tag and phase (:attr:`Allocation.names`)."""
         return self.allocations[0].names
 
     @property
@@ -203,7 +203,7 @@ class ProgramPlace(NamedTuple):
 
 
 def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
-    """Allocations grouped by line and names, most bytes first."""
+    """Group allocations by line and names; return the groups, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
@@ -216,7 +216,7 @@ def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
 
 
 def largest(allocations: Iterable[Allocation]) -> list[str]:
-    """Lines of text for the five places with the most bytes, and one line for the others."""
+    """Return a text for each of the five places with most bytes, and one for all others."""
     found = places(allocations)
     rest = tuple(one for place in found[5:] for one in place.allocations)
     lines = [str(place) for place in found[:5]]
@@ -229,7 +229,7 @@ def _amount(allocations: Sequence[Allocation]) -> str:
 
 
 class LeakReport:
-    """Memory that is still allocated, by line. True as a condition if there is any.
+    """Report of memory that is still allocated, by line. True as a condition if there is any.
 
     :meth:`Observer.leaks` returns it.
     """

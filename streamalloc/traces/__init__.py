@@ -1,9 +1,9 @@
-"""Traces of allocations and frees, which can be replayed on allocators.
+"""Traces of allocations and frees, and their replay on allocators.
 
 A :class:`Trace` comes from a file of this library, RMM or PyTorch (:func:`load`), from the calls of
-:func:`streamalloc.driver.traced` (:func:`from_calls`), or from a generator (:func:`training`,
-:func:`checkpointing`, :func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on another
-library's allocator.
+:func:`streamalloc.driver.traced` (:func:`from_calls`), or from a generator (:func:`training`, :func:`checkpointing`,
+:func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` makes its calls on a pool, or on an allocator of
+another library.
 """
 
 from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, replay

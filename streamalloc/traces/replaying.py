@@ -1,8 +1,8 @@
-"""Fastest possible replay of a trace on an allocator, with measurements, and the allocators that it can be replayed on.
+"""Replays of a trace on an allocator, as fast as possible, with measurements; and the allocators to replay on.
 
-One thread makes all calls in recorded order, and queues no other work: the time is the allocator's alone. For a free on
-another stream than its allocation's, the other stream waits for the allocation's stream, and the memory is freed on the
-other stream. If the allocator cannot do that, the allocation's stream waits for the other stream instead.
+One thread makes all calls in recorded order and queues no other work. So the time is that of the allocator alone. If
+memory is freed on another stream than that of its allocation, this stream first waits for the allocation's stream. An
+allocator that frees on the allocation's stream only makes that stream wait for the other one instead.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from streamalloc.traces.trace import Trace
 from streamalloc.vmm import ExpandableCache
 
 _KEEP_ALL = 2**64 - 1
-# Initial bytes of RMM's pool; its default is half of the device's memory.
+# Bytes with which RMM's pool begins. Its default is half of the device's memory.
 _RMM_BEGINS = 32 << 20
 
 
 @dataclass
 class Subject:
-    """An allocator as plain functions, which add little time to a replay."""
+    """An allocator as plain functions, because these add the least time to a replay."""
 
     streams: Sequence[Any]
     """Streams of the allocator's library, one for each stream of the trace."""
     allocate: Callable[[int, Any], Any]
     """Allocates bytes on a stream."""
     free: Callable[[Any], object]
-    """Frees an allocation on its own stream, as its last reference."""
+    """Frees an allocation on its own stream. It gets the last reference."""
     free_on: Callable[[Any, Any, Any], object]
-    """Frees an allocation, given with its stream, on another stream."""
+    """Frees an allocation on another stream. It takes the allocation, its stream, and the other stream."""
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
-    """The library's error if memory runs out."""
+    """The library's error for a lack of memory."""
     reserved: Callable[[], int] | None = None
-    """Bytes reserved from the driver; None if unknown."""
+    """Returns the bytes reserved from the driver; None if unknown."""
     calls: Callable[[], int] | None = None
-    """Number of driver calls so far; None if not counted."""
+    """Returns the number of driver calls so far; None if they are not counted."""
     begin: Callable[[], object] = lambda: None
     """Called before each replay."""
 
 
 def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """An allocator of streamalloc: a pool, or an object with the same ``allocate``."""
+    """Return the functions of an allocator of streamalloc: a pool, or an object with the same ``allocate``."""
     driver = device.driver
     ours = [resources.enter_context(device.create_stream()) for _ in range(streams)]
     order = _ordering(device, ours, resources)
@@ -65,13 +65,13 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
         buffer.free(other)
 
     calls = (lambda: len(driver.calls)) if isinstance(driver, Traced) else None
-    # operator.methodcaller takes 0.1 us more than the function that frees.
+    # operator.methodcaller would take 0.1 us more.
     free: Callable[[Buffer], object] = lambda buffer: buffer.free()  # noqa: E731
     return Subject(ours, allocator.allocate, free, free_on, OutOfMemoryError, _reserved_by(allocator), calls)
 
 
 def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.ExitStack) -> Callable[[Any, Any], object]:
-    """Return a function that makes the second of two streams wait for the first, by two raw driver calls."""
+    """Return a function of two streams that makes the second wait for the first, by two raw driver calls."""
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
@@ -88,7 +88,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
 
 
 def _reserved_by(allocator: Any) -> Callable[[], int] | None:
-    """A function for the reserved bytes of a pool, or of the pool under an allocator; None without a pool."""
+    """Return a function that returns the reserved bytes of an allocator's pool; None without a pool."""
     if isinstance(allocator, ExpandableCache):
         return lambda: allocator.statistics().reserved
     pool = getattr(allocator, "pool", allocator)
@@ -111,7 +111,7 @@ def _pool(
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """The driver's two functions on a pool, with checked results."""
+    """Return the driver's two functions on a pool, with checked results."""
     pool_object = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)
@@ -146,7 +146,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
     core = importlib.import_module("cuda.core")
     theirs = core.Device(device.ordinal)
     theirs.set_current()
-    # With options it makes its own pool, else it uses the current one.
+    # Only with options does it make a pool of its own.
     resource = core.DeviceMemoryResource(theirs, core.DeviceMemoryResourceOptions())
     allocate = resource.allocate
     close = core.Buffer.close
@@ -156,7 +156,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
         try:
             return allocate(nbytes, stream=stream)
         except Exception as error:
-            # The name of a CUDAError is in its text only.
+            # A CUDAError has no attribute with the name of the error.
             raise MemoryError(str(error)) if "OUT_OF_MEMORY" in str(error) else error  # noqa: B904
 
     def free_on(buffer: Any, own: Any, other: Any) -> None:
@@ -168,11 +168,11 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
 
 
 def _drop(thing: object) -> None:
-    """Free an allocation by dropping its last reference."""
+    """Drop the last reference to an allocation, which frees it."""
 
 
 def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driver_pool: bool = False) -> Subject:
-    """CuPy's pool, which allocates and frees on the current stream; that stream waits for others before a free."""
+    """Return the functions of a pool of CuPy. It allocates on CuPy's current stream, and a free takes no stream."""
     cupy = importlib.import_module("cupy")
     resources.enter_context(cupy.cuda.Device(device.ordinal))
     theirs = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
@@ -182,7 +182,7 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driv
     used: Any = None
 
     def begin() -> None:
-        # Other code may have changed the current stream since the last replay.
+        # Code between two replays may have changed CuPy's current stream.
         nonlocal used
         used = None
 
@@ -225,7 +225,7 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool:
 
 
 def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """PyTorch's caching allocator: the two C functions that ``torch.cuda.caching_allocator_alloc`` calls."""
+    """Return PyTorch's caching allocator as its two C functions, which ``caching_allocator_alloc`` calls."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise ImportError("torch without CUDA")
@@ -251,13 +251,13 @@ def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Sub
 
 
 class Entry(NamedTuple):
-    """An allocator that a trace can be replayed on."""
+    """Allocator on which a trace can be replayed."""
 
     title: str
     make: Callable[[Device, int, contextlib.ExitStack], Subject]
-    """Makes it for a device and a number of streams; ``ImportError`` if not installed."""
+    """Makes it for a device and a number of streams. Raises ``ImportError`` if the library is not installed."""
     other: bool = False
-    """True: it is of another library, and needs a GPU."""
+    """Whether it is of another library, and needs a GPU."""
 
 
 ALLOCATORS: dict[str, Entry] = {
@@ -314,7 +314,7 @@ class Replayed:
 
 
 class Replay:
-    """A trace prepared for an allocator, so that the timed loop does little besides its calls.
+    """Trace that is prepared for an allocator, so that the timed loop does little beside the allocator's calls.
 
     :func:`prepare` makes it; :func:`replay` runs it.
     """
@@ -330,10 +330,10 @@ class Replay:
                 own[event.id] = event.stream
                 steps.append((event.nbytes, event.id, streams[event.stream]))
             else:
-                # A size of -1 stands for a free; None for its streams stands for the stream of the allocation.
+                # A size of -1 marks a free. It has both streams, or None if it is on the allocation's stream.
                 both = streams[own[event.id]], streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else both))
-        # Allocation numbers need not be consecutive.
+        # Slots of a list in place of numbers, which need not be consecutive.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)
         self._steps = [(nbytes, slots[number], stream) for nbytes, number, stream in steps]
@@ -341,7 +341,7 @@ class Replay:
         """Failed allocations of the last run."""
 
     def run(self) -> float:
-        """Replay the trace once, then free the remaining allocations. Returns the seconds of the replay alone."""
+        """Replay the trace once, then free what is left. Return the seconds of the replay alone."""
         self.failures = 0
         self._subject.begin()
         collecting = gc.isenabled()
@@ -384,7 +384,7 @@ class Replay:
                 free(thing)
 
     def measure(self) -> dict[str, Any]:
-        """Replay the trace once, and measure the allocator after each allocation: fields of :class:`Replayed`."""
+        """Replay the trace once, and ask the allocator after each call. Return fields of :class:`Replayed`."""
         subject, live = self._subject, self._live
         self.failures = 0
         subject.begin()
@@ -417,27 +417,25 @@ class Replay:
 
 @contextlib.contextmanager
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
-    """Prepare a trace for repeated replays on an allocator; a name makes a new allocator.
+    """Prepare a trace for replays on an allocator in a ``with`` block. For a name, a new allocator is made.
 
-    :func:`replay` does this, and measures.
-
-    The context of ``device`` is current in the ``with`` block.
+    :func:`replay` does this, and measures. The context of ``device`` is current in the block.
     """
     make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
     with contextlib.ExitStack() as resources:
         resources.enter_context(device.current())
         resources.callback(device.synchronize)
         subject = make(device, trace.streams, resources)
-        # All frees have to be complete before the allocator is closed.
+        # All frees must have run before the allocator is closed.
         resources.callback(device.synchronize)
         yield Replay(trace, subject)
 
 
 def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, rounds: int = 3) -> Replayed:
-    """Replay a trace on an allocator.
+    """Replay a trace on an allocator, and return the time and the memory that it took.
 
-    For a name, two allocators are made: one is measured after each allocation, the other one is timed. A pool of yours
-    is measured first and then timed, with the memory that it has reserved.
+    One replay measures memory and driver calls, and further ones are timed. For a name, each of the two has a new
+    allocator. A pool of yours is timed with the memory that it has reserved before.
 
     Parameters
     ----------
@@ -474,7 +472,7 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
     if isinstance(on, str):
         title = ALLOCATORS[on].title
         if not ALLOCATORS[on].other:
-            # streamalloc's allocators use the driver of their device, and a traced driver counts calls.
+            # The allocators of streamalloc call the driver of their device. A traced one counts the calls.
             counted = Device(device.ordinal, driver=traced(device.driver))
     with prepare(trace, on, counted) as prepared:
         found = prepared.measure()

@@ -1,14 +1,15 @@
-"""Traces of allocations and frees, their file format, and traces from other recordings: calls of
-:func:`streamalloc.driver.traced`, RMM's log, PyTorch's snapshots.
+"""Traces of allocations and frees: their file format, and readers of other recordings.
 
-The file has one JSON value in each line. The first line is an object with the format, its version, the source of the
-trace, and the number of recorded calls that cannot be replayed. Each other line is an event::
+A file has one JSON value in each line. The first line is an object with the format, its version, the source of the
+trace, and how many recorded calls cannot be replayed. Each other line is an event::
 
     {"format": "streamalloc trace", "version": 1, "source": "RMM log", "skipped": {"failed allocations": 1}}
     ["allocate", 0, 4096, 0, 0, 1500]
     ["free", 0, 4096, 1, 0, 2750]
 
 The fields of an event are those of :class:`Event`. A file whose name ends in ``.gz`` is compressed.
+
+Traces are also made from the calls of :func:`streamalloc.driver.traced`, from RMM's log and from PyTorch's snapshots.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _LINE = '["%s", %d, %d, %d, %d, %d]\n'
 _LEVEL = 6
 _GZIP = b"\x1f\x8b"
 _LONGEST = 1 << 20  # bytes of a line of text
-# A compressed file may contain 200 times its own bytes, and 4 MiB more.
+# A compressed file may expand to 200 times its size, and 4 MiB more. A larger one could exhaust memory.
 _RATIO = 200
 _BEYOND = 1 << 22
 _MOST = (1 << 63) - 1  # largest size, number or time of an event
@@ -49,7 +50,7 @@ Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is no trace, or cannot be replayed; the message names the line.
+    """A file is no trace, or is damaged. The message names the line.
 
     :func:`load` raises it.
     """
@@ -59,7 +60,7 @@ class TraceFormatError(ValueError):
         where = ", ".join(filter(None, (file, at)))
         super().__init__(f"{where}: {why}" if where else why)
         self.line: int | None = line
-        """Line of the file from 1, or number of the entry."""
+        """Line of the file, or number of the entry in a snapshot; from 1."""
 
 
 class Event(NamedTuple):
@@ -109,7 +110,7 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple(self.events))  # once, because it may be an iterator
+        object.__setattr__(self, "events", tuple(self.events))  # an iterator could be read once only
         checked = CheckedTrace()
         for number, event in enumerate(self.events):
             try:
@@ -157,7 +158,7 @@ class Trace:
         }
         lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
         content = "".join(lines).encode("ascii")
-        # mtime=0: gzip stores the time in the file otherwise.
+        # Without mtime=0, gzip stores the time, and equal traces would make different files.
         path.write_bytes(gzip.compress(content, _LEVEL, mtime=0) if path.suffix == ".gz" else content)
 
     def __repr__(self) -> str:
@@ -166,7 +167,7 @@ class Trace:
 
 
 class CheckedTrace:
-    """Builder of a trace, which checks each event."""
+    """Builder of a trace. It checks each event as it is added, so that an error can name the line of the file."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -174,12 +175,12 @@ class CheckedTrace:
         self._seen: set[int] = set()
 
     def add(self, event: Event) -> None:
-        """Add an event; raises ``ValueError`` if it does not fit those before."""
+        """Add an event. Raise ``ValueError`` if it does not fit those before."""
         self._check(event)
         self._events.append(event)
 
     def trace(self, source: str, skipped: Mapping[str, int]) -> Trace:
-        """The trace of all events, which are not checked again."""
+        """Return the trace of all events. The constructor would check them again."""
         trace = Trace.__new__(Trace)
         vars(trace).update(events=tuple(self._events), source=source, skipped=skipped)
         return trace
@@ -206,7 +207,7 @@ class CheckedTrace:
 
 
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
-    """The trace in the lines of a file."""
+    """Return the trace in the lines of a file."""
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, ""))[1], file)
     checked = CheckedTrace()
@@ -239,9 +240,9 @@ def _header(line: str, file: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[bytes]]:
-    """A file for reading in a ``with`` block; decompressed if its content is compressed, whatever its name."""
+    """Open a file for reading in a ``with`` block. A compressed one is known by its content, and decompressed."""
     try:
-        # Opened once: the file may be a pipe.
+        # Opened once and not for a look first, because the file may be a pipe.
         with open(path, "rb") as file:
             if file.peek(2)[:2] == _GZIP:
                 file = io.BufferedReader(gzip.GzipFile(fileobj=file))
@@ -251,7 +252,7 @@ def opened(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def content(file: IO[bytes], name: str) -> bytes:
-    """The bytes of a file from :func:`opened`. Refuses a file with a higher compression than traces have."""
+    """Return the bytes of a file from :func:`opened`. Refuse one that expands more than any trace does."""
     compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
     most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
     pieces, length = [], 0
@@ -264,7 +265,7 @@ def content(file: IO[bytes], name: str) -> bytes:
 
 
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines of a text file. Refuses a line that is no UTF-8, or longer than 1 MiB."""
+    """Yield the lines of a text file. Refuse a line that is no UTF-8, or longer than 1 MiB."""
     number = 0
     try:
         while line := file.readline(_LONGEST + 1):
@@ -285,7 +286,7 @@ _UNSEEN = "frees that were not recorded"
 
 
 class _Recording:
-    """Converts a run's addresses and handles into the numbers of a trace."""
+    """Builder of a trace from addresses and handles, which it replaces by numbers."""
 
     def __init__(self) -> None:
         self._checked = CheckedTrace()
@@ -338,10 +339,10 @@ _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 
 
 def from_calls(calls: Iterable[Call]) -> Trace:
-    """A trace of the calls that :func:`streamalloc.driver.traced` has recorded (its list ``calls``).
+    """Make a trace of the calls that a driver of :func:`streamalloc.driver.traced` has recorded (``driver.calls``).
 
-    It has the allocations and frees of pools and of ``cuMemAlloc``. A caching allocator above the driver makes few such
-    calls: allocations from its cache are not recorded.
+    It has the allocations and frees of pools and of ``cuMemAlloc``. What a caching allocator gives from its cache makes
+    no driver call, and is not in the trace.
     """
     recording = _Recording()
     for call in calls:
@@ -353,7 +354,7 @@ def from_calls(calls: Iterable[Call]) -> Trace:
             size, at = _MAKERS[call.name]
             address, stream = int(call.answer[1]), _handle(call.args, at)
             if address and recording.is_alive(address):
-                # A graph or the end of its pool has freed it.
+                # A graph or the end of its pool has freed the earlier memory here, without a call.
                 recording.skipped[_UNSEEN] += 1
                 recording.free(address, stream, call.thread, call.time)
             # An allocation of 0 bytes has no address, and is not freed by a call.
@@ -378,7 +379,7 @@ _LATE = 60 * 10**9
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
-    """The trace in a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored."""
+    """Read a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored."""
     if not next(lines, "").startswith(_RMM_HEADER):
         raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
     recording = _Recording()
@@ -390,8 +391,9 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
                 raise ValueError(f"{len(fields)} fields, not 6 or more")
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
-            # Lines of several threads may be slightly out of order. A step of half a day back means midnight. After it,
-            # a step of nearly a day forward means a late line of the day before.
+            # A line has the time of day without the date, and lines of several threads may be slightly out of order. A
+            # step of half a day back means midnight. After it, a step of nearly a day forward means a late line from
+            # before midnight.
             if days and time > before + _DAY - _LATE:
                 time -= _DAY
             else:
@@ -438,7 +440,7 @@ def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
         snapshot = plain(data)
     except MemoryError:
         raise TraceFormatError("the pickle is damaged", name) from None
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # A damaged pickle raises almost anything.
         raise TraceFormatError(f"no plain pickle: {type(error).__name__}: {error}", name) from None
     return _of_snapshot(snapshot, device, name)
 
@@ -476,7 +478,7 @@ def _take_entry(recording: _Recording, entry: Any) -> None:
         if action == "alloc":
             recording.allocate(address, _of_type(entry, "size", int), stream, 0, time)
         elif action != "free_completed" or recording.is_alive(address):
-            # free_completed counts only if the history has no free_requested.
+            # A free_completed counts only if the history does not have the free_requested.
             recording.free(address, stream, 0, time)
 
 
@@ -487,10 +489,10 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
     return value
 
 
-# A pickle is untrusted. The standard library's reader calls functions that a pickle names, and its C variant allocates
-# as much memory as a pickle requests. This reader is the Python variant without the opcodes for classes and functions.
-# Its memory is proportional to the length of the data: values are slices of the data, and memorised values are in a
-# dictionary.
+# A snapshot may come from anybody. The standard library's reader calls functions that a pickle names, and its variant
+# in C allocates as much memory as a pickle asks for. So this reader is the variant in Python, without the opcodes for
+# classes and functions. Its memory grows with the length of the data only: values are slices of the data, and the memo
+# is a dictionary.
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 _PLAIN_OPCODES = frozenset(
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905
@@ -499,16 +501,16 @@ _PLAIN_OPCODES = frozenset(
     "MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE".split()
 )
 _WITH_KEY_TYPES = {"DICT": slice(None, None, 2), "SETITEM": slice(-2, -1), "SETITEMS": slice(None, None, 2)}
-"""By opcode: the positions of keys among the values on the stack."""
+"""Opcodes that fill dictionaries, with the positions of the keys on the stack."""
 
 
 def _opcode(name: str, load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return an opcode's function, which refuses keys and values other than plain data."""
+    """Return the function of an opcode; for an opcode that plain data does not need, one that refuses it."""
     keys = _WITH_KEY_TYPES.get(name)
 
     def load_with_keys(reader: Any) -> None:
         for key in reader.stack[keys]:
-            # The hash of nested tuples can take exponential time.
+            # Not tuples: the hash of nested ones can take exponential time.
             if type(key) not in _KEY_TYPES:
                 raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
         load(reader)
@@ -530,7 +532,7 @@ class _Reader(_reader):  # type: ignore[misc]
 
 
 def plain(data: bytes) -> Any:
-    """The value of a pickle of plain data.
+    """Return the value of a pickle of plain data.
 
     Raises
     ------
@@ -546,9 +548,9 @@ def plain(data: bytes) -> Any:
 def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
     """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
 
-    :doc:`/docs/guides/traces` says how to record each. Of a log, the columns are those of RMM's
-    ``LoggingResourceAdaptor``; more are ignored. A snapshot is a pickle, of which only plain data is read. PyTorch
-    records neither the streams of frees nor threads: a free is placed at its request, on the allocation's stream.
+    :doc:`/docs/guides/traces` says how to record each. A log has the columns of RMM's ``LoggingResourceAdaptor``;
+    further ones are ignored. A snapshot is a pickle, of which only plain data is read. PyTorch records no threads, and
+    no streams of frees: a free has the time of its request, and the stream of the allocation.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""Generated traces: training of networks, serving of a language model, data loading, and mixed sizes.
+"""Generators of traces: training, checkpointing, serving of a language model, data loading, mixed sizes.
 
-A seed gives the same trace on every machine. ``python -m streamalloc replay training --save FILE`` writes a trace.
+A seed gives the same trace on every machine. ``training().save("training.trace")`` writes one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MiB = 1 << 20
 
 
 class _Script:
-    """Builder of a trace."""
+    """Builder of a trace, with random numbers from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -35,15 +35,18 @@ class _Script:
         self._add("free", number, self._streams[number] if stream is None else stream)
 
     def _add(self, action: Action, number: int, stream: int) -> None:
-        # Times have no meaning: one call every 10 us.
+        # The times have no meaning: a call every 10 us.
         self._events.append(Event(action, number, self._sizes[number], stream, 0, len(self._events) * 10_000))
 
     def below(self, limit: int) -> int:
-        """A random integer from 0 to ``limit - 1``. Only ``random()`` is the same in all versions of Python."""
+        """Return a random integer from 0 to ``limit - 1``.
+
+        Not ``randrange``: only ``random()`` gives the same numbers in all versions of Python.
+        """
         return int(self._random.random() * limit)
 
     def between(self, least: int, most: int) -> int:
-        """A random size with a uniform logarithm."""
+        """Return a random size whose logarithm is uniform."""
         return int(least * (most / least) ** self._random.random())
 
     def trace(self, source: str) -> Trace:
@@ -51,11 +54,11 @@ class _Script:
 
 
 def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
-    """A trace like training a transformer: 2 streams, some 7,000 events, 1.3 GiB at most at once.
+    """Make a trace like that of training a transformer: 2 streams, some 7,000 events, 1.3 GiB at most at once.
 
-    Parameters and optimizer state stay allocated. Each iteration allocates the layers' activations, and frees them in
-    reverse order while it allocates gradients. Batches grow and have odd shapes. Gradients are freed after the step.
-    For every second layer another stream sends the gradients in a bucket, and frees the bucket.
+    Parameters and optimizer state stay allocated. Each iteration allocates the activations of all layers, and frees
+    them in reverse order while it allocates gradients, which are freed after the step. Batches grow and have odd
+    shapes. For every second layer another stream sends the gradients in a bucket, and frees the bucket.
 
     Examples
     --------
@@ -101,7 +104,7 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
 
 
 def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
-    """Allocate the activations of one layer; return those that stay for the gradients."""
+    """Allocate the activations of one layer, and return those that the gradients need."""
     normed = script.allocate(tokens * hidden * 2)
     projected = script.allocate(tokens * hidden * 6)
     workspace = script.allocate(script.between(512, 8 * _MiB))
@@ -116,11 +119,10 @@ def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
 
 
 def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Trace:
-    """A trace like training steps of a network with 7 B parameters: 1 stream, some 17,000 events, 25 GiB at most at
-    once.
+    """Make a trace like that of activation checkpointing with 7 B parameters: 1 stream, 17,000 events, 25 GiB.
 
-    The parameters stay allocated. Each layer keeps its input alone, and computes its activations again for the
-    gradients. The number of tokens changes with each iteration. Gradients are freed after the step.
+    The parameters stay allocated. Each layer keeps only its input, and computes its activations again for the
+    gradients. These are freed after the step. The number of tokens changes with each iteration.
 
     Examples
     --------
@@ -174,7 +176,7 @@ def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Tr
 
 
 def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[int, list[int]]:
-    """Allocate the output of one layer, and the activations that its gradients need."""
+    """Allocate the output of one layer, and the activations that the gradients need; return both."""
     activations = [script.allocate(nbytes) for nbytes in (narrow, tokens * 4, *[narrow] * 6, 32 * tokens * 4)]
     projected = script.allocate(narrow)
     activations.append(script.allocate(narrow))
@@ -187,11 +189,11 @@ def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[i
 
 
 def serving(seed: int = 0, *, requests: int = 280) -> Trace:
-    """A trace like serving a language model: 4 streams, some 20,000 events, many sizes.
+    """Make a trace like that of serving a language model: 4 streams, some 20,000 events, many sizes.
 
-    Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and all its blocks of
-    the KV cache at once. Each token allocates short-lived memory, and sometimes another block. The end of the request
-    frees all its blocks. Some answers are freed on the stream that sends them.
+    Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and its blocks of the
+    KV cache. Each token allocates short-lived memory, and sometimes another block. The end of the request frees the
+    blocks. Some answers are freed on another stream, which sends them.
 
     Examples
     --------
@@ -238,10 +240,10 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
 
 
 def loading(seed: int = 0, *, batches: int = 200) -> Trace:
-    """A trace like a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
+    """Make a trace like that of a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
 
-    One stream allocates batches four steps in advance, with varying numbers of samples. The other stream computes
-    with the batches and frees them.
+    One stream allocates batches of varying size, four steps in advance. The other stream computes with the batches and
+    frees them.
 
     Examples
     --------
@@ -265,7 +267,7 @@ def loading(seed: int = 0, *, batches: int = 200) -> Trace:
 
 
 def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
-    """A trace of random sizes from 256 bytes to 256 MiB on 1 stream; up to 24 allocations live at once.
+    """Make a trace of random sizes from 256 bytes to 256 MiB on 1 stream, with up to 24 live allocations.
 
     Examples
     --------
