@@ -15,7 +15,7 @@ from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import NEVER, Access, RecordedOperation
 from streamalloc.checker.state import State
 from streamalloc.checker.uses import Answer, Arguments, Around, Steps, ends, rules
-from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import Stack, from_package
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
@@ -336,6 +336,27 @@ def _happened(state: State, name: str, args: Arguments) -> Steps:
             state.timeline.host_observes(unseen)
 
 
+def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    data = opaque_bytes(answer[1])
+    event = state.interprocess.events[data] = event_of(state, args[0])
+    _names_event(state, event, data)
+
+
+def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
+    """Announce the recordings of an event on this process's board, under its export data."""
+    event.elsewhere, event.name = True, data
+    index = state.interprocess.index(event)
+    if index is not None:
+        state.interprocess.board.name_entry(index, data)
+
+
+def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    data = opaque_bytes(args[0])
+    found = state.interprocess.events.setdefault(data, TrackedEvent(shared=True))
+    state.events[int(answer[1])] = found
+    _names_event(state, found, data)
+
+
 # -- values --------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +433,8 @@ RULES = rules(
     after={
         "cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate": _makes_stream,
         "cuEventCreate": _makes_event,
+        "cuIpcGetEventHandle": _exports_event,
+        "cuIpcOpenEventHandle": _opens_event,
         "cuEventRecord cuEventRecordWithFlags": _records,
         "cuCtxRecordEvent": _records_context,
         "cuStreamWaitEvent": _waits,
