@@ -101,6 +101,9 @@ class Deferred(abc.ABC):
         """Clear the handle, because the object behind it no longer exists."""
 
 
+_UNGUARDED = contextlib.nullcontext()
+
+
 class DeferredQueue:
     """The queue of one driver: :func:`deferred_queue`.
 
@@ -166,9 +169,9 @@ class DeferredQueue:
 
     def beside_captures(self) -> contextlib.AbstractContextManager[object]:
         """A ``with`` block whose unsafe calls break no capture of another thread."""
-        forbidding = {*self.captures.values(), 0}
+        forbidding = {*self.captures.values(), 0} if self.captures else ()
         others = len(forbidding) > 1 and threading.get_ident() not in forbidding
-        return self._guard() if others else contextlib.nullcontext()
+        return self._guard() if others else _UNGUARDED
 
     def refuse_captures(self, call: str) -> None:
         """Raise if a capture is under way, before a call that would invalidate it. Call this under the lock

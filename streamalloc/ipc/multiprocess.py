@@ -41,7 +41,6 @@ from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import BufferView, Device, Event, Fd, PoolBuffer, TypedView
 from streamalloc.core.resource import Unique, not_copied
 from streamalloc.core.session import session_of
-from streamalloc.driver import default as default_driver
 from streamalloc.ipc.exporter.exports import exports_of, hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
@@ -80,7 +79,7 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _rebuild(data: bytes) -> Imported:
-    return open_shared(data, driver=default_driver())
+    return open_shared(data)
 
 
 for _kind in KINDS:

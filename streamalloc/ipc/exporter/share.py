@@ -112,7 +112,7 @@ class Shared(Unique, Shown):
         """Return the descriptor's bytes."""
         if self._hold is None or self._lease is None or self._hold.over():
             return self.descriptor.to_bytes()
-        return self.descriptor.held(self._hold.mark(self._lease.block)).to_bytes()
+        return self.descriptor.to_bytes(self._hold.mark(self._lease.block))
 
     __bytes__ = to_bytes
 
@@ -138,7 +138,7 @@ class Shared(Unique, Shown):
         hold.lost = lost
         self._lease.add_hold(hold)
         self._hold = None
-        return self.descriptor.held(hold.mark(self._lease.block)).to_bytes()
+        return self.descriptor.to_bytes(hold.mark(self._lease.block))
 
     def _about(self) -> Iterator[Row]:
         described = self.descriptor
@@ -308,7 +308,7 @@ def send(
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
-            channel.send(described.held(0).to_bytes(), (*handles, theirs), timeout=timeout)
+            channel.send(described.to_bytes(0), (*handles, theirs), timeout=timeout)
         shared.cancel()
     sent.update(shared.handles)
 

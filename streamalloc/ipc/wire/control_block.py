@@ -176,7 +176,7 @@ class ExporterMark:
         except IndexError:
             return
         self.number = value << 32 | self._index
-        self._word = block.word(kind, self._index)
+        self._word = block.mark(kind, self._index)
         self._word.value = value
 
     def over(self) -> bool:
@@ -210,6 +210,8 @@ class ControlBlock:
         """Slot and value of each ``ready`` that streams of this process wait for."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
+        self._mark_words: dict[tuple[str, int], Word] = {}
+        """Results of :meth:`mark`, by kind and index."""
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -334,15 +336,13 @@ class ControlBlock:
 
     def mark(self, kind: str, number: int) -> Word:
         """Return the word of a mark of the exporter; errors as for :meth:`marked`."""
-        index = number % WORD
-        if index >= SLOTS:
-            raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
-        return self.word(kind, index)
-
-    def end_hold(self, number: int) -> None:
-        """End a hold whose descriptor has arrived; errors as for :meth:`marked`."""
-        if number and self.marked("hold", number):
-            self.mark("hold", number).value = 0
+        word = self._mark_words.get((kind, number % WORD))
+        if word is None:
+            index = number % WORD
+            if index >= SLOTS:
+                raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
+            word = self._mark_words[kind, index] = self.word(kind, index)
+        return word
 
     def all_closed(self, words: SlotWords) -> bool:
         """Whether each importer that opened a slot has closed it and finished its work."""

@@ -193,21 +193,24 @@ class Descriptor(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
-    def held(self, hold: int) -> Descriptor:
-        """Return the descriptor with a hold: the number of its mark, or 0 for a pipe in the same message."""
-        return self._replace(flags=self.flags | Flags.HELD, hold=hold)
+    def to_bytes(self, hold: int | None = None) -> bytes:
+        """Pack the descriptor.
 
-    def to_bytes(self) -> bytes:
-        """Pack the descriptor."""
+        Parameters
+        ----------
+        hold
+            The number of the mark of a hold, or 0 for a pipe in the same message; None: that of :attr:`hold`.
+        """
         if self.handle_type == FABRIC:
             chunks = b"".join(_FABRIC_CHUNK.pack(*chunk) for chunk in self.chunks)
         else:
             chunks = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
-        fields = (self.flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
+        flags, hold = (self.flags, self.hold) if hold is None else (self.flags | Flags.HELD, hold)
+        fields = (flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
         body = _HEADER.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
-        body += _NUMBERS.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
+        body += _NUMBERS.pack(*self[6:9], *self[11:14], hold) + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
