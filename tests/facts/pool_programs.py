@@ -1,11 +1,13 @@
-"""Programs of a pool as lines of steps, which say where memory lies and how much there is.
+"""Programs of streams, events and a pool as lines of steps, which say what waits, where memory lies and how much it is.
 
 A program is a line of steps, behind the reuse policies of the pool (follow event dependencies, allow opportunistic,
 allow internal dependencies) and its maximum size: ``010/32: a=s1:20``.
 
-``a=s1:20`` allocates 20 MiB in stream s1 and names that a; ``s1:20!`` is out of memory; ``a>s2`` frees a in s2; ``sync
-s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets the release threshold, ``trim
-0`` trims; ``hold s1`` holds the stream at a gate until ``open``, and ``held s2`` says that s2 waits for that, too.
+``a=s1:20`` allocates 20 MiB in stream s1 and names that a; ``s1:20!`` is out of memory; ``a>s2`` frees a in s2; ``fill
+s1`` is other work; ``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets the
+release threshold, ``trim 0`` trims; ``end s1`` and ``drop e`` destroy; ``hold s1`` holds the stream at a gate until
+``open``. While it is closed, ``held s2`` says that s2 waits, too, ``executes s2`` that it does not, ``idle s2`` that it
+has no work; ``pending e`` and ``done e`` are the answers of a query.
 
 Expected is, in MiB, where an allocation lies (``@20``) or does not (``@!20``), and what is reserved after a step
 (``=64``), is reserved and used (``=64/20``), with the peaks of both (``=64/20^96/60``).
@@ -15,17 +17,21 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
-from tests.facts.enums import BLOCKING, UNTIMED
+from tests.facts.enums import BLOCKING, INTERPROCESS, TIMED, UNTIMED
 from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 _STEP = re.compile(r"(.*?)(?: @(!?)([\d.]+))?(?: =([\d.]+)(?:/([\d.]+))?(?:\^([\d.]+)/([\d.]+))?)?")
 
+_EVENTS = {"e": UNTIMED, "f": UNTIMED, "shared": UNTIMED | INTERPROCESS, "timed": TIMED}
+
 
 class Program:
     """Streams are non-blocking, except ``b`` and ``b2`` (blocking), ``L`` (the legacy stream) and ``T`` (the per-thread
-    one).
+    one); ``C`` is the context, which can record. Of the events, ``e`` and ``f`` have no time, ``timed`` has, and
+    ``shared`` is one of several processes.
     """
 
     def __init__(self, rig: Rig, **pool: Any) -> None:
@@ -44,7 +50,7 @@ class Program:
 
     def event(self, name: str) -> Any:
         if name not in self.events:
-            self.events[name] = self.rig.event(UNTIMED | (4 if name == "shared" else 0))
+            self.events[name] = self.rig.event(_EVENTS[name])
         return self.events[name]
 
     def run(self, steps: str) -> None:
@@ -72,15 +78,20 @@ class Program:
             answer = self.rig.try_allocate(self.pool, int(float(found[2]) * MiB), self.stream(found[1]))
             assert said(answer) == "OUT_OF_MEMORY"
         elif found := re.fullmatch(r"(\w+)>(\w+)", action):
-            if found[1] in self.live:
+            if found[1] == "C":
+                value(raw.cuCtxRecordEvent(self.rig.context, self.event(found[2])))
+            elif found[1] in self.live:
                 self.rig.free(self.live.pop(found[1]), self.stream(found[2]))
-            elif found[1] in self.streams:
+            elif found[2] in _EVENTS:
                 value(raw.cuEventRecord(self.event(found[2]), self.stream(found[1])))
             else:
                 value(raw.cuStreamWaitEvent(self.stream(found[2]), self.event(found[1]), 0))
         else:
             word, _, operand = action.partition(" ")
-            getattr(self, f"do_{word}")(operand)
+            if word in _ASKED:
+                assert _ASKED[word](self, operand), action
+            else:
+                getattr(self, f"do_{word}")(operand)
 
     def do_sync(self, stream: str) -> None:
         value(self.rig.raw.cuStreamSynchronize(self.stream(stream)))
@@ -101,6 +112,9 @@ class Program:
     def do_end(self, stream: str) -> None:
         value(self.rig.raw.cuStreamDestroy(self.rig.disown(self.streams.pop(stream))))
 
+    def do_drop(self, event: str) -> None:
+        value(self.rig.raw.cuEventDestroy(self.rig.disown(self.events.pop(event))))
+
     def do_free(self, name: str) -> None:
         value(self.rig.raw.cuMemFree(self.live.pop(name)))
 
@@ -119,11 +133,17 @@ class Program:
     def do_open(self, _: str) -> None:
         self.gate.open()
 
-    def do_held(self, stream: str) -> None:
-        assert self.rig.held(self.stream(stream))
+    def query(self, event: str) -> str:
+        return said(self.rig.raw.cuEventQuery(self.event(event)))
 
-    def do_idle(self, stream: str) -> None:
-        assert self.rig.query(self.stream(stream)) == "SUCCESS"
+
+_ASKED: dict[str, Callable[[Program, str], bool]] = {
+    "held": lambda program, stream: program.rig.held(program.stream(stream)),
+    "executes": lambda program, stream: program.rig.executed(program.stream(stream)),
+    "idle": lambda program, stream: program.rig.query(program.stream(stream)) == "SUCCESS",
+    "pending": lambda program, event: program.query(event) == "NOT_READY",
+    "done": lambda program, event: program.query(event) == "SUCCESS",
+}
 
 
 def run(rig: Rig, program: str) -> None:

@@ -1,4 +1,4 @@
-"""Streams: creation, waiting, the legacy and per-thread streams, host functions and words in memory."""
+"""Streams and events: creation, what waits for what, the legacy and per-thread streams, functions, elapsed time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from tests.facts.enums import BLOCKING, DEVICE, HOST, LEGACY, NON_BLOCKING
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, LEGACY, NON_BLOCKING, TIMED
+from tests.facts.pool_programs import Program
 from tests.facts.support import Rig, in_new_thread, said, value
 
 
@@ -20,14 +22,19 @@ class TestCreation:
         assert [value(raw.cuStreamGetFlags(stream)) for stream in streams] == [0, 1, 0, 0, 0]
         assert [said(raw.cuStreamCreate(flags)) for flags in (2, 3, 99)] == ["INVALID_VALUE"] * 3
 
+    def test_flags_of_events(self, rig: Rig) -> None:
+        assert all(int(rig.event(flags)) for flags in (0, 1, 2, 3, 6, 7))
+        # 4 is interprocess, which has to come with 2, no timing.
+        assert [said(rig.raw.cuEventCreate(flags)) for flags in (4, 8, 99)] == ["INVALID_VALUE"] * 3
+
     def test_priority_out_of_range_is_clamped(self, rig: Rig) -> None:
         streams = rig.stream(), rig.own_stream(rig.raw.cuStreamCreateWithPriority(NON_BLOCKING, -99))
         assert [value(rig.raw.cuStreamGetPriority(stream)) for stream in streams] == [0, -5]
 
     def test_context_and_device(self, rig: Rig) -> None:
         stream = rig.stream()
-        assert int(value(rig.raw.cuStreamGetCtx(stream))) == int(rig.context)
-        assert int(value(rig.raw.cuStreamGetCtx(LEGACY))) == int(rig.context)
+        for one in (stream, LEGACY):
+            assert int(value(rig.raw.cuStreamGetCtx(one))) == int(rig.context)
         assert int(value(rig.raw.cuStreamGetDevice(stream))) == 0
 
     def test_ids(self, rig: Rig) -> None:
@@ -50,16 +57,69 @@ class TestCreation:
         assert len({*seen, int(value(rig.raw.cuStreamGetId(rig.per_thread)))}) == 5
 
 
-class TestWaiting:
-    def test_held_by_a_word_in_memory(self, rig: Rig) -> None:
-        stream, gate = rig.stream(), rig.gate()
-        assert rig.query(stream) == "SUCCESS"
-        gate.hold(stream)
-        assert rig.held(stream)
-        gate.open()
-        assert said(rig.raw.cuStreamSynchronize(stream)) == "SUCCESS"
-        assert rig.query(stream) == "SUCCESS"
+# The legacy stream waits for an event behind a gate.
+HELD_LEGACY = "hold s, s>e, e>L, "
+ORDER: dict[str, str] = {
+    "a stream is held by a word in memory": "idle s, hold s, held s, open, sync s, idle s",
+    "a stream waits for an event of another": "hold s, s>e, e>b, held b, open",
+    "a wait for an event never recorded is none": "e>b, idle b, b>e",
+    "an event never recorded has happened": "done e, await e",
+    "an event behind a gate": "hold s, s>e, pending e, open, sync s, done e",
+    "an event destroyed while a stream waits for it": "hold s, s>e, e>b, drop e, held b, open, sync_all, idle b",
+    "the legacy stream with work while a blocking stream is held": "hold b, fill L, held L",
+    "the legacy stream with no work of its own": "hold s, s>e, e>b, held L, idle T",
+    "blocking streams wait for the legacy stream, others do not": (
+        "hold b, fill L, fill b2, fill s, fill T, executes s, held b2, held T, open, executes T"
+    ),
+    "an event of the legacy stream waits for blocking streams": "hold b, L>e, held L, pending e, open, await e",
+    "blocking streams wait for the event that the legacy stream waits for": HELD_LEGACY + "held L, fill b, held b",
+    "a record without time is no work": HELD_LEGACY
+    + "b>f, idle b, pending f, f>b, held b",  # it waits even for its own
+    "a record is no work either where the event is pending": HELD_LEGACY + "b>e, idle b",
+    "a record with time is work": HELD_LEGACY + "b>timed, held b",
+    "a wait for what has happened is no work": "t>f, " + HELD_LEGACY + "f>b, idle b",
+    "an interprocess event's records happen in turn": "hold s, s>shared, t>shared, held t",
+    "those of another event do not": "hold s, s>e, t>e, executes t",
+    # That cuCtxRecordEvent succeeds is a reading, what the event then stands for is the documentation's.
+    "an event of a context": "C>e, await e, done e",
+    "comes after blocking streams": "hold b, C>e, e>t, pending e, held t, open, await e",
+    "comes after non-blocking streams": "hold s, C>e, e>t, pending e, held t, open, await e",
+    "comes after destroyed blocking streams": "hold b, end b, C>e, pending e, open, await e",
+    "comes after destroyed non-blocking streams": "hold s, end s, C>e, pending e, open, await e",
+}
 
+
+@pytest.mark.parametrize("name", ORDER)
+def test_order(rig: Rig, name: str) -> None:
+    """The legacy stream waits for blocking streams and they for it; others take no part."""
+    Program(rig).run(ORDER[name])
+
+
+def test_a_wait_keeps_the_recording_it_found(rig: Rig) -> None:
+    Program(rig).run("s>e, e>t, hold s, s>e, executes t, pending e")
+
+
+@pytest.mark.parametrize(
+    ("location", "policies", "size", "held"),
+    [
+        pytest.param(DEVICE, "111", 2, False, id="known"),
+        pytest.param(DEVICE, "111", 4, True, id="from the end"),
+        pytest.param(DEVICE, "111", 40, True, id="growing"),
+        pytest.param(DEVICE, "011", 4, False, id="from the end, not looking"),
+        pytest.param(DEVICE, "011", 40, False, id="growing, not looking"),
+        pytest.param(HOST_NUMA, "111", 2, False, id="known to the host"),
+        pytest.param(HOST_NUMA, "111", 4, True, id="from the end for the host"),
+    ],
+)
+def test_an_allocation_is_work_where_it_looks_at_other_streams(
+    rig: Rig, location: int, policies: str, size: int, held: bool
+) -> None:
+    """The case of a pool without free memory whose policy is to follow events."""
+    program = Program(rig, policies=policies, location=location)
+    program.run(f"a=b:2, c=b:2, a>b, sync_all, {HELD_LEGACY} d=b:{size}, {'held' if held else 'executes'} b")
+
+
+class TestWaiting:
     def test_work_executes_while_the_host_makes_no_calls(self, rig: Rig) -> None:
         stream, gate, word = rig.stream(), rig.gate(), rig.pinned(64)
         seen = ctypes.c_uint32.from_address(int(word))
@@ -73,37 +133,17 @@ class TestWaiting:
             time.sleep(0.0005)
         assert seen.value == 5
 
-    def test_synchronize_waits(self, rig: Rig) -> None:
-        stream, gate = rig.stream(), rig.gate()
+    @pytest.mark.parametrize("call", ["cuStreamSynchronize", "cuEventSynchronize"])
+    def test_synchronize_waits(self, rig: Rig, call: str) -> None:
+        stream, event, gate = rig.stream(), rig.event(), rig.gate()
         gate.hold(stream)
+        value(rig.raw.cuEventRecord(event, stream))
         with gate.opening_after(0.05):
-            assert said(rig.raw.cuStreamSynchronize(stream)) == "SUCCESS"
+            assert said(getattr(rig.raw, call)(event if "Event" in call else stream)) == "SUCCESS"
             assert gate.is_open
 
-    def test_waits_for_an_event_of_another_stream(self, rig: Rig) -> None:
-        first, second, event, gate = rig.stream(), rig.stream(BLOCKING), rig.event(), rig.gate()
-        gate.hold(first)
-        value(rig.raw.cuEventRecord(event, first))
-        assert said(rig.raw.cuStreamWaitEvent(second, event, 0)) == "SUCCESS"
-        assert rig.held(second)
-        gate.open()
-        assert rig.executed(second)
-
-    def test_wait_for_an_event_never_recorded(self, rig: Rig) -> None:
-        stream, event = rig.stream(BLOCKING), rig.event()
-        assert said(rig.raw.cuStreamWaitEvent(stream, event, 0)) == "SUCCESS"
-        assert rig.query(stream) == "SUCCESS"
-        value(rig.raw.cuEventRecord(event, stream))
-        assert said(rig.raw.cuStreamWaitEvent(stream, event, 5)) == "INVALID_VALUE"
-
-    def test_a_wait_keeps_the_recording_it_found(self, rig: Rig) -> None:
-        first, second, event, gate = rig.stream(), rig.stream(), rig.event(), rig.gate()
-        value(rig.raw.cuEventRecord(event, first))
-        value(rig.raw.cuStreamWaitEvent(second, event, 0))
-        gate.hold(first)
-        value(rig.raw.cuEventRecord(event, first))
-        assert rig.executed(second)
-        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+    def test_flags_of_a_wait(self, rig: Rig) -> None:
+        assert said(rig.raw.cuStreamWaitEvent(rig.stream(), rig.event(), 5)) == "INVALID_VALUE"
 
     def test_destroyed_with_work_pending(self, rig: Rig) -> None:
         raw, stream, gate, event, pointer = rig.raw, rig.stream(), rig.gate(), rig.event(), rig.plain(4096)
@@ -128,82 +168,31 @@ def _work_beside_a_held_stream(rig: Rig) -> tuple[bool, bool]:
     return found
 
 
-class TestLegacyStream:
-    """The legacy stream waits for blocking streams and they for it; others take no part."""
-
-    def test_is_not_ready_while_a_blocking_stream_is_held(self, rig: Rig) -> None:
-        stream, gate = rig.stream(BLOCKING), rig.gate()
-        gate.hold(stream)
-        value(rig.raw.cuMemsetD8Async(rig.plain(64), 1, 64, LEGACY))
-        assert rig.held(LEGACY)
-
-    def test_is_not_ready_even_with_no_work_of_its_own(self, rig: Rig) -> None:
-        first, second, event, gate = rig.stream(), rig.stream(BLOCKING), rig.event(), rig.gate()
-        gate.hold(first)
-        value(rig.raw.cuEventRecord(event, first))
-        value(rig.raw.cuStreamWaitEvent(second, event, 0))
-        assert rig.held(LEGACY)
-        assert rig.query(rig.per_thread) == "SUCCESS"
-
-    def test_blocking_streams_wait_for_it(self, rig: Rig) -> None:
-        first, second, other, gate = rig.stream(BLOCKING), rig.stream(BLOCKING), rig.stream(), rig.gate()
-        pointer = rig.plain(64)
-        gate.hold(first)
-        for stream in (LEGACY, second, other, rig.per_thread):
-            value(rig.raw.cuMemsetD8Async(pointer, 1, 64, stream))
-        assert rig.executed(other)
-        assert rig.held(second)
-        assert rig.held(rig.per_thread)
-        gate.open()
-        assert rig.executed(second)
-        assert rig.executed(rig.per_thread)
-
-    def test_does_not_wait_for_a_non_blocking_stream(self, in_new_process: Callable[..., tuple[bool, bool]]) -> None:
-        assert in_new_process(_work_beside_a_held_stream) == (True, True)
-
-    def test_an_event_recorded_there_waits_for_blocking_streams(self, rig: Rig) -> None:
-        stream, event, gate = rig.stream(BLOCKING), rig.event(), rig.gate()
-        gate.hold(stream)
-        value(rig.raw.cuEventRecord(event, LEGACY))
-        time.sleep(0.01)
-        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
-        gate.open()
-        assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
-
-    def test_blocking_streams_wait_for_the_event_that_it_waits_for(self, rig: Rig) -> None:
-        held, blocking, event, gate = rig.stream(), rig.stream(BLOCKING), rig.event(), rig.gate()
-        gate.hold(held)
-        value(rig.raw.cuEventRecord(event, held))
-        value(rig.raw.cuStreamWaitEvent(LEGACY, event, 0))
-        assert rig.held(LEGACY)
-        value(rig.raw.cuMemsetD8Async(rig.plain(64), 1, 8, blocking))
-        assert rig.held(blocking)
-
-    def test_is_held_by_a_word_in_memory(self, rig: Rig) -> None:
-        assert said(rig.raw.cuStreamWaitValue32(LEGACY, int(rig.pinned(64)), 0, 0)) == "SUCCESS"
-        assert rig.executed(LEGACY)
+def test_the_legacy_stream_does_not_wait_for_a_non_blocking_one(
+    in_new_process: Callable[..., tuple[bool, bool]],
+) -> None:
+    assert in_new_process(_work_beside_a_held_stream) == (True, True)
 
 
-class TestHostFunction:
-    def test_runs_in_stream_order_with_its_argument(self, rig: Rig) -> None:
-        raw, stream, entered, leave = rig.raw, rig.stream(), threading.Event(), threading.Event()
-        calls: list[int] = []
+def test_a_host_function_runs_in_stream_order_with_its_argument(rig: Rig) -> None:
+    raw, stream, entered, leave = rig.raw, rig.stream(), threading.Event(), threading.Event()
+    calls: list[int] = []
 
-        def function(argument: int) -> None:
-            entered.set()
-            leave.wait(5)
-            calls.append(argument)
+    def function(argument: int) -> None:
+        entered.set()
+        leave.wait(5)
+        calls.append(argument)
 
-        callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        address = raw.CUhostFn(ctypes.cast(callback, ctypes.c_void_p).value)
-        try:
-            assert said(raw.cuLaunchHostFunc(stream, address, 5)) == "SUCCESS"
-            assert entered.wait(5)
-            assert rig.query(stream) == "NOT_READY"
-        finally:
-            leave.set()
-            assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"
-        assert calls == [5]
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    address = raw.CUhostFn(ctypes.cast(callback, ctypes.c_void_p).value)
+    try:
+        assert said(raw.cuLaunchHostFunc(stream, address, 5)) == "SUCCESS"
+        assert entered.wait(5)
+        assert rig.query(stream) == "NOT_READY"
+    finally:
+        leave.set()
+        assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"
+    assert calls == [5]
 
 
 class TestMemoryOperations:
@@ -221,9 +210,36 @@ class TestMemoryOperations:
         assert said(rig.raw.cuStreamWaitValue64(stream, int(pointer), 0, 0)) == "SUCCESS"
         assert rig.executed(stream)
 
+    def test_of_the_legacy_stream(self, rig: Rig) -> None:
+        assert said(rig.raw.cuStreamWaitValue32(LEGACY, int(rig.pinned(64)), 0, 0)) == "SUCCESS"
+        assert rig.executed(LEGACY)
+
     def test_what_is_refused(self, rig: Rig) -> None:
         raw, stream, plain, host = rig.raw, rig.stream(), int(rig.plain(64)), np.zeros(64, np.uint8)
         pooled = [int(rig.allocate(rig.pool(location=location), 64, stream)) for location in (DEVICE, HOST)]
         answers = [raw.cuStreamWaitValue32(stream, address, 0, 0) for address in (plain + 1, host.ctypes.data, *pooled)]
         answers += [raw.cuStreamWriteValue64(stream, plain + 4, 0, 0), raw.cuStreamWaitValue32(stream, plain, 0, 8)]
         assert [said(one) for one in answers] == ["INVALID_VALUE"] * 6
+
+
+class TestElapsedTime:
+    def test_of_events_without_time(self, rig: Rig) -> None:
+        stream, start, end = rig.stream(), rig.event(TIMED), rig.event()
+        assert said(rig.raw.cuEventElapsedTime(start, rig.event(TIMED))) == "INVALID_HANDLE"
+        value(rig.raw.cuEventRecord(start, stream))
+        value(rig.raw.cuEventRecord(end, stream))
+        value(rig.raw.cuStreamSynchronize(stream))
+        assert said(rig.raw.cuEventElapsedTime(start, end)) == "INVALID_HANDLE"
+
+    def test_between_two_events(self, rig: Rig) -> None:
+        """Not before both have happened; then both ways."""
+        stream, start, end, gate = rig.stream(), rig.event(TIMED), rig.event(TIMED), rig.gate()
+        value(rig.raw.cuEventRecord(start, stream))
+        gate.hold(stream)
+        value(rig.raw.cuEventRecord(end, stream))
+        assert said(rig.raw.cuEventElapsedTime(start, end)) == "NOT_READY"
+        gate.open()
+        value(rig.raw.cuStreamSynchronize(stream))
+        elapsed = value(rig.raw.cuEventElapsedTime(start, end))
+        assert elapsed >= 0
+        assert value(rig.raw.cuEventElapsedTime(end, start)) == -elapsed
