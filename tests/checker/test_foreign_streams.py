@@ -15,6 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from tests.checker.corpus import SIZE, Bench
+from tests.checker.corpus.bench import RAW_ACTS, Steps
 
 FLAGS = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -34,11 +35,7 @@ class Library:
         return made
 
     def order(self, before: Any, after: Any) -> None:
-        with self.bench.device.current():
-            event = self.driver.cuEventCreate(FLAGS)[1]
-            assert not self.driver.cuEventRecord(event, before)[0]
-            assert not self.driver.cuStreamWaitEvent(after, event, 0)[0]
-            self.driver.cuEventDestroy(event)
+        _order_past_it(self.bench, before, after)
 
     def use(self, memory: Any, stream: Any, write: bool = True) -> None:
         with self.bench.device.current():
@@ -79,34 +76,50 @@ def kinds(bench: Bench) -> list[str]:
     return [one.kind for one in bench.driver.hazards]
 
 
-def test_streams_that_other_code_orders(bench: Bench, library: Library, memory: Any) -> None:
-    side, other = library.stream(), library.stream()
-    for before, after in ((side, other), (other, 0), (0, side)):
-        library.use(memory, before)
-        library.order(before, after)
-        library.use(memory, after)
-    assert kinds(bench) == []
-
-
-def test_the_default_stream_was_first(bench: Bench, library: Library, memory: Any) -> None:
-    side = library.stream()
-    library.use(memory, 0)
-    library.order(0, side)
-    library.use(memory, side)
-    assert kinds(bench) == []
-
-
-def test_the_order_goes_on_with_what_is_seen(bench: Bench, library: Library, memory: Any) -> None:
-    side, other = library.stream(), library.stream()
-    bench.write(memory, bench.a)
+def _order_past_it(bench: Bench, before: Any, after: Any) -> None:
+    driver = bench.driver.wrapped
     with bench.device.current():
-        event = bench.driver.cuEventCreate(FLAGS)[1]
-        bench.driver.cuEventRecord(event, cuda.CUstream(bench.a.handle))
-        bench.driver.cuStreamWaitEvent(side, event, 0)
-        bench.driver.cuEventDestroy(event)
-    library.order(side, other)
-    library.use(memory, other)
-    assert kinds(bench) == []
+        event = driver.cuEventCreate(FLAGS)[1]
+        assert not driver.cuEventRecord(event, before)[0]
+        assert not driver.cuStreamWaitEvent(after, event, 0)[0]
+        driver.cuEventDestroy(event)
+
+
+def _hold_past_it(bench: Bench, stream: Any, word: int) -> None:
+    with bench.device.current():
+        assert not bench.driver.wrapped.cuStreamWaitValue32(stream, word, 1, 0)[0]
+
+
+# Calls of the other code, past the checker.
+RAW_ACTS.update(
+    order_past_it=_order_past_it,
+    hold_past_it=_hold_past_it,
+    finish_past_it=lambda bench, stream: bench.driver.wrapped.cuStreamSynchronize(stream),
+)
+HELD = "x = ready; t = their_stream; w = word; hold_past_it t w; at x t; "
+PROGRAMS: dict[str, tuple[str, list[str]]] = {
+    "it orders streams": (
+        "x = ready; t = their_stream; u = their_stream; at x t; order_past_it t u; at x u; order_past_it u 0; at x 0; "
+        "order_past_it 0 t; at x t",
+        [],
+    ),
+    "the default stream was first": ("x = ready; t = their_stream; at x 0; order_past_it 0 t; at x t", []),
+    "the order goes on with what is seen": (
+        "x = ready; t = their_stream; u = their_stream; write x a; e = event; record a e; cuStreamWaitEvent t e 0; "
+        "order_past_it t u; at x u",
+        [],
+    ),
+    "memory that is not there yet": ("x = new b; t = their_stream; at x t", ["use before allocation"]),
+    "the host waits past the checker": (HELD + "open w; finish_past_it t; free x b", []),
+    "the host does not wait": (HELD + "free x b; open w; finish_past_it t", ["free racing a use"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(bench: Bench, name: str) -> None:
+    steps, expected = PROGRAMS[name]
+    Steps(bench, True).run(steps)
+    assert kinds(bench) == expected
 
 
 @pytest.mark.parametrize("shown", ["handle", "cuda_stream"])
@@ -145,27 +158,6 @@ def test_streams_of_ours_are_as_they_are(bench: Bench, library: Library, memory:
     assert kinds(bench) == ["race"]
     library.use(memory, side)
     assert kinds(bench) == ["race"] * 2 or kinds(bench) == ["race"] * 3
-
-
-def test_memory_that_is_not_there_yet(bench: Bench, library: Library) -> None:
-    memory = bench.new(bench.b)
-    library.use(memory, library.stream())
-    assert kinds(bench) == ["use before allocation"]
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_host_waits_past_the_checker(bench: Bench, library: Library, memory: Any, waits: bool) -> None:
-    side, gate = library.stream(), bench.word()
-    with bench.device.current():
-        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
-    library.use(memory, side)
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: setattr(ctypes.c_uint32.from_address(gate), "value", 1))
-        if waits:
-            stack.close()
-            library.driver.cuStreamSynchronize(side)
-        memory.free(bench.b)
-    assert kinds(bench) == ([] if waits else ["free racing a use"])
 
 
 class Interrupted:
@@ -212,8 +204,7 @@ def test_it_leaves_no_events(interrupted: tuple[Interrupted, Bench, Library], co
     before = set(driver.events)
     memory, side, gate = bench.new(bench.a), library.stream(), bench.word()
     bench.a.synchronize()
-    with bench.device.current():
-        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
+    _hold_past_it(bench, side, gate)
     for _ in range(count):
         library.use(memory, side)
     ctypes.c_uint32.from_address(gate).value = 1
@@ -230,8 +221,7 @@ def test_another_thread_uses_a_stream_meanwhile(interrupted: tuple[Interrupted, 
     driver, bench, library = interrupted
     memory, side, gate = bench.new(bench.a), library.stream(), bench.word()
     bench.a.synchronize()
-    with bench.device.current():
-        assert not library.driver.cuStreamWaitValue32(side, gate, 1, 0)[0]
+    _hold_past_it(bench, side, gate)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: setattr(ctypes.c_uint32.from_address(gate), "value", 1))
         library.use(memory, side)
