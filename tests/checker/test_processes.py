@@ -493,19 +493,6 @@ def test_a_third_process_waits_for_the_second(bench: Bench, partner: Partner, on
     assert kinds(bench) == []
 
 
-def test_an_event_that_was_recorded_before_the_work(bench: Bench, partner: Partner) -> None:
-    pool = shared_pool(bench)
-    buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
-    bench.a.synchronize()
-    fd, data = exported(bench, pool, buffer)
-    partner.run(_import, data, event_handle(bench, event), fds=[fd])
-    bench.a.record(event)
-    bench.write(buffer, bench.a)
-    assert partner.run(_step, 0, SIZE, True) == ["race"]
-    partner.run(_free)
-    bench.done(buffer)
-
-
 def _opens_steps(there: There, data: bytes, event: bytes) -> None:
     driver: Any = sd.checked(there.driver)
     stream = sa.Device(0, driver=driver).create_stream()

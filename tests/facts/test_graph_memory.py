@@ -82,25 +82,6 @@ class TestCapture:
         assert reserved(rig) == (1, 1, 1, 1)
 
 
-class TestGraphThatFrees:
-    def test_life(self, rig: Rig) -> None:
-        raw, stream = rig.raw, rig.stream()
-        graph, _ = capture_allocation(rig, stream, free=True)
-        executable = rig.instantiate(graph)
-        assert reserved(rig) == (0, 0, 0, 0)
-        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
-        assert reserved(rig) == (1, 1, 1, 1)
-        value(raw.cuStreamSynchronize(stream))
-        assert reserved(rig) == (1, 1, 1, 1)
-        assert said(raw.cuGraphLaunch(executable, stream)) == "SUCCESS"
-        value(raw.cuStreamSynchronize(stream))
-        assert said(raw.cuDeviceGraphMemTrim(0)) == "SUCCESS"
-        assert reserved(rig) == (0, 1, 0, 1)
-        assert said(raw.cuGraphExecDestroy(rig.disown(executable))) == "SUCCESS"
-        assert reserved(rig) == (0, 1, 0, 1)
-        assert said(raw.cuGraphDestroy(rig.disown(graph))) == "SUCCESS"
-
-
 class TestGraphThatLeavesItsMemory:
     def test_address_before_the_launch(self, rig: Rig) -> None:
         stream = rig.stream()
@@ -144,53 +125,6 @@ class TestGraphThatLeavesItsMemory:
         assert reserved(rig) == (0, 1, 0, 1)
 
 
-def capture_two_allocations(rig: Rig, stream: Any) -> tuple[Any, list[int]]:
-    """An executable graph that twice allocates 20 MiB and frees them, and both addresses."""
-    rig.begin_capture(stream)
-    addresses = []
-    for _ in range(2):
-        pointer = value(rig.raw.cuMemAllocAsync(20 * MiB, stream))
-        value(rig.raw.cuMemsetD8Async(pointer, 5, MiB, stream))
-        rig.free(pointer, stream)
-        addresses.append(int(pointer))
-    return rig.instantiate(value(rig.end_capture(stream))), addresses
-
-
-class TestReuse:
-    def test_of_an_address_in_one_graph(self, rig: Rig) -> None:
-        _, addresses = capture_two_allocations(rig, rig.stream())
-        assert addresses[0] == addresses[1]
-        assert reserved(rig) == (0, 0, 0, 0)
-
-    def test_of_the_same_memory_by_two_graphs(self, rig: Rig) -> None:
-        raw, stream = rig.raw, rig.stream()
-        graphs = [capture_two_allocations(rig, stream)[0] for _ in range(2)]
-        for graph in graphs:
-            assert said(raw.cuGraphLaunch(graph, stream)) == "SUCCESS"
-            assert reserved(rig) == (1, 1, 1, 1)
-        value(raw.cuStreamSynchronize(stream))
-        assert reserved(rig) == (1, 1, 1, 1)
-        value(raw.cuGraphExecDestroy(rig.disown(graphs[0])))
-        assert reserved(rig) == (1, 1, 1, 1)
-        # The other executable graph is still there.
-        value(raw.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == (0, 1, 0, 1)
-        value(raw.cuGraphExecDestroy(rig.disown(graphs[1])))
-        value(raw.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == (0, 1, 0, 1)
-
-
-def test_a_few_bytes_take_a_step(rig: Rig) -> None:
-    stream = rig.stream()
-    rig.begin_capture(stream)
-    rig.free(value(rig.raw.cuMemAllocAsync(100, stream)), stream)
-    graph = rig.instantiate(value(rig.end_capture(stream)))
-    value(rig.raw.cuGraphLaunch(graph, stream))
-    assert reserved(rig) == (1, 1, 1, 1)
-    value(rig.raw.cuStreamSynchronize(stream))
-    assert reserved(rig) == (1, 1, 1, 1)
-
-
 class TestAttributes:
     @pytest.mark.parametrize(
         ("name", "number", "expected"),
@@ -211,34 +145,44 @@ class TestAttributes:
         assert type(value(raw.cuDeviceGetGraphMemAttribute(0, attribute))) is raw.cuuint64_t
 
 
-NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
-    ("given back by what lives", ["a=13 b=13 c=33"], "0 ? trim ?", [(2, 2, 3, 3), (2, 2, 2, 3)]),
-    ("given back step by step", ["a=1 b=32 c=8 -a d=8 -d -b e=1 -c"], "0 trim ?", [(1, 2, 1, 2)]),
-    ("goes to another graph", ["a=13 b=13 c=33", "a=1 -a"], "0 1 ?", [(3, 3, 3, 3)]),
-    ("of a graph that took over", ["a=1 b=18 c=35 -b d=1 -a -c -d", "a=1"], "0 ? 1 0 ?", [(2, 2, 3, 3), (3, 3, 4, 4)]),
-    (
-        "taken after what other graphs used",
+Case = tuple[list[str], str, list[tuple[int, ...]]]
+ONE, TRIMMED = (1, 1, 1, 1), (0, 1, 0, 1)
+LIVES: dict[str, Case] = {
+    "of a graph that frees": (["a=4 -a"], "? 0! ? sync ? 0! sync trim ? -0 ?", [(0,) * 4, ONE, ONE, TRIMMED, TRIMMED]),
+    "of a few bytes": (["a=0.0001 -a"], "0! ? sync ?", [ONE, ONE]),
+    "of two graphs that use the same": (
+        ["a=20 -a b=20 -b"] * 2,
+        "? 0! ? 1! ? sync ? -0 ? trim ? -1 trim ?",
+        [(0,) * 4, ONE, ONE, ONE, ONE, TRIMMED, TRIMMED],
+    ),
+}
+NOT_NEEDED: dict[str, Case] = {
+    "given back by what lives": (["a=13 b=13 c=33"], "0 ? trim ?", [(2, 2, 3, 3), (2, 2, 2, 3)]),
+    "given back step by step": (["a=1 b=32 c=8 -a d=8 -d -b e=1 -c"], "0 trim ?", [(1, 2, 1, 2)]),
+    "goes to another graph": (["a=13 b=13 c=33", "a=1 -a"], "0 1 ?", [(3, 3, 3, 3)]),
+    "of a graph that took over": (["a=1 b=18 c=35 -b d=1 -a -c -d", "a=1"], "0 ? 1 0 ?", [(2, 2, 3, 3), (3, 3, 4, 4)]),
+    "taken after what other graphs used": (
         ["a=1 b=33 -a -b", "a=1", "a=1", "a=1"],
         "0 1 ? 2 ? 3 ?",
         [(2, 2, 3, 3), (2, 2, 3, 3), (3, 3, 3, 3)],
     ),
-    ("of an instance that is gone, taken first", ["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
-    ("beside what lives", ["a=1 b=33 -b", "a=1", "a=1"], "0 1 ? 2 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
-    ("new ones first", ["a=19 -a", "a=1 b=106 -a -b"], "0 1 ? 1 ?", [(5, 5, 5, 5), (5, 5, 5, 5)]),
-    (
-        "then the newest",
+    "of an instance that is gone, taken first": (["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
+    "beside what lives": (["a=1 b=33 -b", "a=1", "a=1"], "0 1 ? 2 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
+    "new ones first": (["a=19 -a", "a=1 b=106 -a -b"], "0 1 ? 1 ?", [(5, 5, 5, 5), (5, 5, 5, 5)]),
+    "then the newest": (
         ["a=1 b=33 -a -b", "a=1", "a=1 b=33 -a -b"],
         "0 1 ? 2 ? 0 ?",
         [(2, 2, 3, 3), (4, 4, 4, 4), (4, 4, 4, 4)],
     ),
-    ("newest once its graph moves", ["a=1 b=33 -a -b", "a=1"], "0 0@1 ? 1@1 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
-    ("as old as before where it stays", ["a=1 b=33 -a -b", "a=1"], "0 0 ? 1@1 ?", [(2, 2, 3, 3), (2, 2, 3, 3)]),
-]
+    "newest once its graph moves": (["a=1 b=33 -a -b", "a=1"], "0 0@1 ? 1@1 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
+    "as old as before where it stays": (["a=1 b=33 -a -b", "a=1"], "0 0 ? 1@1 ?", [(2, 2, 3, 3), (2, 2, 3, 3)]),
+}
 
 
 def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int, ...]]:
     """Capture each graph: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by number, also in another
-    stream (``0@1``), destroy their instances (``-0``), trim, and read the graph memory (``?``).
+    stream (``0@1``) or without waiting (``0!``) until ``sync``, destroy their instances (``-0``), trim, and read the
+    graph memory (``?``).
     """
     stream, other, instances, found = rig.stream(), rig.stream(), [], []
     for words in graphs:
@@ -247,7 +191,7 @@ def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int,
         for word in words.split():
             name, _, size = word.partition("=")
             if size:
-                made[name] = value(rig.raw.cuMemAllocAsync(int(size) * MiB, stream))
+                made[name] = value(rig.raw.cuMemAllocAsync(int(float(size) * MiB), stream))
             else:
                 rig.free(made[name.lstrip("-")], stream)
         instances.append(rig.instantiate(value(rig.end_capture(stream))))
@@ -256,24 +200,32 @@ def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int,
             found.append(reserved(rig))
         elif step == "trim":
             value(rig.raw.cuDeviceGraphMemTrim(0))
+        elif step == "sync":
+            value(rig.raw.cuStreamSynchronize(stream))
         elif step.startswith("-"):
             value(rig.raw.cuGraphExecDestroy(rig.disown(instances[int(step[1:])])))
         else:
-            number, _, at = step.partition("@")
+            number, _, at = step.removesuffix("!").partition("@")
             launched_in = other if at else stream
             value(rig.raw.cuGraphLaunch(instances[int(number)], launched_in))
-            value(rig.raw.cuStreamSynchronize(launched_in))
+            if not step.endswith("!"):
+                value(rig.raw.cuStreamSynchronize(launched_in))
     return found
 
 
-@pytest.mark.parametrize(("case", "graphs", "steps", "expected"), NOT_NEEDED, ids=[one[0] for one in NOT_NEEDED])
-def test_what_a_launch_reserves_and_does_not_need(
-    in_new_process: Callable[..., Any], case: str, graphs: list[str], steps: str, expected: list[tuple[int, ...]]
-) -> None:
+@pytest.mark.parametrize("name", LIVES)
+def test_life(rig: Rig, name: str) -> None:
+    *given, expected = LIVES[name]
+    assert memory_of_graphs(rig, *given) == expected
+
+
+@pytest.mark.parametrize("name", NOT_NEEDED)
+def test_what_a_launch_reserves_and_does_not_need(in_new_process: Callable[..., Any], name: str) -> None:
     """A launch reserves more than it uses where an allocation does not fit into a step. What it does not use is there
     for other graphs. In a new process, because graphs of earlier tests leave memory that would be taken first.
     """
-    assert in_new_process(memory_of_graphs, graphs, steps) == expected
+    *given, expected = NOT_NEEDED[name]
+    assert in_new_process(memory_of_graphs, *given) == expected
 
 
 def test_what_an_instance_of_a_graph_that_is_gone_left_can_be_freed_in_a_capture(rig: Rig) -> None:

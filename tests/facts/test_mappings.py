@@ -80,10 +80,6 @@ class TestMap:
         # The size is looked at first.
         assert scene.map(2, 2 * PAGE, scene.one) == "NOT_SUPPORTED"
 
-    def test_side_by_side(self, scene: Scene) -> None:
-        answers = [scene.map(1, 2 * PAGE, scene.two), scene.map(0, PAGE, scene.one), scene.map(3, PAGE, scene.one)]
-        assert answers == ["SUCCESS"] * 3
-
     def test_again_elsewhere_many_times(self, scene: Scene) -> None:
         read = []
         for turn in range(20):

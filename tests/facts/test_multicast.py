@@ -57,9 +57,6 @@ class TestAddDevice:
 
 
 class TestBind:
-    def test_memory_of_each_device(self, rig: Rig, team: Team) -> None:
-        assert [team.bind(rig.memory(2 * PAGE, id=device)) for device in (0, 1)] == ["SUCCESS"] * 2
-
     def test_parts(self, rig: Rig, team: Team) -> None:
         memory = rig.memory(2 * PAGE)
         assert team.bind(memory, offset=0, start=PAGE, size=PAGE) == "SUCCESS"

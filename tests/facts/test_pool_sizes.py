@@ -21,13 +21,6 @@ class TestAllocation:
         assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
         assert rig.reserved(pool) == 0
 
-    def test_small_allocations_lie_512_bytes_apart(self, rig: Rig) -> None:
-        pool, stream = rig.pool(), rig.stream()
-        pointers = [rig.allocate(pool, 1, stream) for _ in range(2)]
-        assert int(pointers[0]) % 512 == 0
-        assert offsets(pointers) == [0, 512]
-        assert rig.stats(pool) == Stats(32 * MiB, 32 * MiB, 2, 2)
-
     @pytest.mark.parametrize("handle", [0, 2])
     def test_on_the_default_streams(self, rig: Rig, handle: int) -> None:
         rig.allocate(rig.pool(UINT64_MAX), 64, rig.raw.CUstream(handle))
@@ -167,16 +160,6 @@ def test_one_behind_the_other(rig: Rig) -> None:
     assert rig.stats(pool)[::2] == (32 * MiB, sum(sizes))
 
 
-def test_lowest_hole_of_a_size(rig: Rig) -> None:
-    pool, stream = rig.pool(UINT64_MAX), rig.stream()
-    pointers = [rig.allocate(pool, 4096, stream) for _ in range(4)]
-    assert offsets(pointers) == [0, 4096, 8192, 12288]
-    rig.free(pointers[0], stream)
-    rig.free(pointers[2], stream)
-    again = [rig.allocate(pool, 4096, stream) for _ in range(3)]
-    assert offsets([pointers[0], *again]) == [0, 0, 8192, 16384]
-
-
 @pytest.mark.parametrize(
     ("max_size", "sizes", "results", "reserved", "used"),
     [
@@ -193,13 +176,6 @@ def test_max_size(rig: Rig, max_size: int, sizes: tuple[int, ...], results: str,
     answers = [said(rig.try_allocate(pool, size * MiB, stream)) for size in sizes]
     assert answers == [{"S": "SUCCESS", "O": "OUT_OF_MEMORY"}[result] for result in results]
     assert rig.stats(pool) == Stats(reserved * MiB, reserved * MiB, used * MiB, used * MiB)
-
-
-def test_max_size_is_rounded_up_to_a_step(rig: Rig) -> None:
-    pool, stream = rig.pool(max_size=MiB), rig.stream()
-    sizes = (MiB // 2, 2 * MiB, 64 * MiB)
-    answers = [said(rig.try_allocate(pool, size, stream)) for size in sizes]
-    assert answers == ["SUCCESS", "SUCCESS", "OUT_OF_MEMORY"]
 
 
 @pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (UINT64_MAX, 64)])

@@ -204,16 +204,6 @@ class TestMemoryOperations:
         assert rig.executed(stream)
         assert rig.read(pointer, 4) == [77, 0, 0, 0]
 
-    def test_wait_for_64_bits(self, rig: Rig) -> None:
-        stream, pointer = rig.stream(), rig.plain(64)
-        value(rig.raw.cuMemsetD8Async(pointer, 0, 64, stream))
-        assert said(rig.raw.cuStreamWaitValue64(stream, int(pointer), 0, 0)) == "SUCCESS"
-        assert rig.executed(stream)
-
-    def test_of_the_legacy_stream(self, rig: Rig) -> None:
-        assert said(rig.raw.cuStreamWaitValue32(LEGACY, int(rig.pinned(64)), 0, 0)) == "SUCCESS"
-        assert rig.executed(LEGACY)
-
     def test_what_is_refused(self, rig: Rig) -> None:
         raw, stream, plain, host = rig.raw, rig.stream(), int(rig.plain(64)), np.zeros(64, np.uint8)
         pooled = [int(rig.allocate(rig.pool(location=location), 64, stream)) for location in (DEVICE, HOST)]
