@@ -7,15 +7,14 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Callable
 
 import pytest
 
-from tests.facts.enums import DEVICE, HOST, NO_ACCESS, READ, READWRITE
+from tests.facts.enums import HOST
 from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import grant, mapped, new_rig
-from tests.support import KEEP, end_simulated_machines, open_descriptors
+from tests.support import end_simulated_machines, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -26,9 +25,6 @@ def has_memory(address: int) -> bool:
     """Whether this process has memory of a simulated device there."""
     with open("/proc/self/maps") as maps:
         return any(line.startswith(f"{address:x}-") and "memfd:streamalloc:memory" in line for line in maps)
-
-
-# -- addresses ---------------------------------------------------------------------------------------------------------
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -162,88 +158,3 @@ def test_a_dma_buf_has_a_size_and_no_bytes(rig: Rig) -> None:
     finally:
         os.close(file)
     assert open_descriptors() <= files + 1  # that of the memory
-
-
-# -- what is not modelled ----------------------------------------------------------------------------------------------
-
-
-def _beyond_the_end(rig: Rig) -> None:
-    hole = rig.reserve(4 * PAGE)
-    ok(rig.raw.cuMemAddressFree(hole, 4 * PAGE))
-    rig.raw.cuMemMap(rig.reserve(PAGE, hint=hole), 2 * PAGE, 0, rig.memory(2 * PAGE), 0)
-
-
-def _released(rig: Rig) -> None:
-    memory = rig.memory()
-    ok(rig.raw.cuMemRelease(memory))
-    assert rig.raw.cuMemRelease(memory)[0] == rig.raw.CUresult.CUDA_ERROR_INVALID_VALUE
-    rig.raw.cuMemGetAllocationPropertiesFromHandle(memory)
-
-
-def _tile_pool(rig: Rig) -> None:
-    rig.map(rig.reserve(PAGE), rig.memory(usage=1))
-
-
-def _hole(rig: Rig) -> None:
-    rig.raw.cuMemcpy(rig.reserve(PAGE), mapped(rig), 4)
-
-
-def _behind_the_end(rig: Rig) -> None:
-    rig.raw.cuMemcpy(int(rig.plain(512)) + 512, rig.plain(3 * MiB), 4)
-
-
-def _read_only_for_the_host(rig: Rig) -> None:
-    memory = mapped(rig, location=HOST)
-    for kind, flags in ((DEVICE, READWRITE), (HOST, READ)):
-        assert rig.set_access(memory, PAGE, (kind, 0, flags)) == "SUCCESS"
-    rig.raw.cuMemcpyHtoD(memory, bytes(4), 4)
-
-
-def _no_access_at_all(rig: Rig) -> None:
-    memory = mapped(rig, location=HOST)
-    grant(rig, memory, flags=NO_ACCESS)
-    rig.raw.cuMemcpyDtoH(bytearray(4), memory, 4)
-
-
-def _access_of_queued_work(rig: Rig) -> None:
-    stream, word, address = rig.stream(), rig.word(), mapped(rig)
-    rig.hold(stream, word)
-    ok(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
-    grant(rig, address)  # which takes nothing away
-    try:
-        rig.set_access(address, PAGE, (DEVICE, 0, READ))
-    finally:
-        word.value = 1
-
-
-def _more_of_a_pool_than_has_memory(rig: Rig) -> None:
-    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-    rig.raw.cuMemGetHandleForAddressRange(rig.allocate(rig.pool(), MiB, rig.stream()), 64 * MiB, kind, 0)
-
-
-def _pools_have_it(rig: Rig) -> None:
-    stream, pool = rig.stream(), rig.pool(KEEP)
-    rig.free(rig.allocate(pool, 100 * GiB, stream), stream)
-    ok(rig.raw.cuStreamSynchronize(stream))
-    rig.memory(100 * GiB)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (_beyond_the_end, "beyond the end of a reservation"),
-        (_released, "handle that does not exist"),
-        (_tile_pool, "memory for tiles"),
-        (_hole, "where nothing lies"),
-        (_behind_the_end, "where nothing lies"),
-        (_read_only_for_the_host, "memory that it may only read"),
-        (_no_access_at_all, "mapped host memory"),
-        (_access_of_queued_work, "work on the memory is queued"),
-        (_more_of_a_pool_than_has_memory, "the real driver crashes"),
-        (_pools_have_it, "pools hold in reserve"),
-    ],
-    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
-)
-def test_what_is_not_known_is_not_guessed(rig: Rig, attempt: Callable[[Rig], None], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"not modelled: .*{message}"):
-        attempt(rig)
