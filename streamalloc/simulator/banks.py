@@ -124,7 +124,7 @@ class Banks:
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
-        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_pressure).
+        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_placements).
         Returns whether they are.
         """
         for space in self.pools.values():
@@ -181,7 +181,7 @@ class Space:
         self._name = name
         self._on_host = on_host
         self._arenas = banks.arenas
-        # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
+        # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pools)
         self._reservation = self._arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
         self.base: int = self._reservation.base
 

@@ -69,7 +69,7 @@ HIDDEN = -2
 """CU_DEVICE_INVALID: ordinal of a device hidden by CUDA_VISIBLE_DEVICES."""
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
-"""Location of the host's access rights, shared by HOST and HOST_NUMA 0 (observed on H200: test_host_mappings)."""
+"""Location of the host's access rights, shared by HOST and HOST_NUMA 0 (observed on H200: test_mapping_access)."""
 
 
 def device_place(ordinal: int) -> Place:

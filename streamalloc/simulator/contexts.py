@@ -401,12 +401,12 @@ class QueueEvent:
             stream.submit(Until(elsewhere.arrival()))
         elif self.flags & EventFlag.INTERPROCESS:
             # This counts as work of the stream even if the event has completed or was never recorded, but pools ignore
-            # the order (observed on H200: test_events, test_placements).
+            # the order (observed on H200: test_streams, test_placements).
             stream.submit(Operation(), () if record is None else ((record.stream, record.seq), *record.others))
         elif record is not None:
             scheduler = stream.scheduler
             if record.stream is not stream or record.others:
-                # a wait for completed work is no work (observed on H200: test_events)
+                # a wait for completed work is no work (observed on H200: test_streams)
                 joins = stream.peers is not None or not record.complete
                 stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
                 if record.ranked:
@@ -419,7 +419,7 @@ class QueueEvent:
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            after += ((earlier.stream, earlier.seq),)  # recordings run in sequence (observed on H200: test_events)
+            after += ((earlier.stream, earlier.seq),)  # recordings run in sequence (observed on H200: test_streams)
             stream.submit(Operation())  # earlier frees are seen before that wait (observed on H200: test_reuse)
         # an interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements)
         clock = stream.clock if shared or stream.peers is not None else dict(stream.clock)
@@ -428,7 +428,7 @@ class QueueEvent:
         if untimed and stream.legacy is not None:
             record.others = stream.catch_up(clock)
         if record.others:
-            record.seq = stream.seq  # the event waits for the legacy stream, this one does not (H200: test_events)
+            record.seq = stream.seq  # the event waits for the legacy stream, this one does not (H200: test_streams)
         else:
             record.seq = stream.submit(record, after, clock)
         record.clock = {**clock, stream.id: record.seq}

@@ -70,7 +70,7 @@ class DeviceGraphMemory:
     _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
-        """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_address_ranges)."""
+        """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_physical_memory)."""
         if self._set_aside is None:
             whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
             self._set_aside = self.banks.arenas.own(whole)

@@ -88,7 +88,7 @@ class Machine:
     def _device(self, ordinal: int, bank: Bank) -> SimulatedDevice:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
-        if wanted is None:  # needs two devices; a profile of one device may hide others (H200: test_device)
+        if wanted is None:  # needs two devices; a profile of one device may hide others (H200: test_contexts)
             enough = self.spec.devices > 1 or len(self.profile.devices) == 1
             wanted = enough and bool(attributes.get("MULTICAST_SUPPORTED"))
         attributes["MULTICAST_SUPPORTED"] = int(wanted)

@@ -182,7 +182,7 @@ class Intervals(Runs[bool]):
 
 class Addresses:
     """Addresses of large ranges, shared by all machines of the process. Each range gets the lowest free addresses
-    (observed on H200: test_address_ranges).
+    (observed on H200: test_physical_memory).
     """
 
     def __init__(self) -> None:

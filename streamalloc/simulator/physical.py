@@ -145,7 +145,7 @@ class MappedExtent(Extent):
 
     def right_of_host(self) -> int:
         """The access that a query of HOST returns: the right of device 0 or of the host, whichever was set last.
-        Observed on H200 (test_host_mappings), even for device memory, which the host can never use.
+        Observed on H200 (test_mapping_access), even for device memory, which the host can never use.
         """
         if any(place.type == Location.DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")

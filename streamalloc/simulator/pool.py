@@ -124,7 +124,7 @@ class Pool(Accessible):
             left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if self.follow_events:  # only such an allocation counts as work of the stream (observed on H200: test_events)
+        if self.follow_events:  # only such an allocation counts as work of the stream (observed on H200: test_streams)
             stream.submit(Mark())
         return block
 

@@ -22,9 +22,9 @@ from streamalloc.simulator.scheduler import Scheduler
 _LARGEST_ADDRESS = 1 << 47
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
 """A range of the first size is never placed above the second address. The driver searches from the hint on (observed on
-H200: test_address_ranges).
+H200: test_physical_memory).
 """
-_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_address_ranges)
+_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_physical_memory)
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class VirtualMemory:
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
         # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
-        # takes low addresses (observed on H200: test_address_ranges).
+        # takes low addresses (observed on H200: test_physical_memory).
         ranges = [one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange)]
         near = sum(one.size for one in ranges if not one.is_placed)
         low = max(size, alignment) >= CHUNK or near + size > max(self.profile.context_free, default=0)

@@ -318,7 +318,7 @@ class TestImportOfAPointer:
 
 
 class TestPhysicalMemory:
-    """Memory of cuMemCreate; test_memory_exports has the facts of a single process."""
+    """Memory of cuMemCreate; test_physical_memory has the facts of a single process."""
 
     @pytest.fixture
     def fd(self, rig: Rig) -> Iterator[int]:

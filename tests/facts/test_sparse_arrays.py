@@ -1,4 +1,4 @@
-"""Sparse arrays: their tiles, which regions can be mapped, and what is read where nothing is mapped."""
+"""Sparse arrays and mipmaps: tiles, which regions can be mapped, and what is read where nothing is mapped."""
 
 from __future__ import annotations
 
@@ -310,3 +310,108 @@ class TestTwoDevices:
         stream = arrays.rig.stream()
         assert arrays.submit(arrays.region(**region, mask=2), stream=stream) == "SUCCESS"
         arrays.rig.synchronize()
+
+
+LARGE, LEVELS, LAYERS = 1024, 11, 4
+# Level 3 is one tile; those below are the tail.
+TAIL_LEVEL, TAIL = 4, (0, TILE)
+TILING = Tiling((WIDTH, WIDTH, 1), TAIL_LEVEL, TILE)
+
+
+@pytest.fixture
+def mipmap(arrays: Arrays) -> Any:
+    return arrays.mipmap(LEVELS, LARGE, LARGE)
+
+
+@pytest.fixture
+def layered(arrays: Arrays) -> Any:
+    return arrays.mipmap(LEVELS, LARGE, LARGE, LAYERS, flags=SPARSE | LAYERED)
+
+
+@pytest.fixture
+def tiles(arrays: Arrays) -> Any:
+    """Memory for 256 tiles."""
+    return arrays.pool(8)
+
+
+def extent(level: int) -> tuple[int, int]:
+    return LARGE >> level, LARGE >> level
+
+
+def level_array(arrays: Arrays, mipmap: Any, level: int) -> Any:
+    return value(arrays.raw.cuMipmappedArrayGetLevel(mipmap, level))
+
+
+def map_tail(arrays: Arrays, mipmap: Any, tiles: Any, tail: tuple[int, int] = TAIL, layer: int = 0) -> str:
+    return arrays.submit(arrays.region(mipmap, tail=tail, layer=layer, pool=tiles, offset=4 * PAGE))
+
+
+def test_tiling(arrays: Arrays, mipmap: Any, layered: Any) -> None:
+    assert [arrays.tiling(mipmap), arrays.tiling(layered)] == [TILING, TILING]
+
+
+class TestLevels:
+    def test_are_mapped_one_by_one(self, arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+        """Levels 0 and 1 and the tail: what is written there is read, and zero in levels 2 and 3."""
+        assert arrays.map(mipmap, extent(0), tiles) == "SUCCESS"
+        assert arrays.map(mipmap, extent(1), tiles, level=1, offset=2 * PAGE) == "SUCCESS"
+        assert map_tail(arrays, mipmap, tiles) == "SUCCESS"
+        for level in range(LEVELS):
+            array, side = level_array(arrays, mipmap, level), LARGE >> level
+            written = pattern(side, 4 * side)
+            arrays.write(array, written)
+            read = arrays.read(array, written.shape)
+            assert (read == (0 if level in (2, 3) else written)).all(), level
+
+    def test_refused(self, arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+        for level, size in (
+            (1, (LARGE, LARGE // 2)),  # larger than the level
+            (TAIL_LEVEL, (WIDTH, WIDTH)),
+            (99, (WIDTH, WIDTH)),
+        ):
+            assert arrays.map(mipmap, size, tiles, level=level, offset=2 * PAGE) == "INVALID_VALUE"
+        assert said(arrays.raw.cuMipmappedArrayGetLevel(mipmap, LEVELS)) == "INVALID_VALUE"
+        value(arrays.raw.cuStreamSynchronize(arrays.stream))
+
+    def test_of_layers(self, arrays: Arrays, layered: Any, tiles: Any) -> None:
+        """Each has a tail of its own."""
+        for layer, expected in ((LAYERS - 1, "SUCCESS"), (LAYERS, "INVALID_VALUE")):
+            assert arrays.map(layered, extent(0), tiles, layer=layer) == expected
+            assert map_tail(arrays, layered, tiles, layer=layer) == expected
+        value(arrays.raw.cuStreamSynchronize(arrays.stream))
+
+    def test_are_no_sparse_arrays_themselves(self, arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+        array = level_array(arrays, mipmap, 0)
+        assert said(arrays.raw.cuArrayGetSparseProperties(array)) == "INVALID_VALUE"
+        assert arrays.map(array, (WIDTH, WIDTH), tiles) == "INVALID_VALUE"
+
+
+class TestTail:
+    def test_refused(self, arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+        for tail in ((0, 2 * TILE), (4096, TILE), (0, 4096), (0, 0)):
+            assert map_tail(arrays, mipmap, tiles, tail) == "INVALID_VALUE"
+        assert map_tail(arrays, mipmap, tiles, layer=1) == "INVALID_VALUE"
+
+    def test_unmapped(self, arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+        last = level_array(arrays, mipmap, LEVELS - 1)
+        assert map_tail(arrays, mipmap, tiles) == "SUCCESS"
+        arrays.write(last, pattern(1, 4))
+        assert arrays.submit(arrays.region(mipmap, tail=TAIL, operation=UNMAP)) == "SUCCESS"
+        assert not arrays.read(last, (1, 4)).any()
+
+
+def test_memory_requirements(arrays: Arrays) -> None:
+    """A sparse array has none."""
+    answer = arrays.raw.cuMipmappedArrayGetMemoryRequirements(arrays.mipmap(9, 256, 256), 0)
+    assert said(answer) == "INVALID_VALUE"
+
+
+def test_destroyed_while_mapped(arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+    assert arrays.map(mipmap, extent(0), tiles) == "SUCCESS"
+    value(arrays.raw.cuStreamSynchronize(arrays.stream))
+    assert arrays.destroy(mipmap) == "SUCCESS"
+
+
+def test_destroyed_after_the_array_of_a_level(arrays: Arrays, mipmap: Any) -> None:
+    assert said(arrays.raw.cuArrayDestroy(level_array(arrays, mipmap, 0))) == "SUCCESS"
+    assert arrays.destroy(mipmap) == "SUCCESS"

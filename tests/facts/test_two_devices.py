@@ -1,14 +1,15 @@
-"""Two devices of one host: peer access, pools of one used from the other, and copies between them."""
+"""Two devices of one host: peer access, pools and mappings of one used from the other, and copies between them."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.facts.enums import BLOCKING, DEVICE, HOST, LEGACY, NO_ACCESS, READ, READWRITE
-from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, Stats, said, value
 from tests.facts.teams import Contexts
 
 pytestmark = pytest.mark.gpus(2)
@@ -211,3 +212,156 @@ def test_a_graph_s_memory_is_reserved_on_the_pool_s_device(pair: Pair) -> None:
     value(raw.cuStreamSynchronize(stream))
     assert [rig.graph_memory(device).reserved for device in (0, 1)] == [0, 32 * MiB]
     value(raw.cuDeviceGraphMemTrim(1))
+
+
+FIRST, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
+
+
+class MappedPair(Contexts):
+    """A page of each device's memory, mapped side by side, and what is in each device's context."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig)
+        of_first = int(rig.plain(2 * PAGE))
+        self.use(1)
+        self.plain = of_first, int(rig.plain(2 * PAGE))
+        self.use(0)
+        self.start = rig.reserve(8 * PAGE)  # of device 0's page; device 1's is the next
+        for device in (0, 1):
+            rig.map(self.start + device * PAGE, rig.memory(id=device))
+
+    def set_access(self, *wanted: tuple[int, int, int], pages: int = 2) -> str:
+        return self.rig.set_access(self.start, pages * PAGE, *wanted)
+
+    def flags(self, page: int) -> list[int | str]:
+        """Flags of device 0 and device 1."""
+        return [self.rig.get_access(self.start + page * PAGE, DEVICE, device) for device in (0, 1)]
+
+    def fill(self, page: int, size: int) -> str:
+        """The result of a fill in the current context."""
+        return said(self.raw.cuMemsetD8(self.start + page * PAGE, 1, size))
+
+    def peer_copy(self, on: int, target: int, to: int, source: int, of: int) -> str:
+        """The result of a copy of a page between contexts, on a stream of the device ``on``."""
+        contexts, stream = self.contexts, self.streams[on]
+        answer = self.raw.cuMemcpyPeerAsync(target, contexts[to], source, contexts[of], PAGE, stream)
+        value(self.raw.cuStreamSynchronize(stream))
+        return said(answer)
+
+
+@pytest.fixture
+def mapped(rig: Rig) -> MappedPair:
+    return MappedPair(rig)
+
+
+def test_no_device_has_access_at_first(mapped: MappedPair) -> None:
+    assert mapped.flags(1) == [NO_ACCESS, NO_ACCESS]
+
+
+def test_memory_names_its_own_device(mapped: MappedPair, on_cuda: bool) -> None:
+    """Whatever the current context is, and without access. Bindings 13.3 read 0, so that libcuda is asked."""
+    mapped.use(1)
+    pinned = int(mapped.rig.pinned(64))
+    mapped.use(0)
+    ordinal = mapped.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+    def device_of(address: int) -> int:
+        if not on_cuda:
+            return int(value(mapped.raw.cuPointerGetAttribute(ordinal, address)))
+        found, cuda = ctypes.c_int(-1), ctypes.CDLL("libcuda.so.1")
+        assert cuda.cuPointerGetAttribute(ctypes.byref(found), int(ordinal), ctypes.c_uint64(address)) == 0
+        return found.value
+
+    own = (mapped.plain[1], pinned, mapped.start + PAGE)
+    assert [device_of(address) for address in (*own, mapped.plain[0], mapped.start)] == [1, 1, 1, 0, 0]
+
+
+def test_memory_is_taken_from_its_own_device(mapped: MappedPair) -> None:
+    mapped.use(1)
+    free = mapped.rig.device_free()
+    mapped.use(0)
+    mapped.rig.memory(64 * MiB, id=1)
+    mapped.use(1)
+    assert free - mapped.rig.device_free() == 64 * MiB
+
+
+class TestAccess:
+    def test_of_one_device_to_both(self, mapped: MappedPair) -> None:
+        assert mapped.set_access(FIRST) == "SUCCESS"
+        assert mapped.flags(1)[1] == NO_ACCESS
+        assert mapped.fill(0, 2 * PAGE) == "SUCCESS"
+        mapped.rig.synchronize()
+        mapped.use(1)
+        assert mapped.fill(1, 4) == "INVALID_VALUE"
+
+    def test_to_read(self, mapped: MappedPair) -> None:
+        assert mapped.set_access(FIRST) == "SUCCESS"
+        value(mapped.raw.cuMemsetD8(mapped.start, 1, PAGE))
+        mapped.rig.synchronize()
+        mapped.use(1)
+        assert mapped.set_access((DEVICE, 1, READ)) == "SUCCESS"
+        assert mapped.flags(0) == [READWRITE, READ]
+        assert mapped.fill(0, 4) == "INVALID_VALUE"
+        assert mapped.rig.read(mapped.start, 4) == [1] * 4
+
+    def test_to_write_to_one_and_read_the_other(self, mapped: MappedPair) -> None:
+        mapped.use(1)
+        assert mapped.set_access((DEVICE, 1, READ)) == "SUCCESS"
+        assert mapped.set_access(SECOND, pages=1) == "SUCCESS"
+        assert said(mapped.raw.cuMemcpyHtoD(mapped.start, np.full(8, 9, np.uint8), 8)) == "SUCCESS"
+        assert mapped.fill(0, 2 * PAGE) == "INVALID_VALUE"
+        assert said(mapped.raw.cuMemcpyDtoD(mapped.start, mapped.start + PAGE, 8)) == "SUCCESS"
+
+    def test_of_both_to_both(self, mapped: MappedPair) -> None:
+        assert mapped.set_access(FIRST, SECOND) == "SUCCESS"
+        for device in (0, 1):
+            mapped.use(device)
+            assert mapped.fill(0, 2 * PAGE) == "SUCCESS"
+            mapped.rig.synchronize()
+
+    def test_taken_away(self, mapped: MappedPair) -> None:
+        assert mapped.set_access(FIRST, SECOND) == "SUCCESS"
+        assert mapped.set_access((DEVICE, 1, NO_ACCESS)) == "SUCCESS"
+        assert [mapped.flags(page)[1] for page in (0, 1)] == [NO_ACCESS] * 2
+
+
+class TestCopies:
+    @pytest.fixture(autouse=True)
+    def own_access(self, mapped: MappedPair) -> None:
+        """Each device's access to its own page, and no more."""
+        for device, wanted in enumerate((FIRST, SECOND)):
+            assert mapped.rig.set_access(mapped.start + device * PAGE, PAGE, wanted) == "SUCCESS"
+
+    def test_between_contexts(self, mapped: MappedPair) -> None:
+        """Need no more: each side is reached in its own context."""
+        first, second = mapped.start, mapped.start + PAGE
+        mapped.use(1)
+        assert mapped.peer_copy(1, mapped.plain[1], 1, first, 0) == "SUCCESS"
+        mapped.use(0)
+        assert mapped.peer_copy(0, mapped.plain[0], 0, second, 1) == "SUCCESS"
+        assert mapped.peer_copy(0, first, 0, second, 1) == "SUCCESS"
+
+    @pytest.mark.parametrize("name", ["cuMemcpyDtoDAsync", "cuMemcpyAsync"])
+    def test_in_one_context(self, mapped: MappedPair, name: str) -> None:
+        mapped.use(1)
+        answer = getattr(mapped.raw, name)(mapped.plain[1], mapped.start, PAGE, mapped.streams[1])
+        assert said(answer) == "INVALID_VALUE"
+        mapped.rig.synchronize()
+
+    def test_over_both_pages(self, mapped: MappedPair) -> None:
+        assert mapped.set_access(FIRST, SECOND) == "SUCCESS"
+        mapped.use(1)
+        target, (first, second) = mapped.plain[1], mapped.contexts
+        assert said(mapped.raw.cuMemcpyPeer(target, second, mapped.start, first, 2 * PAGE)) == "SUCCESS"
+        assert said(mapped.raw.cuMemcpyDtoD(target, mapped.start, 2 * PAGE)) == "SUCCESS"
+        mapped.rig.synchronize()
+
+    @pytest.mark.parametrize("page", [0, 1])
+    def test_pointer(self, mapped: MappedPair, page: int) -> None:
+        address = mapped.start + page * PAGE
+        expected: dict[str, int | str] = {
+            "MEMORY_TYPE": 2,
+            "ACCESS_FLAGS": NO_ACCESS if page else READWRITE,
+            "DEVICE_POINTER": "INVALID_VALUE" if page else address,
+        }
+        assert mapped.rig.pointer_attributes(address, expected) == expected

@@ -116,7 +116,7 @@ class ContextCalls(Calls):
     def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
         name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(dev.attributes).encode()
         check(length > len(name))
-        # observed on H200 (test_device): one terminating zero; the rest of the buffer is unchanged
+        # observed on H200 (test_contexts): one terminating zero; the rest of the buffer is unchanged
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:

@@ -395,7 +395,7 @@ class CopyCalls(Calls):
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Make copies. Each entry has target, source, shape and order."""
-        # the capture stays valid (observed on H200: test_batches)
+        # the capture stays valid (observed on H200: test_copies)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
         ends = [self._check_copy(*one[:3], "", (context, context), None) for one in copies]
@@ -440,7 +440,7 @@ WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool,
 def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
     """Whether the call reads the source first, and whether it waits for the copy. It reads pageable memory first if a
     device would read it in stream order, and host memory that must be read before the call returns. It waits for other
-    copies whose source must be read before it returns (observed on H200: test_batches).
+    copies whose source must be read before it returns (observed on H200: test_copies).
     """
     if order == _IN_STREAM:
         return False, origin is None and destination is not None and not destination.on_host

@@ -56,7 +56,7 @@ def _has_rdma(allocation: allocations.LiveMemory) -> bool:
 
 def _range_start(allocation: allocations.LiveMemory) -> int:
     """The start of the range. For the pool of a host it is an offset in one of the pool's chunks (observed on H200:
-    test_pointer_attributes).
+    test_plain_memory).
     """
     if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
         return allocation.block.start % CHUNK
@@ -204,7 +204,7 @@ class MemoryCalls(Calls):
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
             check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if mapping.memory.properties.device is None:
-                base = 0  # the address is not checked (observed on H200: test_host_mappings)
+                base = 0  # the address is not checked (observed on H200: test_mapping_access)
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
@@ -245,7 +245,7 @@ class MemoryCalls(Calls):
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
         """Store SYNC_MEMOPS, the only attribute that can be set. It has no effect on copies: the host still does not
-        wait for asynchronous ones (observed on H200: test_pointer_attributes).
+        wait for asynchronous ones (observed on H200: test_plain_memory).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
         allocation = need(self._machine.allocations.find(ptr))

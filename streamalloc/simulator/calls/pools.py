@@ -203,7 +203,7 @@ class PoolCalls(Calls):
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: PoolHandle) -> None:
         self._machine.pools.get(pool)
-        self._unsafe_during_capture()  # before the location check (observed on H200: test_current_pools)
+        self._unsafe_during_capture()  # before the location check (observed on H200: test_pools)
         location = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
         self._set_current(*self._location(location, kind), pool)

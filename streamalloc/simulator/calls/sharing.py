@@ -113,7 +113,7 @@ class SharingCalls(Calls):
 
     def _import_memory(self, fd: int, fabric: bool) -> CreatedMemory | MulticastMemory:
         """Import memory. Each import has a separate handle, and takes no memory from the device (H200:
-        test_memory_exports).
+        test_physical_memory).
         """
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)

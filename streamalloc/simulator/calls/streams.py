@@ -19,7 +19,7 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, QueuedCall,
 
 _NON_BLOCKING = 1
 
-# An interprocess event must not measure time (observed on H200: test_events).
+# An interprocess event must not measure time (observed on H200: test_streams).
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 _EXTERNAL = 1
@@ -38,7 +38,7 @@ _PERSISTING = 2  # CUaccessProperty
 _POLICIES = range(1, 5)  # CUsynchronizationPolicy
 _DOMAINS = 4
 
-# Attributes of a new stream (observed on H200: test_stream_attributes).
+# Attributes of a new stream (observed on H200: test_streams).
 _DEFAULTS = {
     _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
     _POLICY: _NUMBER.pack(-1),
@@ -330,7 +330,7 @@ class StreamCalls(Calls):
         # a queued operation must not keep the driver object alive, because its end closes the machine
         machine, word = self._machine, _WORDS[bits]
         if written:
-            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_mapped_words).
+            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_stream_words).
             check(not flags)
 
             def write() -> None:
@@ -341,7 +341,7 @@ class StreamCalls(Calls):
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
             return QueuedCall(write)
-        # observed on H200 (test_mapped_words), as CAN_FLUSH_REMOTE_WRITES says
+        # observed on H200 (test_stream_words), as CAN_FLUSH_REMOTE_WRITES says
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = need(WAIT_COMPARISONS.get(flags))
 
@@ -362,7 +362,7 @@ class StreamCalls(Calls):
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # The call checks access. Later grants have no effect (observed on H200: test_mapped_words).
+            check(right)  # The call checks access. Later grants have no effect (observed on H200: test_stream_words).
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

@@ -184,7 +184,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self._machine.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # a missing NUMA node is not an error (observed on H200: test_host_mappings)
+        # a missing NUMA node is not an error (observed on H200: test_mapping_access)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
@@ -223,7 +223,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if isinstance(allocation, PoolMemory):  # a range inside one chunk starts at it (H200: test_memory_exports)
+        if isinstance(allocation, PoolMemory):  # a range inside one chunk starts at it (H200: test_physical_memory)
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
             check(not at or at + size > CHUNK)
         return _unreadable_file(size)
@@ -263,6 +263,6 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
 }
 """Pointer attributes whose value differs for mapped memory. The driver refuses an attribute whose value is None.
 
-DEVICE_ORDINAL is 0 for any device's memory, as read on two H200 (test_two_device_mappings). The driver's own answer is
+DEVICE_ORDINAL is 0 for any device's memory, as read on two H200 (test_two_devices). The driver's own answer is
 unknown, because cuda-bindings 13.3 return 0 for every pointer.
 """
