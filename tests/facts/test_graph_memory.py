@@ -215,8 +215,8 @@ def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int,
 
 @pytest.mark.parametrize("name", LIVES)
 def test_life(rig: Rig, name: str) -> None:
-    *given, expected = LIVES[name]
-    assert memory_of_graphs(rig, *given) == expected
+    graphs, steps, expected = LIVES[name]
+    assert memory_of_graphs(rig, graphs, steps) == expected
 
 
 @pytest.mark.parametrize("name", NOT_NEEDED)
@@ -224,8 +224,8 @@ def test_what_a_launch_reserves_and_does_not_need(in_new_process: Callable[..., 
     """A launch reserves more than it uses where an allocation does not fit into a step. What it does not use is there
     for other graphs. In a new process, because graphs of earlier tests leave memory that would be taken first.
     """
-    *given, expected = NOT_NEEDED[name]
-    assert in_new_process(memory_of_graphs, *given) == expected
+    graphs, steps, expected = NOT_NEEDED[name]
+    assert in_new_process(memory_of_graphs, graphs, steps) == expected
 
 
 def test_what_an_instance_of_a_graph_that_is_gone_left_can_be_freed_in_a_capture(rig: Rig) -> None:
