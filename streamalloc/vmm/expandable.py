@@ -4,18 +4,18 @@
 request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
 sufficient range. The other large blocks are merged if there is none, those of up to 128 KiB only if memory is short.
 
-*Memory where it is needed.* Memory is created in chunks, and mapped below the addresses that blocks use. Before the
-chunks would be more than the allowance, 1.03 times the most bytes in use at once, a request takes ranges of other
-streams, and chunks of free ranges are mapped at addresses that lack memory. A mapping costs the driver about 50 us, of
-whatever size: so chunks are as large as the memory allows.
+*Memory where it is needed.* Memory is created in chunks, which are mapped at the addresses that blocks use. The chunks
+may have 1.03 times the most bytes in use at once, the allowance. A request that needs more takes free ranges of other
+streams, and moves chunks of free ranges to addresses that lack memory. Only if that is not enough, the cache grows
+beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks are as large as the memory allows.
 
-*In stream order.* A moved chunk stays mapped at its old addresses, too, so neither host nor device waits: the stream's
-work there came first. The old addresses are unmapped, and get other memory, once an event after that work has
-completed. If the memory was another stream's, the device waits for that stream.
+*In stream order.* A moved chunk stays mapped at its old addresses, too. So neither host nor device waits: the stream's
+work there came first. The old addresses are unmapped once an event after that work has completed, because work at an
+unmapped address breaks the context. If the memory was another stream's, the device waits for that stream.
 
-*Two locks.* ``lock`` guards the free ranges, and no driver call that may take long is made under it. ``growing`` guards
-addresses and chunks: who needs or releases memory of the driver holds it during the calls, and takes ranges out of
-reach of others first.
+*Two locks.* ``lock`` guards the free ranges. Each request that finds no free block takes it, so no driver call that may
+take long is made under it. ``growing`` guards addresses and chunks, and is held during such calls. So the ranges that a
+call works on are first taken out of reach of other threads, which need only ``lock``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _ALLOWANCE = 1.03
 _ADDRESSES = 4
 """Multiple of the device's memory that is reserved as addresses. A moved chunk leaves addresses without memory."""
 _SMALLEST_SHARE = 96
-"""A new chunk has at most this part of the memory. Large chunks waste memory behind the last block, small ones need
-more calls.
+"""A new chunk has at most a 96th of the memory. Large chunks waste memory behind the last block, small ones need more
+calls.
 """
 _LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
@@ -161,7 +161,7 @@ class _Segment:
 
     @contextlib.contextmanager
     def mapping(self) -> Iterator[list[MappedBytes]]:
-        """Give access to new adjacent mappings, which a ``with`` block adds to a list, in one call
+        """Collect new adjacent mappings in a ``with`` block, then give access to all of them in one call
         (``cuMemSetAccess``). After an error all mappings are undone.
         """
         entries: list[MappedBytes] = []
@@ -178,7 +178,7 @@ class _Segment:
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
-        """Release a chunk in :meth:`unmap_left`, once an event has completed."""
+        """List a chunk for :meth:`unmap_left`, which releases it once an event has completed."""
         self.chunks.remove(chunk)
         self.left.append((after, chunk, True))
         self.leaving += chunk.nbytes
@@ -458,9 +458,9 @@ class _State(CacheState):
 
     def _after(self, owner: _Ranges, stream: Stream) -> Event | None:
         """Make a stream wait for the work of a memory's owner, and return the event; None if the stream cannot wait.
-        Take the memory before this call: memory that the owner frees later has later work.
 
-        Take the memory first: what the owner frees later comes after the event.
+        Take the memory before this call. The event does not cover the work on memory that the owner frees later, so two
+        streams would write the same bytes.
         """
         other = owner.stream()
         if other is not None:
@@ -511,10 +511,9 @@ class _State(CacheState):
         return self.cut(cache, wanted) if backed else None
 
     def _place(self, ranges: FreeRanges, nbytes: int) -> int | None:
-        """Return the offset of ``nbytes`` free bytes that lack the least memory; None if no addresses are left. Unused
-        addresses at the end count as the last gap.
+        """Return the offset of ``nbytes`` free bytes that lack the least memory; None if no addresses are left.
 
-        The addresses that were never used are the last gap.
+        The addresses behind the last chunk are the last gap.
         """
         segment = self.segment
         gaps, page, place, least = segment.gaps(0, segment.most), segment.page, None, segment.most
@@ -554,7 +553,7 @@ class _State(CacheState):
                         chunk, nbytes = steps.pop(0)
                         entry = segment.move(chunk, at, event) if chunk and event else self._created(at, nbytes)
                         if entry is None:
-                            limit = 0
+                            limit = 0  # The device has no memory left: from now on only move chunks.
                             break
                         entries.append(entry)
                         at = entry.stop
@@ -693,11 +692,11 @@ class ExpandableCache(CachingAllocator):
 
     Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
     (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks
-    are split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
-    together, a request takes another stream's free memory, for whose work the device then waits
-    (``cuStreamWaitEvent``), and chunks of free ranges move to addresses that lack memory. The host does not wait for
-    that, as a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory does
-    not wait for one that creates or releases some.
+    are split and merged. If possible, the memory is at most 1.03 times the most bytes in use at once, on all streams
+    together. To stay below, a request takes another stream's free memory, and the device then waits for that stream's
+    work (``cuStreamWaitEvent``). Chunks of free ranges move to addresses that lack memory. The host does not wait for
+    that, because a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory
+    does not wait for one that creates or releases some.
 
     Sizes are rounded up to 64 classes for each power of two. Streams, captures, threads, watchers and closing are as
     for :class:`CachingAllocator`. The pool serves what is not cached, such as allocations in captures, and requests for

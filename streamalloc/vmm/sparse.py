@@ -128,8 +128,8 @@ class TilePool(Closes):
         self._free = deque((tile, None, None) for tile, *_ in self._free)
 
     def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
-        """Take tiles for use on ``stream``. The tiles that have been free longest come first, unless ``row`` asks for
-        adjacent ones.
+        """Take tiles for use on ``stream``, adjacent ones with ``in_a_row``. The tiles that have been free longest come
+        first, because the work that used them is most likely done.
         """
         self._check_open()
         if in_a_row:

@@ -197,10 +197,10 @@ class PageBudget(Closes):
 
     def settle(self, asking: object = None) -> bool:
         """Write the bytes of this process to the file. Returns False, and writes nothing, if the bytes have grown and
-        exceed the limit.
+        all processes together would exceed the limit. Then the other processes have been asked to release pages.
 
-        Then memory is requested from the other processes. With ``asking``, the unused pages of
-        this process's other arenas are also released, followed by a second attempt.
+        ``asking``: the arena that needs the bytes. If there is no room, the unused pages of this process's other arenas
+        are released, and the bytes are written then.
         """
 
         def publish() -> bool:
@@ -346,7 +346,7 @@ _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
 
 
 def _left_behind() -> None:
-    """In a forked child: close the file. Otherwise the child would hold the parent's lock after the parent's death."""
+    """Close the file in a forked child. Otherwise the child would hold the parent's lock after the parent's death."""
     for budget in list(_here):
         budget._end_of_thread = None  # The thread, which the child lacks, may hold its lock.
         budget._end()

@@ -50,7 +50,8 @@ class Page(HandleEnd):
 class PageStock(abc.ABC):
     """The physical pages that exist, with their limit, and the spare ones.
 
-    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
+    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it,
+    because finalisers' items and readers of statistics take it, too, and a call may take long.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None) -> None:

@@ -172,7 +172,7 @@ class Places(MappedBytes):
         drop(before)
 
     def _repair(self, places: Iterable[int], first: BaseException) -> None:
-        """After an error, map the page that each of these places should have."""
+        """Map the page that each of these places should have, after a change of them has failed."""
         wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self.broken}}
         wrong = {
             place: page for place, page in wanted.items() if place in self.broken or self.mapped[place] is not page
@@ -316,7 +316,9 @@ class Places(MappedBytes):
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap all places, unless another thread changes mappings or a page is being cleared."""
+        """Unmap all places, unless another thread changes mappings or a page is being cleared; then the deferred queue
+        tries again.
+        """
 
         def unmap() -> None:
             if all(parking.fence.done() for parking in set(self.parked.values())):
@@ -358,6 +360,10 @@ class Places(MappedBytes):
 class Parking(Deferred):
     """Released places that wait for the work that uses their pages. A parking that :meth:`clear` has made waits until
     zeros are written to the pages.
+
+    :meth:`clear` parks the places anew before it queues the zeros. If the driver refuses a call or a signal handler
+    raises in between, the places still wait for the zeros that may have been queued. The new fence is recorded after
+    the zeros. A fence before them would be done too early, and the zeros would overwrite what the next user writes.
     """
 
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
@@ -439,10 +445,9 @@ class Parking(Deferred):
 class PhysicalPages(PageStock, Claimable):
     """The physical pages of an arena and its spaces. The object lives as long as any of these.
 
-    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
     :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
-    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the lock and
-    the claim together, so a reader needs one of them only.
+    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the claim and
+    the lock of :class:`PageStock` together, so a reader needs one of them only.
     """
 
     def __init__(
@@ -520,9 +525,9 @@ class PhysicalPages(PageStock, Claimable):
     def changing(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread changes mappings or creates pages.
 
-        ``act`` makes driver calls and waits for no stream. If it finds no memory, wait for the work that parked pages
-        wait for, without the claim, and call ``act`` again each time that some have come back: until it succeeds, no
-        parked page is left, or :attr:`patience` has run out.
+        ``act`` makes driver calls and waits for no stream. If it finds no memory, the host waits for the work of parked
+        pages, without the claim, so that other threads can release pages meanwhile. Each time that some pages have come
+        back, ``act`` is called again. Its error propagates if no parked page is left, or :attr:`patience` has run out.
 
         Raises
         ------
@@ -538,7 +543,8 @@ class PhysicalPages(PageStock, Claimable):
                 return act()
             except OutOfMemoryError as error:
                 if error.call == "cuMemCreate":
-                    # This line comes before the wait, because another thread can end a parking after the failure.
+                    # Listed before the wait. Another thread may end a parking right after the failure, and then ``act``
+                    # is to be called again.
                     every = {one for places in members(self.spaces) for one in places.parked.values()}
                     parked[:] = [one for one in every if one not in waited and one.fence.queueing != get_ident()]
                 raise
@@ -556,10 +562,10 @@ class PhysicalPages(PageStock, Claimable):
                 waited.update(done)
 
     def _finish_first(self, parked: Collection[Parking], until: float) -> list[Parking]:
-        """Wait until the work of some of these parkings has completed, and finish and return those; none at the time
+        """Wait until the work of some of these parkings has completed, finish those, and return them; none at the time
         ``until``.
 
-        Queries, because any of them may be the first, and others may wait for an act of this thread.
+        The host queries all of them. To wait for one could take for ever: its work may wait for an act of this thread.
         """
         done: list[Parking] = []
         while parked and not done and time.monotonic() < until:

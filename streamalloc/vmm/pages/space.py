@@ -478,7 +478,7 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """In a ``with`` block, give an error for damaged contents the index of the page in place of the block."""
+        """Name the damaged page, in place of the block of the tier, in an error of a ``with`` block."""
         try:
             yield
         except DamagedBackupError as error:

@@ -368,13 +368,12 @@ class Tier:
 
 class BlockTier(Tier, Closes):
     """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and keeps them for later blocks.
-    Thread-safe.
 
     Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
     """
 
     _call = ""
-    """Claim of the call that makes room."""
+    """Name of the call that makes room, for errors."""
 
     def __init__(self, device: Device, limit: int | None) -> None:
         check_device("device", device)

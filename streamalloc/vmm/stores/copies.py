@@ -36,7 +36,7 @@ _UNMEASURED = 256 << 10
 """Largest size at which the kernel was as fast as single copies on an H200. It applies if there is no memory to
 measure.
 """
-_TIE = 1.05
+_TIE = 1.05  # Up to this ratio of times the kernel counts as equally fast.
 _ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5  # bytes in each memory, blocks, runs of which the fastest one counts
 _LEGACY = (0, 1)  # Handles of the legacy default stream, which refuses batches.
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128

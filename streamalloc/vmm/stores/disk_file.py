@@ -329,6 +329,7 @@ class DiskFile:
         room = aligned(self._header_bytes)
         room[: len(text)] = np.frombuffer(text, np.uint8)
         self._write_at(0, room)
+        # Before the file gets its name. Otherwise a power failure could leave a complete name with incomplete bytes.
         os.fdatasync(self._fd.fileno())
         if self._part is not None:
             before = None

@@ -221,7 +221,8 @@ class _SleepingBytes(_BufferBytes):
         ends = np.cumsum(counts)
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
         self._room = room = _RoomReturn(len(self._sizes))
-        # The item refers to the same arrays, and returns the room of blocks that were not dropped before.
+        # The item returns the room of blocks that were not dropped before. It refers to the same arrays, not to this
+        # object, which would then never be dropped.
         self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
         self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
         """For each block, whether it has no room yet."""

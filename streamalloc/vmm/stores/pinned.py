@@ -175,8 +175,8 @@ class Pinning:
     """The ways to get pinned host memory for a device, tried in turn, the fastest first.
 
     Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
-    refuse to register memory, or the process may not have so many addresses; then a pool in host memory, on the
-    NUMA node of the device if that is known, and ``cuMemHostAlloc`` are tried. The first use of another way is logged.
+    refuse to register memory, or the process may not have so many addresses. Then a pool in host memory is tried, on
+    the NUMA node of the device if that is known, and last ``cuMemHostAlloc``. The first use of another way is logged.
     """
 
     def __init__(self, device: Device) -> None:
@@ -209,10 +209,10 @@ class Pinning:
             The driver refused each way.
         """
         ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
-            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room)
+            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room),
+            "a pool in host memory": lambda: self._pooled(nbytes),
+            "cuMemHostAlloc": lambda: self._allocated(nbytes),
         }
-        ways["a pool in host memory"] = lambda: self._pooled(nbytes)
-        ways["cuMemHostAlloc"] = lambda: self._allocated(nbytes)
         errors: list[CudaError] = []
         try:
             for name, way in ways.items():
