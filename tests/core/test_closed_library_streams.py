@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, MiB, end_what_was_dropped, holds, in_threads
+from tests.support import GROWTH, MiB, end_what_was_dropped, holds, in_threads
 
 
 class Theirs:
@@ -121,18 +120,17 @@ class Scene(NamedTuple):
 
 
 @pytest.fixture(params=[Closable, OfCudaCore])
-def scene(machine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
-    with sa.MemoryPool(device, release_threshold=KEEP) as pool, device.create_stream() as own:
-        scene = Scene(driver, device, pool, request.param(device), own)
-        yield scene
-        if scene.theirs.raw is None:
-            assert not [call for call in driver.calls[: scene.reused()] if names_it(call.args, scene.theirs.was)]
-        scene.theirs.close()
-        device.synchronize()
-        assert scene.used == 0
-        forget_streams(device)
+def scene(
+    traced: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, request: pytest.FixtureRequest
+) -> Iterator[Scene]:
+    scene = Scene(traced, device, pool, request.param(device), stream)
+    yield scene
+    if scene.theirs.raw is None:
+        assert not [call for call in traced.calls[: scene.reused()] if names_it(call.args, scene.theirs.was)]
+    scene.theirs.close()
+    device.synchronize()
+    assert scene.used == 0
+    forget_streams(device)
 
 
 def forget_streams(device: sa.Device) -> None:

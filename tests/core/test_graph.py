@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from tests.support import GROWTH, MiB, holds, names
@@ -200,16 +199,14 @@ class TestFailures:
         assert graph.nodes == ["MEM_ALLOC", "MEM_FREE"] and not stream.closed
         graph.close()
 
-    def test_an_exception_in_the_block(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with sa.Device(0, driver=driver).create_stream() as stream:
-            with pytest.raises(KeyError), stream.capture():
-                sa.allocate(64, stream)
-                raise KeyError
-            assert not stream.capturing and "graph" not in driver.outstanding()
-            stream.synchronize()
-            with sa.allocate(64, stream) as usual:
-                assert not isinstance(usual, sa.GraphBuffer)
+    def test_an_exception_in_the_block(self, checker: Any, stream: sa.Stream) -> None:
+        with pytest.raises(KeyError), stream.capture():
+            sa.allocate(64, stream)
+            raise KeyError
+        assert not stream.capturing and "graph" not in checker.outstanding()
+        stream.synchronize()
+        with sa.allocate(64, stream) as usual:
+            assert not isinstance(usual, sa.GraphBuffer)
 
     def test_a_call_that_breaks_the_capture(self, stream: sa.Stream, kept: sa.Buffer) -> None:
         refused = pytest.raises(sa.CaptureError, match="relaxed")

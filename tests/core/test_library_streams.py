@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.core import library_streams
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PoolBuffer
@@ -91,12 +90,10 @@ def streams_of_pytorch_stay(machine: Any) -> Iterator[None]:
 
 
 @pytest.fixture
-def scene(machine: Any) -> Iterator[Scene]:
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
+def scene(traced: Any, device: sa.Device) -> Iterator[Scene]:
     with device.create_stream() as own, device.create_stream() as theirs, sa.MemoryPool(device) as pool:
         with device.current():
-            yield Scene(driver, device, own, theirs, pool)
+            yield Scene(traced, device, own, theirs, pool)
         device.synchronize()
 
 
@@ -362,29 +359,26 @@ def test_a_library_captures_its_stream(machine: Any, scene: Scene, name: str) ->
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
+def test_a_drop_while_another_thread_closes_the_stream(checker: Any, device: sa.Device, pool: sa.MemoryPool) -> None:
     """The memory is freed once, and nothing is queued on a stream that was destroyed."""
-    checked = sd.checked(machine)
-    device = sa.Device(0, driver=checked)
-    with sa.MemoryPool(device) as pool:
 
-        def make() -> tuple[list[sa.Buffer], sa.Stream]:
-            stream = device.create_stream()
-            return [pool.allocate(64, stream)], stream
+    def make() -> tuple[list[sa.Buffer], sa.Stream]:
+        stream = device.create_stream()
+        return [pool.allocate(64, stream)], stream
 
-        def drop(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
-            both[0].clear()
+    def drop(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
+        both[0].clear()
 
-        def close(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
-            both[1].close()
+    def close(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
+        both[1].close()
 
-        drops_first = interleaved(PoolBuffer.__del__, make, drop, close)
-        for _ in itertools.chain(drops_first, interleaved(OwnStream._close, make, close, drop)):
-            gc.collect()
-            end_what_was_dropped()
-            assert pool.statistics().used == 0
-            assert "stream" not in checked.outstanding()
-    assert checked.hazards == []
+    drops_first = interleaved(PoolBuffer.__del__, make, drop, close)
+    for _ in itertools.chain(drops_first, interleaved(OwnStream._close, make, close, drop)):
+        gc.collect()
+        end_what_was_dropped()
+        assert pool.statistics().used == 0
+        assert "stream" not in checker.outstanding()
+    assert checker.hazards == []
 
 
 def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> None:

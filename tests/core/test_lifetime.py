@@ -39,16 +39,15 @@ Python = Callable[..., CompletedProcess[str]]
 
 class TestGarbage:
     @pytest.mark.parametrize("nth", [1, 2])
-    def test_a_free_in_a_mode_that_the_driver_refuses(self, machine: Any, nth: int) -> None:
+    def test_a_free_in_a_mode_that_the_driver_refuses(
+        self, faults: Any, checker: Any, pool: sa.MemoryPool, stream: sa.Stream, nth: int
+    ) -> None:
         """It is made later, or was made already; a finaliser has nobody to raise to."""
-        checked = sd.checked(machine)
-        driver = sd.faulty(checked, "cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            pool.allocate(64, stream)
-            assert driver.failed == ["cuThreadExchangeStreamCaptureMode"]
-            end_what_was_dropped()
-            assert "pool allocation" not in checked.outstanding() and checked.hazards == []
+        faults.fail("cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
+        pool.allocate(64, stream)
+        assert faults.failed == ["cuThreadExchangeStreamCaptureMode"]
+        end_what_was_dropped()
+        assert "pool allocation" not in checker.outstanding() and checker.hazards == []
 
     @pytest.mark.simulated_only("the handle of a destroyed stream, which can end the process")
     def test_a_free_on_a_stream_that_is_gone(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
@@ -147,34 +146,34 @@ class TestGarbage:
             assert later_memory_is_whole(pool, MiB, other, gate)
 
     @pytest.mark.parametrize("result", ["CONTEXT_IS_DESTROYED", "DEINITIALIZED", "UNKNOWN"])
-    def test_a_free_that_fails_in_a_finaliser(self, machine: Any, result: str) -> None:
+    def test_a_free_that_fails_in_a_finaliser(
+        self, faults: Any, pool: sa.MemoryPool, stream: sa.Stream, result: str
+    ) -> None:
         """It is made later, unless the memory is gone with its context; nothing is told."""
-        driver = sd.faulty(machine, "cuMemFreeAsync", result=f"CUDA_ERROR_{result}")
-        device = sa.Device(0, driver=driver)
-        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
-            buffer = pool.allocate(64, stream)
-            address = buffer.address
-            del buffer
-            assert driver.failed == ["cuMemFreeAsync"]
+        faults.fail("cuMemFreeAsync", result=f"CUDA_ERROR_{result}")
+        buffer = pool.allocate(64, stream)
+        address = buffer.address
+        del buffer
+        assert faults.failed == ["cuMemFreeAsync"]
+        stream.synchronize()
+        if result != "UNKNOWN":
+            assert not faults.cuMemFreeAsync(address, stream._raw)[0]
             stream.synchronize()
-            if result != "UNKNOWN":
-                assert not machine.cuMemFreeAsync(address, stream._raw)[0]
-                stream.synchronize()
-            assert pool.statistics().used == 0
+        assert pool.statistics().used == 0
 
-    def test_memory_that_cannot_be_freed_later_either_is_told_once(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN", times=3)
-        device = sa.Device(0, driver=driver)
-        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
-            buffer = pool.allocate(64, stream)
-            address = buffer.address
-            del buffer
-            with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN") as caught:
-                device.synchronize()
-                device.synchronize()
-            assert len(caught) == 1 and len(driver.failed) == 3
+    def test_memory_that_cannot_be_freed_later_either_is_told_once(
+        self, faults: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        faults.fail("cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN", times=3)
+        buffer = pool.allocate(64, stream)
+        address = buffer.address
+        del buffer
+        with pytest.warns(ResourceWarning, match=f"{address:#x}.*CUDA_ERROR_UNKNOWN") as caught:
             device.synchronize()
-            assert pool.statistics().used == 0
+            device.synchronize()
+        assert len(caught) == 1 and len(faults.failed) == 3
+        device.synchronize()
+        assert pool.statistics().used == 0
 
     def test_finalisers_never_wait(self, traced: Any, device: sa.Device) -> None:
         things = of_core(device)
@@ -402,19 +401,17 @@ def test_a_buffer_weighs_little(device: sa.Device, stream: sa.Stream) -> None:
         buffers.clear()
 
 
-def test_no_foreign_pool_is_ever_changed(machine: Any) -> None:
+def test_no_foreign_pool_is_ever_changed(machine: Any, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
     """Nothing that we did not make gets another attribute or access, or is trimmed, whatever is done."""
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
     current = machine.cuDeviceGetMemPool(0)[1]
-    with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=MiB) as pool:
+    with sa.MemoryPool(device, release_threshold=MiB) as pool:
         ours = pool.handle
         pool.attributes.reuse_allow_opportunistic = False
         with pool.make_current(), sa.allocate(MiB, stream) as buffer:
             buffer.fill(1)
             assert holds(buffer, 1)
         with sa.allocate(MiB, stream) as buffer:
-            sa.pointer_attributes(buffer.address, driver=driver)
+            sa.pointer_attributes(buffer.address, driver=traced)
         with sa.MemoryPool(device, max_size=MiB) as small, small.make_current(), pytest.raises(sa.OutOfMemoryError):
             sa.allocate(1 << 46, stream)
         with stream.capture() as graph, sa.allocate(64, stream):
@@ -427,16 +424,13 @@ def test_no_foreign_pool_is_ever_changed(machine: Any) -> None:
         stream.synchronize()
     assert all(shown) and int(machine.cuDeviceGetMemPool(0)[1]) == int(current)
     changes = ("cuMemPoolSetAttribute", "cuMemPoolSetAccess", "cuMemPoolTrimTo")
-    changed = {int(call.args[0]) for call in driver.calls if call.name in changes}
+    changed = {int(call.args[0]) for call in traced.calls if call.name in changes}
     assert ours in changed and int(machine.cuDeviceGetDefaultMemPool(0)[1]) not in changed
 
 
-def test_gates_close_with_their_device(machine: Any) -> None:
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
-    with device.create_stream() as stream:
-        with Gate(device) as gate:
-            gate.hold(stream)
-            assert driver.outstanding()["pinned memory"]
-        assert "pinned memory" not in driver.outstanding() and executed(stream)
-        gate.close()
+def test_gates_close_with_their_device(checker: Any, device: sa.Device, stream: sa.Stream) -> None:
+    with Gate(device) as gate:
+        gate.hold(stream)
+        assert checker.outstanding()["pinned memory"]
+    assert "pinned memory" not in checker.outstanding() and executed(stream)
+    gate.close()

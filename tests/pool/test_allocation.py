@@ -17,7 +17,7 @@ from streamalloc.core.properties import size_of
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from tests.support import GROWTH, KEEP, MiB, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
@@ -272,21 +272,18 @@ class TestOutOfMemory:
             assert names(traced, *hidden) == []
             assert names(traced).count("cuMemAllocFromPoolAsync") == 1
 
-    def test_another_failure_is_another_error(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", result="CUDA_ERROR_ILLEGAL_ADDRESS")
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, on_oom="sync-trim-retry") as pool:
+    def test_another_failure_is_another_error(self, faults: Faults, device: sa.Device, stream: sa.Stream) -> None:
+        faults.fail("cuMemAllocFromPoolAsync", result="CUDA_ERROR_ILLEGAL_ADDRESS")
+        with sa.MemoryPool(device, on_oom="sync-trim-retry") as pool:
             with pytest.raises(sa.DeviceLostError) as caught:
                 pool.allocate(64, stream)
             assert caught.value.call == "cuMemAllocFromPoolAsync"
 
-    def test_the_call_that_failed_is_named(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemAllocAsync", times=2)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream:
-            with pytest.raises(sa.OutOfMemoryError) as caught:
-                sa.allocate(64, stream)
-            assert caught.value.call == "cuMemAllocAsync"
+    def test_the_call_that_failed_is_named(self, faults: Faults, stream: sa.Stream) -> None:
+        faults.fail("cuMemAllocAsync", times=2)
+        with pytest.raises(sa.OutOfMemoryError) as caught:
+            sa.allocate(64, stream)
+        assert caught.value.call == "cuMemAllocAsync"
 
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -165,29 +165,27 @@ def test_what_is_left_outlives_every_object(machine: Any) -> None:
     driver.assert_nothing_left()
 
 
-def test_an_error_of_the_end_is_told_and_the_end_tried_again(machine: Any) -> None:
-    driver = sd.faulty(sd.checked(machine), "cuMemPoolTrimTo", result="CUDA_ERROR_UNKNOWN")
-    device = sa.Device(0, driver=driver)
+def test_an_error_of_the_end_is_told_and_the_end_tried_again(faults: Any, checker: Any, device: sa.Device) -> None:
+    faults.fail("cuMemPoolTrimTo", result="CUDA_ERROR_UNKNOWN")
     pool = sa.MemoryPool(device)
     with pytest.raises(sa.CudaError, match="cuMemPoolTrimTo answered CUDA_ERROR_UNKNOWN"):
         pool.close()
     assert pool.closed
     pool.close()
     device.synchronize()
-    driver.assert_nothing_left()
+    checker.assert_nothing_left()
 
 
 @pytest.mark.parametrize("answer", ["INVALID_VALUE", "CONTEXT_IS_DESTROYED"])
-def test_a_pool_that_the_driver_does_not_know_has_ended(machine: Any, answer: str) -> None:
+def test_a_pool_that_the_driver_does_not_know_has_ended(faults: Any, pool: sa.MemoryPool, answer: str) -> None:
     """A new pool may get its handle, and is open."""
-    driver = sd.faulty(machine, DESTROY, result=f"CUDA_ERROR_{answer}")
-    pool = sa.MemoryPool(sa.Device(0, driver=driver))
+    faults.fail(DESTROY, result=f"CUDA_ERROR_{answer}")
     session, raw = session_of(pool), pool.handle
     with pytest.raises(sa.CudaError, match=answer):
         pool.close()
     work(session)
     assert raw not in pools_of(session).closed
-    assert not machine.cuMemPoolDestroy(cuda.CUmemoryPool(raw))[0]
+    assert not faults.cuMemPoolDestroy(cuda.CUmemoryPool(raw))[0]
 
 
 def test_a_handle_counts_as_that_of_an_open_pool_before_the_driver_can_use_it_again(

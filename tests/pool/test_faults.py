@@ -44,24 +44,19 @@ class TestTheFirstErrorIsKept:
         assert "pool" not in checked.outstanding()
         assert caught.value.call == "cuMemPoolSetAttribute"
 
-    def test_of_a_block(self, machine: Any) -> None:
+    def test_of_a_block(self, faults: Faults, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """A buffer's free fails while the block's own exception is on its way."""
-        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            with pytest.raises((KeyError, sa.CudaError)) as caught, pool.allocate(64, stream):
-                raise KeyError("the block's own")
-            told = _all_that_is_told(caught.value)
-            assert "the block's own" in told and "CUDA_ERROR_UNKNOWN" in told
+        faults.fail("cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises((KeyError, sa.CudaError)) as caught, pool.allocate(64, stream):
+            raise KeyError("the block's own")
+        told = _all_that_is_told(caught.value)
+        assert "the block's own" in told and "CUDA_ERROR_UNKNOWN" in told
 
-    def test_of_a_capture(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuStreamEndCapture", result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        stream = device.create_stream()
+    def test_of_a_capture(self, faults: Any, stream: sa.Stream) -> None:
+        faults.fail("cuStreamEndCapture", result="CUDA_ERROR_UNKNOWN")
         with pytest.raises(KeyError), stream.capture():
             raise KeyError
-        machine.cuGraphDestroy(machine.cuStreamEndCapture(stream._raw)[1])
-        stream.close()
+        faults.cuGraphDestroy(faults.cuStreamEndCapture(stream._raw)[1])
 
     def test_of_a_graph_that_cannot_be_destroyed(self, machine: Any) -> None:
         """The launchable form is destroyed all the same."""
@@ -157,17 +152,17 @@ def test_an_allocation_whose_context_stays_is_freed_at_once(machine: Any, nth: i
 
 
 @pytest.mark.simulated_only("a context that stays current")
-def test_a_miss_of_a_cache_whose_context_is_not_restored(machine: Any) -> None:
+def test_a_miss_of_a_cache_whose_context_is_not_restored(
+    faults: Faults, device: sa.Device, pool: sa.MemoryPool
+) -> None:
     """The cache has the block; the next allocation takes it."""
-    faults: Any = Faults(machine)
-    device = sa.Device(0, driver=faults)
-    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+    with sa.CachingAllocator(pool) as cache:
         cache.allocate(64, device.default_stream).free()
         faults.fail("cuCtxPopCurrent", result="CUDA_ERROR_UNKNOWN")
         with pytest.raises(sa.CudaError, match="cuCtxPopCurrent"):
             cache.allocate(MiB, device.default_stream)
         faults.stop()
-        machine.cuCtxPopCurrent()
+        faults.cuCtxPopCurrent()
         assert cache.statistics().cached >= MiB
         misses = cache.statistics().misses
         with cache.allocate(MiB, device.default_stream):

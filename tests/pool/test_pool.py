@@ -105,10 +105,10 @@ class TestRefusedByTheDriver:
             sa.MemoryPool(sa.MemLocation.host_numa(99))
         assert caught.value.call == "cuMemPoolCreate"
 
-    def test_fabric_without_a_channel(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemPoolCreate", result="CUDA_ERROR_NOT_PERMITTED")
+    def test_fabric_without_a_channel(self, faults: Faults, device: sa.Device) -> None:
+        faults.fail("cuMemPoolCreate", result="CUDA_ERROR_NOT_PERMITTED")
         with pytest.raises(sa.NotPermittedError, match="IMEX"):
-            sa.MemoryPool(sa.Device(0, driver=driver), handle_types=FABRIC)
+            sa.MemoryPool(device, handle_types=FABRIC)
 
 
 class TestAttributes:
@@ -129,14 +129,12 @@ class TestAttributes:
             assert pool.attributes._repr_html_().count("<tr>") == len(known)
         assert "closed" in repr(pool.attributes)
 
-    def test_one_that_the_driver_lacks(self, machine: Any) -> None:
-        faults: Any = Faults(machine)
-        with sa.MemoryPool(sa.Device(0, driver=faults)) as pool:
-            known = dict(pool.attributes)
-            faults.fail("cuMemPoolGetAttribute", 2, result="CUDA_ERROR_INVALID_VALUE")
-            found = dict(pool.attributes)
-            faults.stop()
-            assert list(found) == [name for number, name in enumerate(known) if number != 1]
+    def test_one_that_the_driver_lacks(self, faults: Faults, pool: sa.MemoryPool) -> None:
+        known = dict(pool.attributes)
+        faults.fail("cuMemPoolGetAttribute", 2, result="CUDA_ERROR_INVALID_VALUE")
+        found = dict(pool.attributes)
+        faults.stop()
+        assert list(found) == [name for number, name in enumerate(known) if number != 1]
 
     @pytest.mark.parametrize(
         "name", ["reuse_follow_event_dependencies", "reuse_allow_opportunistic", "reuse_allow_internal_dependencies"]
@@ -182,9 +180,9 @@ class TestAttributes:
         with pytest.raises(sa.ClosedError):
             pool.handle  # noqa: B018
 
-    def test_an_old_attribute_that_is_refused_is_an_error(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemPoolGetAttribute", result="CUDA_ERROR_INVALID_VALUE")
-        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool, pytest.raises(sa.InvalidValueError):
+    def test_an_old_attribute_that_is_refused_is_an_error(self, faults: Faults, pool: sa.MemoryPool) -> None:
+        faults.fail("cuMemPoolGetAttribute", result="CUDA_ERROR_INVALID_VALUE")
+        with pytest.raises(sa.InvalidValueError):
             pool.attributes.used_mem_current  # noqa: B018
 
 
@@ -337,23 +335,20 @@ class TestTrim:
 
 
 class TestClosing:
-    def test_live_buffers_stay(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream:
-            pool = sa.MemoryPool(device)
-            kept, dropped = pool.allocate(64, stream), pool.allocate(64, stream)
-            pool.close()
-            kept.fill(3)
-            target = bytearray(64)
-            kept[8:].copy_to(memoryview(target)[8:])
-            stream.synchronize()
-            assert bytes(target) == bytes(8) + bytes([3]) * 56
-            assert kept.owner is pool and kept.location == sa.MemLocation.device(0)
-            assert kept.__cuda_array_interface__["shape"] == (64,)
-            kept.free()
-            del dropped
-            assert "pool allocation" not in driver.outstanding()
+    def test_live_buffers_stay(self, checker: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        kept, dropped = pool.allocate(64, stream), pool.allocate(64, stream)
+        pool.close()
+        kept.fill(3)
+        target = bytearray(64)
+        kept[8:].copy_to(memoryview(target)[8:])
+        stream.synchronize()
+        assert bytes(target) == bytes(8) + bytes([3]) * 56
+        assert kept.owner is pool and kept.location == sa.MemLocation.device(0)
+        assert kept.__cuda_array_interface__["shape"] == (64,)
+        kept.free()
+        del dropped
+        assert "pool allocation" not in checker.outstanding()
 
     def test_gives_the_memory_back(self, device: sa.Device, stream: sa.Stream) -> None:
         before = device.memory_info().free

@@ -41,10 +41,8 @@ class TestQueuedWork:
         assert account.mapped == {} and "address range" not in account.left
         stream.close()
 
-    def test_is_recorded_once_for_all_that_was_dropped_before(self, machine: Any) -> None:
+    def test_is_recorded_once_for_all_that_was_dropped_before(self, traced: Any, device: sa.Device) -> None:
         """However many streams there are; what is dropped later waits for a record of its own."""
-        traced: Any = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
         streams = [device.create_stream() for _ in range(5)]
 
         def mapped() -> int:

@@ -13,9 +13,8 @@ import numpy.typing as npt
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.sparse import MipTail
 from tests.support import Account, MiB, executed, names, pending
 from tests.vmm.support import PAGE, each
@@ -441,70 +440,63 @@ class TestStreamOrder:
         assert array.closed and executed(first)
 
     @pytest.mark.parametrize("count", [1, 2])
-    def test_used_again_without_the_host(self, traced: Any, device: sa.Device, count: int) -> None:
+    def test_used_again_without_the_host(
+        self, traced: Any, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, count: int
+    ) -> None:
         """The host never waits, and a stream waits only for another one."""
-        with (
-            device.create_stream() as one,
-            device.create_stream() as two,
-            vmm.TilePool(device, PAGE) as pool,
-            vmm.SparseArray(device, (1024, 2048)) as array,
-        ):
-            for stream in 3 * [one] if count == 1 else [one, two, one]:
-                array.map(pool, stream=stream)
-                array.unmap(stream=stream)
+        with device.create_stream() as other, vmm.SparseArray(device, (1024, 2048)) as array:
+            for one in [stream, stream if count == 1 else other, stream]:
+                array.map(tiles, stream=one)
+                array.unmap(stream=one)
             assert not any("Synchronize" in name for name in names(traced))
             assert ("cuStreamWaitEvent" in names(traced)) == (count == 2)
 
-    def test_a_map_that_fails_forgets_no_wait(self, machine: Any) -> None:
+    def test_a_map_that_fails_forgets_no_wait(
+        self, faults: Faults, device: sa.Device, stream: sa.Stream, tiles: vmm.TilePool, gate: Gate
+    ) -> None:
         """The tiles that it gives back are still being unmapped elsewhere."""
-        driver = sd.faulty(machine, "cuMemMapArrayAsync", nth=3, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
+        faults.fail("cuMemMapArrayAsync", 3, result="CUDA_ERROR_UNKNOWN")
         with (
-            device.create_stream() as one,
             device.create_stream() as two,
             device.create_stream() as three,
-            vmm.TilePool(device, PAGE) as pool,
             vmm.SparseArray(device, (1024, 2048)) as array,
             vmm.SparseArray(device, (256, 256)) as small,
-            Gate(device) as gate,
         ):
-            array.map(pool, stream=one)
-            gate.hold(one)
-            array.unmap(stream=one)
+            array.map(tiles, stream=stream)
+            gate.hold(stream)
+            array.unmap(stream=stream)
             with pytest.raises(sa.CudaError) as caught:
-                small.map(pool, stream=two)
-            assert caught.value.call == "cuMemMapArrayAsync" and pool.free_tiles == TILES
-            small.map(pool, stream=three)
+                small.map(tiles, stream=two)
+            assert caught.value.call == "cuMemMapArrayAsync" and tiles.free_tiles == TILES
+            small.map(tiles, stream=three)
             assert pending(three)
             gate.open()
             assert executed(three)
 
-    def test_a_map_that_fails_holds_no_memory(self, machine: Any) -> None:
+    def test_a_map_that_fails_holds_no_memory(
+        self, faults: Faults, checker: Any, device: sa.Device, stream: sa.Stream
+    ) -> None:
         """The pool's memory goes when that is closed, as it has no tiles of it."""
-        checked = sd.checked(machine)
-        device = sa.Device(0, driver=sd.faulty(checked, "cuMemMapArrayAsync", result="CUDA_ERROR_UNKNOWN"))
-        with device.create_stream() as stream, vmm.SparseArray(device, (256, 256)) as array:
+        faults.fail("cuMemMapArrayAsync", result="CUDA_ERROR_UNKNOWN")
+        with vmm.SparseArray(device, (256, 256)) as array:
             pool = vmm.TilePool(device, PAGE)
             with pytest.raises(sa.CudaError, match="cuMemMapArrayAsync answered"):
                 array.map(pool, stream=stream)
             pool.close()
-            assert "physical memory" not in checked.outstanding()
+            assert "physical memory" not in checker.outstanding()
 
     @pytest.mark.parametrize("nth", [1, 2], ids=["map", "unmap"])
-    def test_an_event_that_cannot_be_recorded(self, machine: Any, nth: int) -> None:
+    def test_an_event_that_cannot_be_recorded(
+        self, faults: Faults, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, nth: int
+    ) -> None:
         """The host waits instead, because the map or unmap is queued already."""
-        driver = sd.faulty(machine, "cuEventRecord", nth=nth, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with (
-            device.create_stream() as stream,
-            vmm.TilePool(device, PAGE) as pool,
-            vmm.SparseArray(device, (512, 512)) as array,
-        ):
-            array.map(pool, stream=stream)
+        faults.fail("cuEventRecord", nth, result="CUDA_ERROR_UNKNOWN")
+        with vmm.SparseArray(device, (512, 512)) as array:
+            array.map(tiles, stream=stream)
             assert array.mapped_bytes == 4 * TILE
             array.unmap(stream=stream)
-            assert array.mapped_bytes == 0 and pool.free_tiles == TILES
-            assert driver.failed == ["cuEventRecord"] and not pending(stream)
+            assert array.mapped_bytes == 0 and tiles.free_tiles == TILES
+            assert faults.failed == ["cuEventRecord"] and not pending(stream)
 
 
 @pytest.mark.gpus(2)

@@ -36,6 +36,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return chosen
 
 
+def in_pairs(buffer: sa.Memory) -> bool:
+    """Whether each second block of a pattern has the bytes of the block before it."""
+    rows = pattern(buffer.nbytes, 1).reshape(-1, 4096).copy()
+    rows[1::2] = rows[::2]
+    return bool(np.array_equal(read(buffer).reshape(-1, 4096), rows))
+
+
 class TestBytes:
     @pytest.mark.parametrize(
         ("nbytes", "count", "offset", "suits"),
@@ -52,16 +59,18 @@ class TestBytes:
         ],
     )
     def test_of_sizes_and_places(
-        self, machine: Any, way: str, nbytes: int, count: int, offset: int, suits: bool
+        self,
+        traced: Any,
+        device: sa.Device,
+        stream: sa.Stream,
+        way: str,
+        nbytes: int,
+        count: int,
+        offset: int,
+        suits: bool,
     ) -> None:
-        traced = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
         blocks = np.random.default_rng(nbytes).permutation(2 * count)
-        with (
-            device.create_stream() as stream,
-            sa.allocate(2 * count * nbytes + offset, stream) as buffer,
-            vmm.HostTier(device) as tier,
-        ):
+        with sa.allocate(2 * count * nbytes + offset, stream) as buffer, vmm.HostTier(device) as tier:
             filled(buffer, 1)
             memory = buffer[offset:]
             traced.calls.clear()
@@ -74,17 +83,13 @@ class TestBytes:
             assert np.array_equal(read(buffer[:offset]), pattern(buffer.nbytes, 1)[:offset])
 
     @pytest.mark.parametrize("many", [True, False])
-    def test_by_as_few_launches_as_the_driver_allows(self, machine: Any, monkeypatch: Any, many: bool) -> None:
+    def test_by_as_few_launches_as_the_driver_allows(
+        self, traced: Any, device: sa.Device, stream: sa.Stream, monkeypatch: Any, many: bool
+    ) -> None:
         choose(monkeypatch, "kernel")
         if not many:
             monkeypatch.setattr(copies, "_MANY_SINCE", 1 << 30)
-        traced = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
-        with (
-            device.create_stream() as stream,
-            sa.allocate(2 * 4100 * 16, stream) as buffer,
-            vmm.HostTier(device) as tier,
-        ):
+        with sa.allocate(2 * 4100 * 16, stream) as buffer, vmm.HostTier(device) as tier:
             filled(buffer, 1)
             rows = pattern(buffer.nbytes, 1).reshape(2 * 4100, 16).copy()
             for count in (500, 4100):
@@ -152,9 +157,7 @@ class TestBytes:
             assert pending(other)
             tier.trim()
             gate.open()
-            rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
-            rows[1::2] = rows[::2]
-            assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+            assert in_pairs(buffer)
             other.synchronize()
             again.drop()
 
@@ -219,9 +222,7 @@ class TestBytes:
                 stored.drop()
             assert account.calls("cuMemHostUnregister") == []
             gate.open()
-            rows = pattern(buffer.nbytes, 1).reshape(8, 4096).copy()
-            rows[1::2] = rows[::2]
-            assert np.array_equal(read(buffer).reshape(8, 4096), rows)
+            assert in_pairs(buffer)
         del stored, buffer, stream  # with its last event
         assert account.left == {} and account.checked.hazards == []
         assert len(account.calls("cuMemHostUnregister")) == 1
@@ -345,9 +346,7 @@ class TestFaults:
                 stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
                 tier.load(stored, buffer, range(1, 64, 2), stream)
                 assert LAUNCH not in faults.seen
-                rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
-                rows[1::2] = rows[::2]
-                assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+                assert in_pairs(buffer)
                 stored.drop()
 
     def test_a_launch_that_is_refused(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,12 +376,16 @@ class TestFaults:
     ],
 )
 def test_the_kernel_copies_where_single_copies_are_small(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int, blocks: list[int], launched: bool
+    traced: Any,
+    device: sa.Device,
+    stream: sa.Stream,
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int,
+    blocks: list[int],
+    launched: bool,
 ) -> None:
     monkeypatch.setattr(copies.Kernel, "most", lambda *_: 256 << 10)
-    traced = sd.traced(machine)
-    device = sa.Device(0, driver=traced)
-    with device.create_stream() as stream, sa.allocate(8 * nbytes, stream) as buffer, vmm.HostTier(device) as tier:
+    with sa.allocate(8 * nbytes, stream) as buffer, vmm.HostTier(device) as tier:
         filled(buffer, 1)
         traced.calls.clear()
         stored = tier.save(buffer, blocks, nbytes, stream)
@@ -394,32 +397,27 @@ def test_the_kernel_copies_where_single_copies_are_small(
 
 
 class TestChecker:
-    def test_the_kernel_declares_its_uses(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_kernel_declares_its_uses(
+        self, checker: Any, device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         choose(monkeypatch, "kernel")
-        checked = sd.checked(machine)
-        device = sa.Device(0, driver=checked)
-        with (
-            device.create_stream() as stream,
-            device.create_stream() as other,
-            vmm.HostTier(device) as tier,
-            sa.allocate(64 * 4096, stream) as buffer,
-        ):
+        with device.create_stream() as other, vmm.HostTier(device) as tier, sa.allocate(64 * 4096, stream) as buffer:
             buffer.fill(1)
             stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
             other.wait(stream)
             buffer[4096:8192].fill(2, other)  # no block of these
             tier.load(stored, buffer, range(0, 64, 2), other)
             other.synchronize()
-            assert checked.hazards == [] and not any("declare" in note for note in checked.notes)
+            assert checker.hazards == [] and not any("declare" in note for note in checker.notes)
             buffer.fill(3)
             stored = tier.save(buffer, range(0, 64, 2), 4096, other)
-            (hazard,) = checked.hazards
+            (hazard,) = checker.hazards
             assert "kernel streamalloc_copy_blocks" in str(hazard) and "read" in str(hazard)
-            checked.hazards.clear()
+            checker.hazards.clear()
             device.synchronize()
             tier.load(stored, buffer, range(0, 64, 2), stream)
             buffer[:4096].fill(4, other)
-            (hazard,) = checked.hazards
+            (hazard,) = checker.hazards
             assert "kernel streamalloc_copy_blocks" in str(hazard) and "writ" in str(hazard)
-            checked.hazards.clear()
+            checker.hazards.clear()
             device.synchronize()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults, settle
 from streamalloc.vmm import virtual_buffer
@@ -169,9 +168,8 @@ class TestWays:
 class TestPrepare:
     @pytest.mark.slow
     @pytest.mark.parametrize("background", [True, False])
-    def test_a_sleep_pins_nothing_more(self, machine: Any, background: bool) -> None:
-        traced: Any = sd.traced(machine)
-        with vmm.SleepGroup(sa.Device(0, driver=traced)) as group, group.allocate(300 * MiB) as buffer:
+    def test_a_sleep_pins_nothing_more(self, traced: Any, device: sa.Device, background: bool) -> None:
+        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
             filled(buffer, 1)
             assert group.prepare(background=background, most_cores=1).result(10) == 300 * MiB
             assert group.backup.reserved == 300 * MiB and len(names(traced, "cuMemHostRegister")) == 3
@@ -247,10 +245,8 @@ class TestPieces:
         device.synchronize()
         assert pool.statistics().used == 0
 
-    def test_no_memory_for_the_last(self, machine: Any) -> None:
-        faults: Any = Faults(machine)
-        device = sa.Device(0, driver=faults)
-        with sa.MemoryPool(HOST, driver=faults) as pool, vmm.SleepGroup(device, backup=pool) as group:
+    def test_no_memory_for_the_last(self, faults: Faults, device: sa.Device, pool: sa.MemoryPool) -> None:
+        with vmm.SleepGroup(device, backup=pool) as group:
             pool.set_access(device, READWRITE)
             buffer = group.allocate(3 * PIECE)
             filled(buffer, 1)
@@ -263,10 +259,11 @@ class TestPieces:
             buffer.close()
 
 
-def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_run_while_other_memory_is_unmapped_and_made(
+    traced: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(virtual_buffer, "_BATCH", 2 * PIECE)
-    traced: Any = sd.traced(machine)
-    with vmm.SleepGroup(sa.Device(0, driver=traced)) as group:
+    with vmm.SleepGroup(device) as group:
         several = [group.allocate(PIECE) for _ in range(5)]
         for seed, buffer in enumerate(several):
             filled(buffer, seed)
