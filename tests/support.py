@@ -343,6 +343,17 @@ class NoHostMemory:
             layer.stop()
 
 
+def each_raises(error: Any, *uses: Callable[[], object], match: str | None = None) -> None:
+    """Have each use raise this error, with a text that matches."""
+    __tracebackhide__ = True  # pytest shows the line of the test
+    for number, use in enumerate(uses, 1):
+        try:
+            with pytest.raises(error, match=match):
+                use()
+        except (pytest.fail.Exception, AssertionError) as failure:
+            raise AssertionError(f"use {number} of {len(uses)}: {failure}") from None
+
+
 def is_open(number: int) -> bool:
     try:
         os.fstat(number)

@@ -27,7 +27,7 @@ from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
 from streamalloc.pool.internal import OnceIdle, collect_dropped
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, holds, names
+from tests.support import GROWTH, KEEP, each_raises, holds, names
 
 PAGE = 2 << 20
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -241,10 +241,7 @@ class TestBlockingStreams:
         with device.current():
             buffer = pool.allocate(4096, device.default_stream)
             with _capturing(machine, device, "ours"):
-                with pytest.raises(sa.CaptureError):
-                    pool.allocate(4096, device.default_stream)
-                with pytest.raises(sa.CaptureError):
-                    buffer.free()
+                each_raises(sa.CaptureError, lambda: pool.allocate(4096, device.default_stream), buffer.free)
                 assert not buffer.freed
             buffer.free()
             pool.allocate(4096, device.default_stream).free()
@@ -507,9 +504,7 @@ class TestStreamsOfOursThatOtherCodeCaptures:
                         inside.fill(1)
                     if allocator == "cache" and not checked:
                         kept.pop().free()  # a cache takes it back, and nobody gets it in the capture
-                    for refused in (own.close, lambda: own.blocking, *[buffer.free for buffer in kept]):
-                        with pytest.raises(sa.CaptureError):
-                            refused()
+                    each_raises(sa.CaptureError, own.close, lambda: own.blocking, *[buffer.free for buffer in kept])
                     dropped.clear()
                     gc.collect()
                     work(session_of(device))

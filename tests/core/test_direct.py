@@ -18,7 +18,7 @@ from streamalloc.core.fence import queue_behind
 from streamalloc.core.session import DIRECT, session_of
 from streamalloc.core.stream import direct_handle
 from streamalloc.testing import Faults, Gate
-from tests.support import holds, in_threads, names, pending, read
+from tests.support import each_raises, holds, in_threads, names, pending, read
 
 
 class Scene(NamedTuple):
@@ -112,9 +112,7 @@ class TestNotPlain:
         buffer.free()
         uses: list[Callable[[], object]] = [lambda: view.address]
         uses += [functools.partial(copy, buffer) for copy in (scene.other.copy_to, scene.other.copy_from)]
-        for use in uses:
-            with pytest.raises(sa.ClosedError):
-                use()
+        each_raises(sa.ClosedError, *uses)
         assert buffer.nbytes == 4096 and buffer.stream is scene.stream  # what needs no memory is still told
 
     @pytest.mark.parametrize("name", IN_CALLS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-from tests.support import in_threads, names
+from tests.support import each_raises, in_threads, names
 
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType in dlpack.h
 
@@ -36,9 +36,9 @@ class TestNumpy:
                 host.as_array(dtype, shape)
 
     def test_device_memory_is_refused(self, buffer: sa.Buffer) -> None:
-        for refused in (buffer.as_array, lambda: np.asarray(buffer.view_as(np.float32))):
-            with pytest.raises(ValueError, match=r"device memory.*copy_to"):
-                refused()
+        each_raises(
+            ValueError, buffer.as_array, lambda: np.asarray(buffer.view_as(np.float32)), match=r"device memory.*copy_to"
+        )
         assert not hasattr(buffer, "__array_interface__")
         with pytest.raises((BufferError, RuntimeError)):
             np.from_dlpack(buffer)
@@ -46,9 +46,7 @@ class TestNumpy:
     def test_after_a_free(self, host_pool: sa.MemoryPool, stream: sa.Stream) -> None:
         buffer = host_pool.allocate(64, stream)
         buffer.free()
-        for use in (buffer.as_array, lambda: buffer.__buffer__(0)):
-            with pytest.raises(sa.ClosedError):
-                use()
+        each_raises(sa.ClosedError, buffer.as_array, lambda: buffer.__buffer__(0))
 
     def test_a_device_uses_it_once_granted(self, device: sa.Device, host_pool: sa.MemoryPool, host: sa.Buffer) -> None:
         with pytest.raises(sa.InvalidValueError, match="set_access"):
@@ -239,10 +237,8 @@ class TestDLPack:
         assert (ended.returncode, ended.stderr) == (0, "")
 
     def test_what_cannot_be_done_without_a_copy(self, buffer: sa.Buffer, host: sa.Buffer) -> None:
-        with pytest.raises(BufferError, match=r"\(2, 0\)"):
-            buffer.__dlpack__(dl_device=(CPU, 0))
-        with pytest.raises(BufferError, match="copy"):
-            host.__dlpack__(copy=True)
+        each_raises(BufferError, lambda: buffer.__dlpack__(dl_device=(CPU, 0)), match=r"\(2, 0\)")
+        each_raises(BufferError, lambda: host.__dlpack__(copy=True), match="copy")
         assert "dltensor" in repr(host.__dlpack__(copy=False, dl_device=(CPU, 0), max_version=(1, 0)))
 
 

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.testing import Faults
-from tests.support import read
+from tests.support import each_raises, read
 
 pytestmark = [pytest.mark.managed, pytest.mark.bindings("13.0"), pytest.mark.supports("managed_memory_pools")]
 
@@ -156,7 +156,5 @@ def test_devices_of_another_driver(buffer: sa.Buffer, stream: sa.Stream) -> None
         lambda: setattr(buffer, "accessed_by", [other]),
         lambda: buffer.copy_from(bytes(4 * PAGE), options=hint),
     ]
-    for use in uses:
-        with pytest.raises(ValueError, match="belongs to another driver"):
-            use()
+    each_raises(ValueError, *uses, match="belongs to another driver")
     assert buffer.range_attributes() == sa.MemRangeAttributes(False, None, None, ())

@@ -17,7 +17,7 @@ import streamalloc as sa
 from streamalloc import ClosedError, Fd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import is_open, read
+from tests.support import each_raises, is_open, read
 
 
 @pytest.fixture
@@ -126,10 +126,7 @@ def test_says_when_it_is_closed(number: int) -> None:
     assert repr(fd) == f"<Fd {number}>"
     fd.close()
     assert repr(fd) == "<Fd closed>"
-    with pytest.raises(ClosedError):
-        fd.fileno()
-    with pytest.raises(ClosedError):
-        fd.detach()
+    each_raises(ClosedError, fd.fileno, fd.detach)
 
 
 def test_gives_the_descriptor_away(number: int) -> None:
@@ -155,10 +152,8 @@ def test_refuses_what_is_no_number(wrong: object) -> None:
 
 
 def test_refuses_what_is_not_open() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        Fd(-1)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        Fd(1 << 20)
+    each_raises(ValueError, lambda: Fd(-1), match="-1")
+    each_raises(OSError, lambda: Fd(1 << 20), match="Bad file descriptor")
 
 
 def test_has_one_owner(number: int) -> None:

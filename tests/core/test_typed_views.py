@@ -13,7 +13,7 @@ from typing_extensions import assert_type
 
 import streamalloc as sa
 from streamalloc.testing import Gate
-from tests.support import holds, pending, read
+from tests.support import each_raises, holds, pending, read
 
 T = TypeVar("T", bound=np.generic)
 
@@ -289,10 +289,8 @@ class TestTyping:
         view = buffer.view_as(np.float32)
         same, other = np.zeros(16, np.float32), np.zeros(16, np.int32)
         view.copy_from(same)
-        with pytest.raises(TypeError):
-            view.copy_from(other)  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            view.copy_to(other)  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: view.copy_from(other))  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: view.copy_to(other))  # type: ignore[arg-type]
 
 
 class TestNumpy:

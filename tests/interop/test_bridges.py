@@ -27,7 +27,7 @@ from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import LIBRARIES, Library
 from tests.interop.standins import STANDINS
-from tests.support import GROWTH, KEEP, MiB, holds, later_memory_is_whole
+from tests.support import GROWTH, KEEP, MiB, each_raises, holds, later_memory_is_whole
 
 N = 2 * MiB
 
@@ -149,10 +149,8 @@ class TestSources:
                 use(wrong)
 
     def test_none_two_of_a_device_and_host_memory(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        with pytest.raises(ValueError, match="at least one"):
-            interop.cupy.use()
-        with pytest.raises(ValueError, match="both of device 0"):
-            interop.cupy.use(pool, sa.MemoryPool.default(device))
+        each_raises(ValueError, interop.cupy.use, match="at least one")
+        each_raises(ValueError, lambda: interop.cupy.use(pool, sa.MemoryPool.default(device)), match="both of device 0")
         with sa.MemoryPool(sa.MemLocation.host()) as host, pytest.raises(ValueError, match="not in device memory"):
             interop.cupy.use(host)
 

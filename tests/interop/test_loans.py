@@ -20,7 +20,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.formats.arrays import tensor_in
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
-from tests.support import MiB, holds, pending, read
+from tests.support import MiB, each_raises, holds, pending, read
 
 pytestmark = pytest.mark.leaves("current context", "finalisers of libraries' arrays make their own context current")
 
@@ -373,13 +373,13 @@ def test_interfaces_that_are_refused(pool: sa.MemoryPool, stream: sa.Stream, wro
     with pool.allocate(16, stream) as buffer, pool.allocate(16, stream) as other:
         interface = other.__cuda_array_interface__ | wrong
         array: Any = SimpleNamespace(__cuda_array_interface__=interface)
-        for use in (
+        each_raises(
+            (TypeError, ValueError),
             lambda: interop.borrow(array, stream),
             lambda: buffer.copy_from(array),
             lambda: buffer.copy_to(array),
-        ):
-            with pytest.raises((TypeError, ValueError), match=says):
-                use()
+            match=says,
+        )
 
 
 def test_an_interface_of_more_elements_than_64_bits_count(pool: sa.MemoryPool, stream: sa.Stream) -> None:

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from tests.processes import Partner, eventually
-from tests.support import MiB, filled
+from tests.support import MiB, each_raises, filled
 
 SIZE = MiB
 
@@ -63,17 +63,13 @@ def test_after_it_was_closed(
 
 def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
     first, second = partner.give(buffer), partner.give(buffer[100:200])
-    with pytest.raises(sa.StillImportedError):
-        buffer.free(still_imported="raise")
-    with pytest.raises(sa.StillImportedError):
-        buffer.free(still_imported="wait", timeout=0.01)
+    each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="raise"))
+    each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="wait", timeout=0.01))
     assert not buffer.freed and first.shows(1)
     first.close()
     second.close()
     buffer.free(still_imported="raise")
-    with pytest.raises(sa.ClosedError, match="was freed already"):
-        buffer.free()
-    with pytest.raises(sa.ClosedError, match="was freed"):
-        ipc.share(buffer)
+    each_raises(sa.ClosedError, buffer.free, match="was freed already")
+    each_raises(sa.ClosedError, lambda: ipc.share(buffer), match="was freed")
     buffer.close()
     assert given_back(cache)

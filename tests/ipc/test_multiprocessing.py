@@ -20,7 +20,7 @@ from streamalloc.ipc import multiprocess
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
 from tests.processes import SECONDS, eventually
-from tests.support import MiB, filled, holds, read, shows
+from tests.support import MiB, each_raises, filled, holds, read, shows
 
 SIZE = 1 << 16
 
@@ -286,10 +286,7 @@ class TestFreedAfterPut:
         queue = context.Queue(1)
         queue.put(None)
         buffer = fill(7)
-        with pytest.raises(Full):
-            queue.put(buffer, timeout=0.01)
-        with pytest.raises(Full):
-            queue.put([buffer], block=False)
+        each_raises(Full, lambda: queue.put(buffer, timeout=0.01), lambda: queue.put([buffer], block=False))
         buffer.free(still_imported="raise")
         stream.synchronize()
         assert pool.statistics().used == 0

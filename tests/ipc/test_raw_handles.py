@@ -26,7 +26,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, shared_pool
 from tests.processes import FD, Descriptor, Kept, Opaque, Peer, eventually, finished
-from tests.support import MiB, holds
+from tests.support import MiB, each_raises, holds
 
 GUIDE = Path(__file__).parents[2] / "notebooks/docs/guides/handles.md"
 WRONG_LENGTH = re.compile("has 64 bytes, not 3")
@@ -488,10 +488,8 @@ class TestRefused:
     def test_descriptors_that_are_files(self, device: sa.Device, open_: Callable[..., Any], kind: str) -> None:
         with ipc.Fd(DESCRIPTORS[kind]()) as fd, pytest.raises(ValueError, match=f"is {kind}, and no handle"):
             open_(fd.fileno(), driver=device.driver)
-        with pytest.raises(ValueError, match="no open file descriptor"):
-            open_(99999, driver=device.driver)
-        with pytest.raises(sa.ClosedError):
-            open_(fd, driver=device.driver)
+        each_raises(ValueError, lambda: open_(99999, driver=device.driver), match="no open file descriptor")
+        each_raises(sa.ClosedError, lambda: open_(fd, driver=device.driver))
 
     def test_another_kind(self, device: sa.Device) -> None:
         """A handle of memory taken as that of a pool, and the other way round, also by the struct."""

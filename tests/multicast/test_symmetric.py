@@ -24,7 +24,7 @@ from streamalloc.vmm.ownership import Allocations
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There
-from tests.support import MiB, executed, filled, holds, pattern, pending, shows
+from tests.support import MiB, each_raises, executed, filled, holds, pattern, pending, shows
 from tests.vmm.support import each
 
 NBYTES = 3 * MiB + 40
@@ -182,18 +182,15 @@ class TestInOneProcess:
         for peer in (0, 2, -1):
             with pytest.raises(ValueError, match=f"peer={peer}"):
                 memory.put_signal(peer, first)
-        with pytest.raises(ValueError, match="rank=5"):
-            memory.put_signal(0, first, rank=5)
-        with pytest.raises(TypeError, match="stream"):
-            memory.barrier(first, 3)  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: memory.put_signal(0, first, rank=5), match="rank=5")
+        each_raises(TypeError, lambda: memory.barrier(first, 3), match="stream")  # type: ignore[arg-type]
         with first.capture():
-            for use in each(
+            each_raises(
+                sa.CaptureError,
                 lambda: memory.barrier(*streams),
                 lambda: memory.put_signal(1, first),
                 lambda: memory.wait_signal(1, first),
-            ):
-                with pytest.raises(sa.CaptureError):
-                    use()
+            )
         # None of this has counted.
         memory.barrier(*streams)
         assert all(executed(stream) for stream in streams)
@@ -207,7 +204,8 @@ class TestInOneProcess:
         memory.close()
         memory.abandon()
         assert memory.closed and "closed" in repr(memory) and "closed" in repr(buffer)
-        for use in each(
+        each_raises(
+            sa.ClosedError,
             lambda: memory.buffers,
             lambda: memory.signal_pads,
             lambda: memory.addresses,
@@ -222,9 +220,7 @@ class TestInOneProcess:
             lambda: buffer.fill(0),
             lambda: part.fill(0),
             lambda: pad.fill(0),
-        ):
-            with pytest.raises(sa.ClosedError):
-                use()
+        )
 
     def test_closing_waits_for_the_devices(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
         memory = SymmetricMemory.local(devices, 100, multicast=False)
@@ -246,9 +242,7 @@ class TestInOneProcess:
     def test_a_capture_is_not_broken(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
         memory = SymmetricMemory.local(devices, 100, multicast=False)
         with streams[0].capture():
-            for end in (memory.close, memory.abandon):
-                with pytest.raises(sa.CaptureError):
-                    end()
+            each_raises(sa.CaptureError, memory.close, memory.abandon)
             assert not memory.closed
             with pytest.raises(SymmetricMemoryError, match="end the capture before"):
                 SymmetricMemory.local(devices, 100, multicast=False)
@@ -339,12 +333,12 @@ class TestInOneProcess:
 class TestArguments:
     def test_that_make_no_team(self, devices: list[sa.Device]) -> None:
         group = ipc.SelfCommunicator()
-        for wrong in each(
+        each_raises(
+            TypeError,
             lambda: SymmetricMemory(100, group, devices=devices),
             lambda: SymmetricMemory(100, devices=devices, device=devices[0]),
-        ):
-            with pytest.raises(TypeError, match="communicator"):
-                wrong()
+            match="communicator",
+        )
         with pytest.raises(ValueError, match="one or more"):
             SymmetricMemory.local([], 100)
         with pytest.raises(TypeError, match="devices"):

@@ -18,7 +18,7 @@ from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import GROWTH, KEEP, MiB, executed, holds, in_threads, names, pending
+from tests.support import GROWTH, KEEP, MiB, each_raises, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
 
@@ -149,10 +149,7 @@ class TestAfterTheStreamIsClosed:
 
     def test_use_needs_another_stream(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream) -> None:
         closed = self.filled(pool, device)
-        with pytest.raises(sa.ClosedError):
-            closed.fill(1)
-        with pytest.raises(sa.ClosedError):
-            closed.copy_to(bytearray(64))
+        each_raises(sa.ClosedError, lambda: closed.fill(1), lambda: closed.copy_to(bytearray(64)))
         device.synchronize()
         target = bytearray(64)
         closed.copy_to(target, stream)

@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, MiB, executed, holds, names
+from tests.support import GROWTH, KEEP, MiB, each_raises, executed, holds, names
 
 SIZE = 4096
 
@@ -357,9 +357,7 @@ class TestComesBack:
         states.append(cache.closed)
         assert states == [False, True] and "closed" in repr(cache) and pool.statistics().used == 2 * SIZE
         uses: list[Callable[[], object]] = [lambda: cache.allocate(SIZE, stream), cache.trim, cache.__enter__]
-        for use in uses:
-            with pytest.raises(sa.ClosedError, match=r"CachingAllocator.*was closed"):
-                use()
+        each_raises(sa.ClosedError, *uses, match=r"CachingAllocator.*was closed")
         kept.fill(3)
         assert holds(kept, 3)
         kept.free()
@@ -416,10 +414,7 @@ class TestComesBack:
         cache.allocate(SIZE, stream).free()
         pool.close()
         assert cache.closed
-        with pytest.raises(sa.ClosedError):
-            cache.allocate(SIZE, stream)
-        with pytest.raises(sa.ClosedError):
-            sa.CachingAllocator(pool)
+        each_raises(sa.ClosedError, lambda: cache.allocate(SIZE, stream), lambda: sa.CachingAllocator(pool))
         kept.free()
         stream.synchronize()
         assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]

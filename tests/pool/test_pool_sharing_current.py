@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
-from tests.support import MiB, holds, names
+from tests.support import MiB, each_raises, holds, names
 
 READWRITE, NONE, READ = sa.MemAccess.READWRITE, sa.MemAccess.NONE, sa.MemAccess.READ
 HOST = sa.MemLocation.host()
@@ -186,10 +186,7 @@ class TestAccess:
 
     @pytest.mark.parametrize("who", [[0.5], ["a"], [None]])
     def test_what_is_nobody(self, pool: sa.MemoryPool, who: Any) -> None:
-        with pytest.raises(TypeError, match="who"):
-            pool.set_access(who, READWRITE)
-        with pytest.raises(TypeError, match="who"):
-            pool.access(who[0])
+        each_raises(TypeError, lambda: pool.set_access(who, READWRITE), lambda: pool.access(who[0]), match="who")
 
     @pytest.mark.parametrize("where", [HOST, sa.MemLocation.host_numa(0)], ids=str)
     def test_of_a_host_pool(self, device: sa.Device, where: sa.MemLocation) -> None:

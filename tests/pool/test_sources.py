@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.testing import Faults, Gate, settle
 from tests.processes import eventually
-from tests.support import MiB, holds
+from tests.support import MiB, each_raises, holds
 
 KINDS: dict[str, Callable[[sa.Device], sa.PlainMemory]] = {
     "device": sa.PlainMemory,
@@ -79,10 +79,8 @@ class TestPlainMemory:
 
     def test_refused(self, device: sa.Device, stream: sa.Stream) -> None:
         plain = sa.PlainMemory(device)
-        with pytest.raises(ValueError, match="nbytes=0"):
-            plain.allocate(0, stream)
-        with pytest.raises(sa.OutOfMemoryError):
-            plain.allocate(1 << 45, stream)
+        each_raises(ValueError, lambda: plain.allocate(0, stream), match="nbytes=0")
+        each_raises(sa.OutOfMemoryError, lambda: plain.allocate(1 << 45, stream))
         with stream.capture(mode="relaxed") as graph, pytest.raises(sa.CaptureError):
             plain.allocate(4096, stream)
         graph.close()

@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, in_threads, names, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each
+from tests.support import Account, each_raises, holds, in_threads, names, read
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 NUMA = sa.MemLocation.host_numa(0)
 
@@ -31,14 +31,14 @@ class TestGrant:
         mapping = pages.mappings[0]
         assert mapping.rights == {} and mapping.access(device) == NONE
         assert not mapping.device_accessible and not mapping.host_accessible
-        for use in each(
+        each_raises(
+            ValueError,
             lambda: mapping.fill(1),
             lambda: read(mapping),
             lambda: mapping.__dlpack__(),
             lambda: mapping.__cuda_array_interface__,
-        ):
-            with pytest.raises(ValueError, match=r"nobody has access.*set_access"):
-                use()
+            match=r"nobody has access.*set_access",
+        )
 
     @pytest.mark.parametrize(
         ("access", "expected"),
@@ -84,26 +84,26 @@ class TestGrant:
     ) -> None:
         with vmm.AddressRange(2 * PAGE, driver=traced) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory)
-            for use in each(
+            each_raises(
+                error,
                 lambda: mapping.set_access(access),
                 lambda: addresses.map(memory, PAGE, access=access),
                 lambda: addresses.set_access(access, stop=PAGE),
-            ):
-                with pytest.raises(error, match=words):
-                    use()
+                match=words,
+            )
             assert len(addresses.mappings) == 1 and memory.mapping_count == 1
         assert names(traced, "cuMemSetAccess") == [] and len(names(traced, "cuMemMap")) == 1
 
     def test_devices_of_another_driver(self, device: sa.Device, pages: vmm.AddressRange) -> None:
         other = sa.Device(0, driver=sd.simulated())
         with vmm.PhysicalMemory(device, PAGE) as memory:
-            for use in each(
+            each_raises(
+                ValueError,
                 lambda: pages.mappings[0].access(other),
                 lambda: pages.mappings[0].set_access(other),
                 lambda: pages.map(memory, 3 * PAGE, access={other: READ}),
-            ):
-                with pytest.raises(ValueError, match="belongs to another driver"):
-                    use()
+                match="belongs to another driver",
+            )
 
     @pytest.mark.parametrize("who", [HOST, NUMA])
     @pytest.mark.parametrize("flags", [READ, READWRITE])
@@ -206,9 +206,13 @@ class TestReadOnly:
             mapping.fill(7)
         one.set_access(device, READ)
         two.copy_from(one)
-        for write in each(lambda: one.fill(1), lambda: one.copy_from(two), lambda: one[8:12].fill(1, width=4)):
-            with pytest.raises(sa.InvalidValueError, match=f"{device.location} may only read"):
-                write()
+        each_raises(
+            sa.InvalidValueError,
+            lambda: one.fill(1),
+            lambda: one.copy_from(two),
+            lambda: one[8:12].fill(1, width=4),
+            match=f"{device.location} may only read",
+        )
         assert holds(one, 7)
         one.set_access(device)
         one.fill(8)
@@ -271,9 +275,7 @@ class TestWaiting:
     def test_for_what_is_none(self, device: sa.Device, pages: vmm.AddressRange, after: Any) -> None:
         mapping = pages.mappings[0]
         mapping.set_access(device)
-        for use in each(lambda: mapping.revoke(device, after=after), lambda: mapping.close(after)):
-            with pytest.raises(TypeError):
-                use()
+        each_raises(TypeError, lambda: mapping.revoke(device, after=after), lambda: mapping.close(after))
         assert mapping.access(device) == READWRITE
 
     @pytest.mark.parametrize(

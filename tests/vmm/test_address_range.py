@@ -14,7 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.errors import size_text
-from tests.support import Account, names, read
+from tests.support import Account, each_raises, names, read
 from tests.vmm.support import HOST, PAGE, each
 
 GiB = 1 << 30
@@ -100,9 +100,9 @@ class TestClose:
     def test_used_afterwards(self, memory: vmm.PhysicalMemory) -> None:
         pages = vmm.AddressRange(2 * PAGE, address=0x7FFF00000000)
         pages.close()
-        for use in each(lambda: pages.address, lambda: pages.honoured, lambda: pages.map(memory)):
-            with pytest.raises(sa.ClosedError, match="closed"):
-                use()
+        each_raises(
+            sa.ClosedError, lambda: pages.address, lambda: pages.honoured, lambda: pages.map(memory), match="closed"
+        )
         assert memory.mapping_count == 0
 
 

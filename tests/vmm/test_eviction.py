@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, pattern
+from tests.support import Account, each_raises, holds, pattern
 from tests.vmm.support import HOST, PAGE, READ, READWRITE, same, write
 
 SIZE = 2 * PAGE + 12345
@@ -66,12 +66,9 @@ class TestWithoutBackup:
     def test_used_meanwhile(self, buffer: vmm.GrowableBuffer, use: Callable[[vmm.GrowableBuffer], object]) -> None:
         view, (mapping, *_) = buffer[8:16], buffer.mappings
         buffer.evict()
-        with pytest.raises(sa.EvictedError, match=r"restore\(\)"):
-            use(buffer)
-        with pytest.raises(sa.EvictedError):
-            view.fill(1)
-        with pytest.raises(sa.ClosedError):
-            mapping.fill(1)
+        each_raises(sa.EvictedError, lambda: use(buffer), match=r"restore\(\)")
+        each_raises(sa.EvictedError, lambda: view.fill(1))
+        each_raises(sa.ClosedError, lambda: mapping.fill(1))
         assert buffer.evicted
         buffer.restore()
         view.fill(1)

@@ -9,8 +9,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.support import Account, Bytes, in_a_thread
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each
+from tests.support import Account, Bytes, each_raises, in_a_thread
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 BLOCK = PAGE // 2  # what is filled and looked at
 PAGES = 12
@@ -207,9 +207,7 @@ class Growing:
         eviction = buffer.eviction
         assert eviction is not None and eviction.nbytes == sum(self.pieces)
         assert (eviction.saved is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
-        for call in each(lambda: buffer.resize(0), lambda: buffer.evict(self.host)):
-            with pytest.raises(sa.EvictedError):
-                call()
+        each_raises(sa.EvictedError, lambda: buffer.resize(0), lambda: buffer.evict(self.host))
         with vmm.AddressRange(PAGE, address=self.address, driver=self.account.driver) as other:
             assert not other.honoured  # the addresses are still the buffer's
             with vmm.PhysicalMemory(self.device, PAGE) as memory:

@@ -12,7 +12,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.support import MiB, filled, holds, pattern, shows
+from tests.support import MiB, each_raises, filled, holds, pattern, shows
 from tests.vmm.support import PAGE
 
 
@@ -135,10 +135,8 @@ class TestMembers:
             filled(buffer, 5)
             assert group.sleep("mine") == 4 * MiB
             assert buffer.evicted and not striped.evicted
-            with pytest.raises(sa.EvictedError, match="wake"):
-                group.remove(buffer)
-            with pytest.raises(sa.EvictedError, match=r"group\.wake\('mine'\)"):
-                buffer.fill(1)
+            each_raises(sa.EvictedError, lambda: group.remove(buffer), match="wake")
+            each_raises(sa.EvictedError, lambda: buffer.fill(1), match=r"group\.wake\('mine'\)")
             group.wake()
             assert shows(buffer, 5)
             group.remove(buffer)
@@ -166,16 +164,16 @@ class TestMembers:
         group.close()
         group.close()
         assert group.closed and not group.buffers and shows(buffer, 0) and "closed" in repr(group)
-        for refused in (
+        each_raises(
+            sa.ClosedError,
             lambda: group.allocate(1),
             lambda: tagged.allocate(1),
             lambda: group.add(buffer),
             lambda: group.backup,
             group.sleep,
             group.wake,
-        ):
-            with pytest.raises(sa.ClosedError, match="closed"):
-                refused()
+            match="closed",
+        )
         buffer.close()
 
     def test_an_allocator_for_each_tag(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
@@ -201,9 +199,7 @@ class TestMembers:
             lambda: group.sleep(keep=[3]),  # type: ignore[list-item]
             *(partial(call, wrong) for call in (group.sleep, group.wake, group.freeze, group.thaw)),
         ]
-        for call in calls:
-            with pytest.raises(TypeError, match="tag must be"):
-                call()
+        each_raises(TypeError, *calls, match="tag must be")
         assert group.buffers == {buffer: "a"} and not buffer.evicted
 
     @pytest.mark.parametrize("wrong", [None, 5, "a"])

@@ -16,7 +16,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.sparse import MipTail
-from tests.support import Account, MiB, executed, names, pending
+from tests.support import Account, MiB, each_raises, executed, names, pending
 from tests.vmm.support import PAGE, each
 
 TILE = 1 << 16
@@ -176,23 +176,26 @@ class TestMap:
         ],
     )
     def test_bad_regions(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, region: Any) -> None:
-        for use in each(lambda: image.map(tiles, region, stream=stream), lambda: image.unmap(region, stream=stream)):
-            with pytest.raises(ValueError, match="region"):
-                use()
+        each_raises(
+            ValueError,
+            lambda: image.map(tiles, region, stream=stream),
+            lambda: image.unmap(region, stream=stream),
+            match="region",
+        )
         assert image.mapped_bytes == 0 and tiles.free_tiles == TILES
 
     @pytest.mark.parametrize("options", [{"level": 1}, {"level": -1}, {"layer": 1}, {"layer": -1}])
     def test_bad_levels_and_layers(
         self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, options: Any
     ) -> None:
-        for use in each(
+        each_raises(
+            ValueError,
             lambda: image.map(tiles, stream=stream, **options),
             lambda: image.unmap(stream=stream, **options),
             lambda: image.mapped_tiles(**options),
             lambda: image.copy_from(noise(image.shape), stream, **options),
-        ):
-            with pytest.raises(ValueError, match=next(iter(options))):
-                use()
+            match=next(iter(options)),
+        )
         assert tiles.free_tiles == TILES
 
     @pytest.mark.parametrize("what", [None, 0])
@@ -203,14 +206,13 @@ class TestMap:
     def test_in_a_capture(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
         """Refused, and the capture goes on."""
         with stream.capture() as graph:
-            for use in each(
+            each_raises(
+                sa.CaptureError,
                 lambda: image.map(tiles, stream=stream),
                 lambda: image.unmap(stream=stream),
                 lambda: image.copy_from(noise(image.shape), stream),
                 lambda: image.copy_to(noise(image.shape), stream),
-            ):
-                with pytest.raises(sa.CaptureError):
-                    use()
+            )
         assert graph.nodes == [] and tiles.free_tiles == TILES
         graph.close()
 
@@ -317,15 +319,14 @@ class TestMipmaps:
     def test_levels_of_the_tail_have_no_tiles(
         self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream
     ) -> None:
-        for use in each(
-            lambda: texture.map(tiles, level=3, stream=stream), lambda: texture.unmap(level=9, stream=stream)
-        ):
-            with pytest.raises(ValueError, match="mip tail"):
-                use()
-        with pytest.raises(ValueError, match="level=10"):
-            texture.map(tiles, level=10, stream=stream)
-        with pytest.raises(ValueError, match="layer=1"):
-            texture.map_tail(tiles, layer=1, stream=stream)
+        each_raises(
+            ValueError,
+            lambda: texture.map(tiles, level=3, stream=stream),
+            lambda: texture.unmap(level=9, stream=stream),
+            match="mip tail",
+        )
+        each_raises(ValueError, lambda: texture.map(tiles, level=10, stream=stream), match="level=10")
+        each_raises(ValueError, lambda: texture.map_tail(tiles, layer=1, stream=stream), match="layer=1")
 
 
 class TestExhaustion:
@@ -507,13 +508,13 @@ class TestTwoDevices:
         with vmm.TilePool(peer, PAGE) as theirs, peer.create_stream() as other:
             with pytest.raises(ValueError, match=r"is not of <Device 0"):
                 image.map(theirs, stream=stream)
-            for use in each(
+            each_raises(
+                ValueError,
                 lambda: image.map(tiles, stream=other),
                 lambda: image.unmap(stream=other),
                 lambda: image.copy_from(noise(image.shape), other),
-            ):
-                with pytest.raises(ValueError, match=r"is not of <Device 0"):
-                    use()
+                match=r"is not of <Device 0",
+            )
         assert tiles.free_tiles == TILES
 
 

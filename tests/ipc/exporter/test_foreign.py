@@ -16,7 +16,7 @@ from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_pool, release
 from tests.processes import Partner, There, eventually, holds_there
-from tests.support import MiB, pattern, read
+from tests.support import MiB, each_raises, pattern, read
 
 BLOCK = 2 * MiB
 
@@ -438,7 +438,4 @@ class TestRefused:
     def test_memory_that_the_driver_does_not_know(self, plain: Plain, machine: Any) -> None:
         array = plain(BLOCK)
         plain.free()
-        with pytest.raises(ValueError):
-            ipc.share(array)
-        with pytest.raises(ValueError):
-            ipc.share(Array(4096, 100))
+        each_raises(ValueError, lambda: ipc.share(array), lambda: ipc.share(Array(4096, 100)))

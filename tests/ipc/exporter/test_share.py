@@ -16,7 +16,7 @@ from tests.ipc import support as steps
 from tests.ipc.kinds import Made, closing, range_view, several_chunks
 from tests.ipc.support import PAGE, POSIX, shared_pool
 from tests.processes import Partner, There, eventually, holds_there
-from tests.support import MiB, filled, holds, shows
+from tests.support import MiB, each_raises, filled, holds, shows
 
 
 def memory(nbytes: int, device: sa.Device) -> vmm.PhysicalMemory:
@@ -93,9 +93,9 @@ class TestFromThere:
         opened.close()
         opened.close()
         assert opened.closed and "closed" in repr(opened)
-        for use in (lambda: opened.address, lambda: opened.fill(1), lambda: view.fill(1), lambda: opened.lost):
-            with pytest.raises(sa.ClosedError):
-                use()
+        each_raises(
+            sa.ClosedError, lambda: opened.address, lambda: opened.fill(1), lambda: view.fill(1), lambda: opened.lost
+        )
 
     def test_growable(self, partner: Partner, stream: sa.Stream) -> None:
         partner.run(steps.make_growable, "growable", 5, 5 * MiB)

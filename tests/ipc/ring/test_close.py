@@ -25,7 +25,7 @@ from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE
 from tests.ipc.support import hold, no_more, release, state, synchronize
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
-from tests.support import executed, pending
+from tests.support import each_raises, executed, pending
 
 
 class TestClose:
@@ -74,9 +74,7 @@ class TestClose:
         steps.join(partner, ring)
         slot = ring.next()
         ring.close()
-        for use in (lambda: slot.address, slot.hand_off, ring.next, lambda: ring.put(b"")):
-            with pytest.raises(sa.ClosedError):
-                use()
+        each_raises(sa.ClosedError, lambda: slot.address, slot.hand_off, ring.next, lambda: ring.put(b""))
         slot.give_back()
         with pytest.raises(sa.ClosedError):
             ring.add(ipc.Channel.pair()[0])

@@ -17,7 +17,7 @@ from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE, bytes_there, join, refused, send, shows_there, take, value_there
 from tests.ipc.support import busy, hold, idle, make_stream, release, synchronize
 from tests.processes import SECONDS, Partner, holds_there
-from tests.support import executed, filled, pattern, pending
+from tests.support import each_raises, executed, filled, pattern, pending
 
 
 class TestItems:
@@ -61,10 +61,8 @@ class TestBackPressure:
         steps.join(partner, ring)
         for seed in range(4):
             steps.send(ring, seed)
-        with pytest.raises(ValueError, match="timeout"):
-            ring.next(timeout)
-        with pytest.raises(ValueError, match="timeout"):
-            ring.add(ipc.Channel.pair()[0], timeout)
+        each_raises(ValueError, lambda: ring.next(timeout), match="timeout")
+        each_raises(ValueError, lambda: ring.add(ipc.Channel.pair()[0], timeout), match="timeout")
 
 
 class TestIteration:
@@ -79,10 +77,8 @@ class TestIteration:
         ring.close()
         assert partner.run(steps.iterate, 1) == 0
         assert partner.run(steps.statistics_there) == (3, 0)
-        with pytest.raises(EOFError, match="closed the ring"):
-            partner.run(steps.take)
-        with pytest.raises(EOFError):
-            partner.run(steps.take)
+        each_raises(EOFError, lambda: partner.run(steps.take), match="closed the ring")
+        each_raises(EOFError, lambda: partner.run(steps.take))
 
     def test_released_by_hand_meanwhile(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """The same object may stand for a later item by then."""
@@ -253,10 +249,8 @@ class TestArguments:
             with pytest.raises(TypeError):
                 slot.nbytes_used = 1.5  # type: ignore[assignment]
             slot.nbytes_used = 0
-        with pytest.raises(ValueError, match=f"{SIZE + 1:,} bytes"):
-            ring.put(bytes(SIZE + 1))
-        with pytest.raises(TypeError):
-            ring.put(5)
+        each_raises(ValueError, lambda: ring.put(bytes(SIZE + 1)), match=f"{SIZE + 1:,} bytes")
+        each_raises(TypeError, lambda: ring.put(5))
         assert ring.statistics() == (1, 0, 1, 3, 1)
         assert partner.run(take)[1] == 0
 
@@ -339,12 +333,9 @@ class TestStrangers:
         """The consumer closes the connection, and the producer is told."""
         channel = join(partner, ring)
         channel.send(packet)
-        with pytest.raises(ipc.ProtocolError, match="no item"):
-            partner.run(take)
-        with pytest.raises((sa.ClosedError, ipc.PeerGoneError)):
-            partner.run(take)
-        with pytest.raises(ipc.PeerGoneError):
-            send(ring, 1)
+        each_raises(ipc.ProtocolError, lambda: partner.run(take), match="no item")
+        each_raises((sa.ClosedError, ipc.PeerGoneError), lambda: partner.run(take))
+        each_raises(ipc.PeerGoneError, lambda: send(ring, 1))
 
     def test_the_same_slot_twice(self, ring: RingProducer, partner: Partner) -> None:
         channel = join(partner, ring)

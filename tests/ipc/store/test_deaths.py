@@ -25,7 +25,7 @@ from streamalloc.ipc.store.protocol import Connection, socket_path
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, environment, eventually
-from tests.support import MiB, holds
+from tests.support import MiB, each_raises, holds
 
 Another = Callable[[], Partner]
 KEYS = ("a", "b/c")
@@ -176,10 +176,7 @@ class TestServer:
             with store.write("large", device) as writer:
                 for part in range(70):
                     writer.allocate(f"part {part}", 2 * MiB, np.uint8)
-                with pytest.raises(ipc.StoreFullError, match=full):
-                    writer.commit()
-                with pytest.raises(ipc.StoreFullError, match=full):
-                    writer.commit()
+                each_raises(ipc.StoreFullError, writer.commit, writer.commit, match=full)
                 with pytest.raises(ipc.StoreFullError, match=full):
                     for _ in range(limit):
                         opened.enter_context(Connection(socket_path(name))).ask("status")
@@ -315,9 +312,7 @@ def test_a_forked_child_uses_no_connection_of_its_parent(store: ipc.Store) -> No
 def test_a_closed_store_connects_no_more(store: ipc.Store) -> None:
     store.close()
     assert store.closed and "closed" in repr(store)
-    for use in (store.list, store.statistics, lambda: store.open("a"), lambda: store.write("a")):
-        with pytest.raises(sa.ClosedError):
-            use()
+    each_raises(sa.ClosedError, store.list, store.statistics, lambda: store.open("a"), lambda: store.write("a"))
 
 
 @pytest.mark.simulated_only("a forked child of a process that uses CUDA")

@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.support import read
+from tests.support import each_raises, read
 
 
 def _header(tensors: object) -> bytes:
@@ -98,7 +98,5 @@ class TestFiles:
     def test_a_name_in_two_files(self, store: ipc.Store, tmp_path: Path) -> None:
         for name in ("one", "two"):
             self.file(tmp_path / f"{name}.safetensors", {"a": ("U8", np.zeros(3, np.uint8))})
-        with pytest.raises(ValueError, match="'a' is in two of the files"):
-            store.load(tmp_path)
-        with pytest.raises(ValueError, match="no safetensors file"):
-            store.load(_empty(tmp_path))
+        each_raises(ValueError, lambda: store.load(tmp_path), match="'a' is in two of the files")
+        each_raises(ValueError, lambda: store.load(_empty(tmp_path)), match="no safetensors file")

@@ -15,7 +15,7 @@ from streamalloc import ipc
 from streamalloc.ipc.store import writing
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, holds
+from tests.support import MiB, each_raises, holds
 
 Serve = Callable[..., ipc.Store]
 
@@ -245,13 +245,9 @@ def test_arguments_of_other_types(serve: Serve) -> None:
         for shape, dtype, name in ((2.0, "f4", "shape"), (None, "f4", "shape"), (3, None, "dtype")):
             with pytest.raises(TypeError, match=f"{name}[= ]"):
                 weights.allocate("other", shape, dtype)  # type: ignore[arg-type]
-        for wrong in (lambda: weights.reserve(-2000), lambda: weights.allocate("all", 3, np.uint8)):
-            with pytest.raises(ValueError):
-                wrong()
-    with pytest.raises(ValueError, match="like='next'"):
-        store.write("key", like="next")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="layout"):
-        store.open("key", layout=5)  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: weights.reserve(-2000), lambda: weights.allocate("all", 3, np.uint8))
+    each_raises(ValueError, lambda: store.write("key", like="next"), match="like='next'")  # type: ignore[arg-type]
+    each_raises(TypeError, lambda: store.open("key", layout=5), match="layout")  # type: ignore[arg-type]
     with store.open("key") as found:
         assert found.names == ("all",)
 

@@ -40,7 +40,7 @@ from streamalloc.ipc.transport.channel import (
 )
 from streamalloc.ipc.transport.handle_server import address_of, fetch, serve
 from tests.processes import python, started
-from tests.support import open_descriptors
+from tests.support import each_raises, open_descriptors
 
 HEADER = struct.Struct("<4sHHI")
 
@@ -105,12 +105,9 @@ class TestMessages:
             ends[0].send("text")  # type: ignore[arg-type]
 
     def test_have_limits(self, ends: tuple[Channel, Channel]) -> None:
-        with pytest.raises(ValueError, match=str(MAX_DATA)):
-            ends[0].send(bytes(MAX_DATA + 1))
-        with pytest.raises(ValueError, match="4096"):
-            ends[0].send(b"", [0] * (MAX_HANDLES + 1))
-        with pytest.raises(TimeoutError):
-            ends[1].receive(timeout=0)
+        each_raises(ValueError, lambda: ends[0].send(bytes(MAX_DATA + 1)), match=str(MAX_DATA))
+        each_raises(ValueError, lambda: ends[0].send(b"", [0] * (MAX_HANDLES + 1)), match="4096")
+        each_raises(TimeoutError, lambda: ends[1].receive(timeout=0))
 
 
 class TestMessagesOfSeveralPackets:
@@ -257,19 +254,14 @@ class TestTimeouts:
     def test_of_the_channel(self, ends: tuple[Channel, Channel]) -> None:
         assert ends[0].timeout is None
         ends[0].timeout = 0.02
-        with pytest.raises(TimeoutError, match=r"0\.02 s"):
-            ends[0].receive()
-        with pytest.raises(TimeoutError, match=r"0\.03 s"):
-            ends[0].receive(timeout=0.03)
+        each_raises(TimeoutError, ends[0].receive, match=r"0\.02 s")
+        each_raises(TimeoutError, lambda: ends[0].receive(timeout=0.03), match=r"0\.03 s")
 
     @pytest.mark.parametrize("wrong", [-1, -0.001, math.nan])
     def test_that_are_none(self, ends: tuple[Channel, Channel], wrong: float) -> None:
-        with pytest.raises(ValueError, match="timeout"):
-            ends[0].receive(timeout=wrong)
-        with pytest.raises(ValueError, match="timeout"):
-            ends[0].send(b"", timeout=wrong)
-        with pytest.raises(ValueError, match="timeout"):
-            Channel.connect("@nobody", timeout=wrong)
+        each_raises(ValueError, lambda: ends[0].receive(timeout=wrong), match="timeout")
+        each_raises(ValueError, lambda: ends[0].send(b"", timeout=wrong), match="timeout")
+        each_raises(ValueError, lambda: Channel.connect("@nobody", timeout=wrong), match="timeout")
         with Channel.listen() as listener, pytest.raises(ValueError, match="timeout"):
             listener.accept(wrong)
 
@@ -405,18 +397,13 @@ with Channel.listen() as listener:
         ends[0].close()
         ends[0].close()
         assert ends[0].closed and "closed" in repr(ends[0])
-        for call in (ends[0].receive, ends[0].fileno, lambda: ends[0].send(b"")):
-            with pytest.raises(ClosedError, match="channel"):
-                call()
+        each_raises(ClosedError, ends[0].receive, ends[0].fileno, lambda: ends[0].send(b""), match="channel")
         ends[0].shutdown()
 
     def test_shutdown_wakes_who_waits(self, ends: tuple[Channel, Channel]) -> None:
         timer = threading.Timer(0.05, ends[0].shutdown)
         timer.start()
-        with pytest.raises(PeerGoneError):
-            ends[0].receive()
-        with pytest.raises(PeerGoneError):
-            ends[1].receive()
+        each_raises(PeerGoneError, ends[0].receive, ends[1].receive)
         timer.join()
 
 
@@ -453,10 +440,8 @@ class TestStrangers:
             channel.receive(timeout=1)
         assert channel.closed
         assert open_descriptors() <= before - 1
-        with pytest.raises(ClosedError):
-            channel.receive()
-        with pytest.raises(BrokenPipeError):
-            raw.send(b"", socket.MSG_NOSIGNAL)
+        each_raises(ClosedError, channel.receive)
+        each_raises(BrokenPipeError, lambda: raw.send(b"", socket.MSG_NOSIGNAL))
 
     @pytest.fixture
     def another_user(self, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -534,10 +519,8 @@ class TestAddresses:
 
     @pytest.mark.parametrize("wrong", ["", "@", b"\0", "@" + 200 * "x", "/tmp/" + 200 * "x"])
     def test_that_are_none(self, wrong: str | bytes) -> None:
-        with pytest.raises(ValueError, match="address"):
-            Channel.connect(wrong)
-        with pytest.raises(TypeError):
-            Channel.connect(5)  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: Channel.connect(wrong), match="address")
+        each_raises(TypeError, lambda: Channel.connect(5))  # type: ignore[arg-type]
 
     def test_with_too_many_callers(self) -> None:
         with Channel.listen() as listener, contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from tests.processes import started
-from tests.support import library, open_descriptors
+from tests.support import each_raises, library, open_descriptors
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
@@ -135,22 +135,15 @@ class TestProcesses:
                 assert repr(group) == f"<{type(group).__name__} rank 0 of 1>"
             group.close()
             assert group.closed and "closed" in repr(group)
-            for call in (
-                group.barrier,
-                lambda group=group: group.exchange([]),
-                lambda group=group: group.allgather(b""),
-            ):
+            for call, given in ((group.barrier, ()), (group.exchange, ([],)), (group.allgather, (b"",))):
                 with pytest.raises(ClosedError, match="was closed"):
-                    call()
+                    call(*given)
 
     def test_bad_arguments_leave_the_group_usable(self) -> None:
         groups = ProcessCommunicator.create(2)
-        with pytest.raises(TypeError):
-            groups[0].allgather("text")  # type: ignore[arg-type]
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            groups[0].exchange([1 << 20])
-        with pytest.raises(ValueError, match="timeout"):
-            groups[0].barrier(timeout=-1)
+        each_raises(TypeError, lambda: groups[0].allgather("text"))  # type: ignore[arg-type]
+        each_raises(OSError, lambda: groups[0].exchange([1 << 20]), match="Bad file descriptor")
+        each_raises(ValueError, lambda: groups[0].barrier(timeout=-1), match="timeout")
         assert together(groups, lambda group: group.barrier()) == [None, None]
 
     def test_travel_to_processes_only_and_unused_only(self) -> None:

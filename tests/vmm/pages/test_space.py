@@ -14,7 +14,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import MiB, end_what_was_dropped, holds, names, pending
+from tests.support import MiB, each_raises, end_what_was_dropped, holds, names, pending
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
 from tests.vmm.support import PAGE
@@ -135,10 +135,8 @@ class TestLimits:
             vmm.PageArena(device, size)
 
     def test_of_spaces(self, arena: vmm.PageArena) -> None:
-        with pytest.raises(ValueError, match="nbytes=0"):
-            arena.space(0)
-        with pytest.raises(sa.AddressSpaceError):
-            arena.space(1 << 47)
+        each_raises(ValueError, lambda: arena.space(0), match="nbytes=0")
+        each_raises(sa.AddressSpaceError, lambda: arena.space(1 << 47))
         with arena.space(3 * PAGE + 5) as space:
             assert (space.nbytes, space.page_count) == (3 * PAGE + 5, 4)
             space.commit(3)
@@ -240,14 +238,10 @@ def test_a_write_to_a_released_page_is_reported(checker: Any, space: vmm.PageSpa
 class TestAlias:
     def test_what_is_refused(self, space: vmm.PageSpace, arena: vmm.PageArena, device: sa.Device) -> None:
         space.commit([0, 1, 2])
-        with pytest.raises(ValueError, match=r"page 3 .* is not committed"):
-            space.alias([8, 9], space, [0, 3])
-        with pytest.raises(ValueError, match=r"page 2 .* is committed"):
-            space.alias([8, 2], space, [0, 1])
-        with pytest.raises(ValueError, match="2 pages are to share 1"):
-            space.alias([8, 9], space, [0])
-        with pytest.raises(ValueError, match="each page once"):
-            space.alias([8, 8], space, [0, 1])
+        each_raises(ValueError, lambda: space.alias([8, 9], space, [0, 3]), match=r"page 3 .* is not committed")
+        each_raises(ValueError, lambda: space.alias([8, 2], space, [0, 1]), match=r"page 2 .* is committed")
+        each_raises(ValueError, lambda: space.alias([8, 9], space, [0]), match="2 pages are to share 1")
+        each_raises(ValueError, lambda: space.alias([8, 8], space, [0, 1]), match="each page once")
         with vmm.PageArena(device) as another, another.space(PAGE) as other:
             other.commit(0)
             with pytest.raises(ValueError, match="another arena"):
@@ -331,7 +325,5 @@ def test_changes_in_stream_order(space: vmm.PageSpace, gate: Gate) -> None:
 
 
 def test_what_is_refused(space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-    with pytest.raises(TypeError, match="int32 and int64"):
-        vmm.PageTable(space, np.uint8)
-    with pytest.raises(TypeError, match="space must be"):
-        vmm.PageTable(arena)  # type: ignore[arg-type]
+    each_raises(TypeError, lambda: vmm.PageTable(space, np.uint8), match="int32 and int64")
+    each_raises(TypeError, lambda: vmm.PageTable(arena), match="space must be")  # type: ignore[arg-type]

@@ -18,10 +18,10 @@ from streamalloc.core.internal import Deferred, Fence, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from tests.processes import eventually
-from tests.support import names, pending, read
+from tests.support import each_raises, names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, settled, values
-from tests.vmm.support import PAGE, each
+from tests.vmm.support import PAGE
 
 AnyTier: TypeAlias = vmm.HostTier | vmm.DiskTier
 
@@ -171,11 +171,12 @@ def test_of_blocks_that_are_smaller_than_a_page(traced: Any, device: sa.Device, 
 def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: AnyTier, blocks: Any) -> None:
     with sa.allocate(10 * 4096 + 100, stream) as buffer:
         stored = tier.save(buffer, range(len(np.atleast_1d(blocks))), 4096, stream)
-        for use in each(
-            lambda: tier.save(buffer, blocks, 4096, stream), lambda: tier.load(stored, buffer, blocks, stream)
-        ):
-            with pytest.raises(ValueError, match="block "):
-                use()
+        each_raises(
+            ValueError,
+            lambda: tier.save(buffer, blocks, 4096, stream),
+            lambda: tier.load(stored, buffer, blocks, stream),
+            match="block ",
+        )
         with pytest.raises(ValueError, match="nbytes=0"):
             tier.save(buffer, 0, 0, stream)
         with pytest.raises(TypeError, match="indices"):

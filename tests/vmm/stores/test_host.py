@@ -21,7 +21,7 @@ from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores.blocks import Chunk
 from streamalloc.vmm.stores.pinned import host_segments
-from tests.support import KEEP, Account, MiB, NoHostMemory, filled, names, pattern, read, shows
+from tests.support import KEEP, Account, MiB, NoHostMemory, each_raises, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 
 PIECE = 1 << 20
@@ -152,10 +152,7 @@ class TestWays:
             filled(buffer, 1)
             filled(other, 2)
             host.begin(registered=1)
-            with pytest.raises(sa.OutOfMemoryError):
-                group.sleep()
-            with pytest.raises(sa.OutOfMemoryError):
-                group.prepare(300 * MiB)
+            each_raises(sa.OutOfMemoryError, group.sleep, lambda: group.prepare(300 * MiB))
             host.stop()
             assert not group.asleep and group.backup.used == 0
             group.sleep()
@@ -289,10 +286,8 @@ class TestReplacing:
             filled(buffer, 1)
             group.sleep(keep=False)
             new = pattern(5000, 2)
-            with pytest.raises(ValueError, match="not kept"):
-                group.read(buffer, new)
-            with pytest.raises(ValueError, match="not kept"):
-                group.write(buffer, new[:-1])
+            each_raises(ValueError, lambda: group.read(buffer, new), match="not kept")
+            each_raises(ValueError, lambda: group.write(buffer, new[:-1]), match="not kept")
             group.write(buffer, new)
             group.write(buffer, np.array([1.5], np.float32), 8)
             group.wake()
