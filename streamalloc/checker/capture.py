@@ -143,7 +143,7 @@ class TrackedGraph:
 
 
 class TrackedCapture:
-    """A capture under way."""
+    """A capture that has not ended: its graph so far, and the order of its streams inside the graph."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: TrackedGraph = TrackedGraph()
@@ -227,7 +227,7 @@ _RECORDINGS = 4
 
 @dataclass(eq=False, slots=True)
 class TrackedEvent:
-    """An event, and its latest recording."""
+    """An event, its latest recording, and what reports say of its recordings and waits."""
 
     shared: bool = False
     """Whether the event is an interprocess event."""

@@ -15,7 +15,7 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
 class RecordedEvent(NamedTuple):
-    """A recording of an event."""
+    """A recording of an event, for reports that name it."""
 
     stream: TrackedStream
     mark: Obstacle
@@ -24,7 +24,7 @@ class RecordedEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of a stream or of the host for an event."""
+    """A wait of a stream or of the host for an event, for reports that say why it gives no order."""
 
     made: str
     """Place where the event was made."""

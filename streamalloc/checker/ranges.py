@@ -199,18 +199,20 @@ class BoundBytes:
 
 @dataclass
 class AwaitedPart:
-    """A part of shared memory that another process may still use."""
+    """A part of shared memory that another process may still use. A use here must come after one of ``after``."""
 
     low: int
     high: int
     after: list[tuple[int, int]]
-    """Actors and times, one of which must precede a use."""
+    """Operations, each as actor and time: recordings of the other process that come after its work."""
     over: Callable[[], bool]
     """Returns whether the other process's work may have finished."""
     whose: str
+    """Name of the other process in reports."""
     remedy: str
+    """End of the advice in reports: "a stream must wait for ..."."""
     step: bool = False
-    """Whether this process has used the part since the export."""
+    """Whether the other process used the part after the export. Such parts are read again before each use."""
     written: bool = True
     """True for writes of the other process, False for reads."""
 

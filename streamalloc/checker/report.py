@@ -49,6 +49,8 @@ _MOST_HAZARDS = 1000
 
 @dataclass(eq=False)
 class _Note:
+    """A reason for which something is not checked, as it was found in this run."""
+
     place: str
     """Place in the program where the hazard happened first."""
     count: int = 0

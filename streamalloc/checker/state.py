@@ -37,7 +37,7 @@ _ARRAYS = 1 << 64
 
 @dataclass(eq=False)
 class TrackedArray(Range):
-    """An array. Its artificial addresses belong to no memory."""
+    """A CUDA array, whose bytes have no addresses in CUDA. It gets artificial ones, so that uses of it are compared."""
 
     pitch: int = 0
     lines: int = 1
@@ -66,7 +66,7 @@ class TrackedMemory:
 
 @dataclass(eq=False)
 class Executable:
-    """An executable graph."""
+    """An instance of a graph, whose nodes each launch uses again."""
 
     nodes: list[TrackedNode]
     launched: Obstacle | None = None

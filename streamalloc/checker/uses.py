@@ -79,7 +79,7 @@ def nothing(answer: tuple[Any, ...]) -> None:
 
 
 class Rule(NamedTuple):
-    """The functions for one driver call."""
+    """What is recorded of one driver call: steps around it, a function after its success, or both."""
 
     around: Around | None = None
     after: After | None = None

@@ -239,8 +239,11 @@ class Part:
 
 @dataclass(eq=False)
 class MipmappedArray:
+    """A handle of a mipmapped array. Its levels are arrays of the same storage."""
+
     storage: Storage
     mipmap: ClassVar[None] = None
+    """Mipmapped array that it is a level of: none, unlike an :class:`Array`."""
     handle: int = field(default_factory=new_handle)
 
 

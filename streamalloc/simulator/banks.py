@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from streamalloc.simulator.allocator import HEAP, USED, Block, PoolAddresses, Shelf
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK, round_up
@@ -66,11 +66,7 @@ class Bank:
             physical.close()
 
 
-class _Closes(Protocol):
-    def close(self) -> object: ...
-
-
-C = TypeVar("C", bound=_Closes)
+T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
@@ -82,10 +78,10 @@ class Arenas(RangeMap[ReservedExtent]):
         super().__init__()
         self.on_add: Callable[[int, int], None] = lambda start, end: None
         """Called with the start and end of a new reservation."""
-        self._owned: weakref.WeakSet[_Closes] = weakref.WeakSet()
+        self._owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def own(self, made: C) -> C:
-        """Close an object at the end of the machine, unless it is closed before. Returns it."""
+    def own(self, made: T) -> T:
+        """Close an object with a method ``close`` at the end of the machine, unless it is gone before. Returns it."""
         self._owned.add(made)
         return made
 

@@ -82,7 +82,7 @@ def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
 
 @dataclass(eq=False)
 class SimulatedDevice:
-    """One simulated device."""
+    """A device, and the memory that its contexts share. ``attributes``: by enum name without its prefix."""
 
     ordinal: int
     bank: Bank

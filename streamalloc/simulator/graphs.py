@@ -160,7 +160,7 @@ class EmptyLaunch(Operation):
 
 @dataclass(eq=False)
 class GraphExec:
-    """An instantiated graph."""
+    """An instance of a graph. It keeps copies of the nodes, which only updates of the instance change."""
 
     graph: NodeGraph
     flags: int

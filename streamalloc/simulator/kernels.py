@@ -33,7 +33,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 @dataclass(frozen=True, eq=False)
 class RegisteredKernel:
-    """A registered kernel."""
+    """A Python function that runs in place of a kernel, and the memory that it declares to use."""
 
     function: Callable[..., object]
     types: tuple[CType, ...] | None
@@ -233,7 +233,7 @@ BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x46624
 
 @dataclass(eq=False)
 class VariableMemory(LiveMemory):
-    """Memory of a variable of a module."""
+    """Device memory of a module's variable, from its first query until the module is unloaded."""
 
     block: Block
 

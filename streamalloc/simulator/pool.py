@@ -28,7 +28,7 @@ class Freed(QueuedCall):
 
 
 class Accessible:
-    """A pool, of this process or of another one."""
+    """A pool of this process or an imported one, as far as access is concerned."""
 
     device: int | None
     access: dict[int, int]

@@ -26,7 +26,7 @@ from streamalloc.simulator import call_lock
 from streamalloc.simulator.errors import DeadlockError, Result, check, code_of
 
 Clock = dict[int, int]
-"""Stream id -> sequence number."""
+"""For each stream, by its number, the highest number of an operation that certainly precedes."""
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
 """Operations, each as a stream and a number."""
 
@@ -61,6 +61,7 @@ class Operation:
     runs = False
     """Whether it uses memory now, on a thread of its own."""
     seq = 0
+    """Number of the operation in its stream, from 1 on."""
     after: Points = ()
     """Operations of other streams that must finish first."""
 
@@ -161,11 +162,15 @@ class Queue:
         self.legacy: Queue | None = None  # the legacy stream with which a blocking stream synchronises
         self.peers: dict[Queue, None] | None = None  # for a legacy stream: the blocking streams of its context
         self.operations: deque[Operation] = deque()
+        """Operations that have not finished, in order."""
         self.seq: int = 0
+        """Number of the latest operation."""
         self.done: int = 0
+        """Number up to which all operations have finished."""
         self.last_free: int = 0
+        """Number of the latest free of memory of a pool."""
         self.marked: int = 0
-        """The number of the last command that has run."""
+        """Number of the latest command that has run."""
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: Points = ()

@@ -37,7 +37,7 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """The shape of a launch."""
+    """Sizes of a launch: blocks of the grid, threads of a block, and bytes of dynamic shared memory of a block."""
 
     grid: Dim3
     block: Dim3
