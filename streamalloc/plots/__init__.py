@@ -1,7 +1,7 @@
-"""Figures of memory, drawn with matplotlib: contents of pools, reuse of memory, mappings of address ranges.
+"""Figures of pools, observed memory, reuse and mappings, drawn with matplotlib.
 
-``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, :func:`memory` of an observer, and :func:`reuse` of
-the calls of a traced driver. Each function returns a figure, or draws into the axes ``ax``.
+Pools, ranges, growable buffers and observers have a method ``plot()``. :func:`reuse` draws the calls of a traced
+driver. Each function makes a figure, or draws into axes ``ax``, and returns the figure.
 """
 
 import importlib
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        # Imported on use, so that this package can be imported without matplotlib.
+        # Imported at the first use, so that this package can be imported without matplotlib.
         figures = importlib.import_module(f"{__name__}.figures")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":

@@ -1,6 +1,4 @@
-"""Figures of pools, of an observer's records, of a traced driver's calls and of virtual memory; their style: colours,
-fonts and axes; dispatch for the ``plot()`` methods.
-"""
+"""Figures of pools, observers, traced calls and virtual memory, and their style: colours, fonts, axes."""
 
 from __future__ import annotations
 
@@ -31,17 +29,17 @@ MiB = 1 << 20
 WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
-# Each colour has one meaning in all figures. Locations use :func:`streamalloc.formats.html.color_of`.
+# A colour has one meaning in all figures. Those of locations are in streamalloc.formats.html.
 INK, GREY = "#24292f", "#6e7781"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"
-"""Failures, and results that depend on timing."""
+"""Colour of failures, and of reuse that depends on timing."""
 USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
-"""Used memory by name, in order."""
+"""Colours of allocated memory, by tag or pool."""
 STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")
-"""Streams, in order."""
+"""Colours of streams."""
 PHASES = ("#d5dae0", "#e4e7eb", "#eef0f3")
-"""Colours of phases: outermost first; inner ones alternate."""
+"""Colours of phases: that of outermost ones, and two by turns for inner ones."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),
@@ -55,14 +53,14 @@ STYLE: dict[str, Any] = {
     "font.size": 10,
     "hatch.linewidth": 1.2,
 }
-"""``rcParams`` of matplotlib while a figure is drawn."""
+"""``rcParams`` of matplotlib that are set while a figure is drawn."""
 
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style in a ``with`` block.
+    """Set the style in a ``with`` block.
 
-    ``plt.rc_context`` would also reset the settings that a notebook's backend makes when its first figure loads it.
+    Not by ``plt.rc_context``: it would also reset the settings that a notebook's backend makes with its first figure.
     """
     before = {name: plt.rcParams[name] for name in STYLE}
     plt.rcParams.update(STYLE)
@@ -73,9 +71,10 @@ def styled() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure that a cell of a notebook draws once.
+    """Figure that a cell of a notebook shows once, also as the value of its last line.
 
-    At the end of a cell the notebook backend draws all open figures, and would draw the value of the last line again.
+    The notebook's backend shows all open figures at the end of a cell. A figure that is the value of the last line
+    would be shown twice, so it is closed before.
     """
 
     def _ipython_display_(self) -> None:
@@ -85,7 +84,7 @@ class Picture(Figure):
 
 
 class Unit(NamedTuple):
-    """A unit for the values of an axis."""
+    """Unit of the values of an axis."""
 
     name: str
     scale: int
@@ -96,12 +95,12 @@ TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds
 
 
 def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
-    """The largest unit in which ``most`` (bytes or nanoseconds) is at least 2. For 0, the second unit."""
+    """Return the largest unit in which ``most`` (bytes or nanoseconds) is at least 2; the second unit for 0."""
     return next((one for one in units if most >= 2 * one.scale), units[-1]) if most else units[1]
 
 
 def whole_numbers(axis: Axis, most: float) -> None:
-    """Scale an axis from 0 to slightly above ``most``, with at most six labels, all whole numbers."""
+    """Scale an axis from 0 to a little above ``most``, with six labels at most, all of whole numbers."""
     axis.set_view_interval(0, 1.08 * max(most, 1), ignore=True)
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10], integer=True))
     axis.set_major_formatter("{x:,.0f}")
@@ -110,7 +109,7 @@ def whole_numbers(axis: Axis, most: float) -> None:
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """Create a figure in the style; return it with a 2-D array of its axes. ``options`` go to ``plt.subplots``.
+    """Make a figure in the style. Return it, and its axes as a 2-D array. ``options`` go to ``plt.subplots``.
 
     Examples
     --------
@@ -127,7 +126,7 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """Apply the style in a ``with`` block; yield figure and axes: of ``ax``, or new ones.
+    """Set the style in a ``with`` block, which gets figure and axes: those of ``ax``, or new ones.
 
     :func:`figure` makes several axes at once.
     """
@@ -141,14 +140,14 @@ def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
 
 
 def bare(ax: Axes) -> None:
-    """Remove frame and ticks."""
+    """Remove the frame and the ticks of axes."""
     ax.spines[:].set_visible(False)
     ax.set_yticks([])
     ax.tick_params(length=0)
 
 
 def rows(ax: Axes, names: Sequence[str]) -> None:
-    """Label rows with names, the first on top."""
+    """Label the rows of axes with names, the first one on top."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.6)
     ax.tick_params(axis="y", length=0)
@@ -156,7 +155,7 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def legend(made: Figure, **options: Any) -> None:
-    """Write a legend below the axes. Names may have dollar signs, which enclose no formulas."""
+    """Write a legend below the axes. Dollar signs in names do not begin formulas."""
     for text in made.legend(loc="outside lower left", **options).get_texts():
         text.set_parse_math(False)
 
@@ -167,16 +166,16 @@ def inside(
     texts: Iterable[tuple[float, float, float, str, str]],
     heights: Iterable[float] = itertools.repeat(1),
 ) -> None:
-    """Write texts into the bars that are large enough. If two lines do not fit, write only the first.
+    """Write a text into each bar that has room for it, or only its first line.
 
-    A text is start and stop of the bar, its row, the text and its colour. ``heights`` are those of the bars.
+    ``texts`` has for each bar: start, stop, row, text, and colour of the text. ``heights`` are those of the bars.
     """
     made.draw_without_rendering()
     zero = ax.transData.transform((0, 0))
     for (start, stop, row, text, ink), height in zip(texts, heights, strict=False):
         width, tall = map(abs, ax.transData.transform((stop - start, height)) - zero)
         for shown in (text.replace("\n", ": "), text.partition("\n")[0]) if text else ():
-            # Checked first, because making a text is slow; no character has less than 3 pixels.
+            # A character has 3 pixels or more. To make a text and measure it is slow.
             if 3 * len(shown) > width:
                 continue
             label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")
@@ -188,7 +187,7 @@ def inside(
 
 
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines.
+    """Draw the present statistics of a pool: reserved memory light, used memory dark, and the peaks as lines.
 
     :meth:`MemoryPool.plot` draws it into axes of its own; :doc:`/01-memory-pools` shows such pictures.
     """
@@ -202,7 +201,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
             axes.plot([peak / scale] * 2, [row - 0.4, row + 0.4], color=INK, lw=1.6)
             text, end = f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row)
             axes.annotate(text, end, (7, 0), textcoords="offset points", va="center")
-        # More than the peak, for the texts.
+        # The texts stand right of the bars, so the axis goes beyond the peak.
         whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
         axes.set_xlabel(unit)
         axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}", parse_math=False)
@@ -210,11 +209,10 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
 
 
 def memory(of: Observer) -> Figure:
-    """Draw the allocated bytes over time by tag or pool, with the phases above; return the figure.
+    """Draw the allocated bytes of an observer over time, by tag or pool, below its phases. Return the figure.
 
-    :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example.
-
-    It begins with the first entry of the history, see ``history=`` of :func:`streamalloc.observing.observe`.
+    :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example. The figure begins with the first
+    entry of the history (``history=`` of :func:`streamalloc.observing.observe`).
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
@@ -236,7 +234,7 @@ def memory(of: Observer) -> Figure:
             labels = [str(name or "other") for name in amounts]
             ax.stackplot(x, stacked, labels=labels, step="post", colors=USES, lw=0.5)
         failures = [(one.time - zero) / tick for one in happened if one.action == "failure"]
-        if failures:  # an empty plot would still change the limits
+        if failures:  # A plot without points would change the limits.
             ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False, label="out of memory")
         ax.set_xlim(0, end / tick or 1)
         whole_numbers(ax.yaxis, highest / scale)
@@ -255,7 +253,10 @@ def memory(of: Observer) -> Figure:
 
 
 def _by_name(happened: Sequence[Happening], live: Iterable[Allocation]) -> tuple[list[int], dict[str, list[int]], int]:
-    """Times of the changes; the bytes from then on by tag, else pool, most bytes first; and the most bytes in all."""
+    """Return the times of the changes; for each tag or pool, the bytes from each time on; and the most bytes in all.
+
+    Tags and pools with few bytes are summed up under ``""``.
+    """
     sign = {"allocate": 1, "free": -1}
     changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
                for one in happened if one.action in sign]  # fmt: skip
@@ -300,7 +301,7 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
 
 
 class Life(NamedTuple):
-    """An allocation, from its allocate call to its free call; ``start`` and ``stop`` count calls.
+    """Allocation from the call that allocates to the call that frees. ``start`` and ``stop`` are numbers of calls.
 
     :func:`lives` makes them.
     """
@@ -311,7 +312,7 @@ class Life(NamedTuple):
     stop: int | None
     stream: int
     why: str
-    """Ordering that permitted the reuse, one of ``WHY``; empty: new memory."""
+    """Why the driver could reuse freed memory, one of ``WHY``; empty for new memory."""
 
 
 SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
@@ -326,20 +327,21 @@ WHY = {
 
 
 class _Freed(NamedTuple):
-    """Freed memory, with the streams that are ordered after the free and the reason for each."""
+    """Freed memory."""
 
     address: int
     nbytes: int
     stream: int
     after: dict[int, str]
+    """Reason for each stream that is ordered after the free; under -1 for all streams."""
 
 
 _Step = tuple[str, tuple[int, ...]]
-"""Kind of a call, then (address, size, stream), (stream, event), (stream,), (event,) or ()."""
+"""Kind of a call, and its numbers: (address, size, stream), (stream, event), (stream,), (event,) or ()."""
 
 
 _ALLOCATIONS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
-"""Position of the stream in the arguments."""
+"""Functions that allocate, with the position of the stream in their arguments."""
 _ORDERINGS = {
     "cuEventRecord": ("record", (1, 0)),
     "cuStreamWaitEvent": ("wait", (0, 1)),
@@ -347,30 +349,28 @@ _ORDERINGS = {
     "cuEventSynchronize": ("synchronise event", (0,)),
     "cuCtxSynchronize": ("synchronise", ()),
 }
-"""Kind of step, and the positions of its arguments."""
+"""Functions that order, with the kind of the step and the positions of its numbers in the arguments."""
 
 
-def _steps_of_calls(calls: Iterable[Call]) -> list[_Step]:
-    steps: list[_Step] = []
-    sizes_: dict[int, int] = {}
+def _steps(calls: Iterable[Call]) -> Iterator[_Step]:
+    sizes: dict[int, int] = {}
     for call in calls:
         if int(call.answer[0]):
             continue
         if call.name in _ALLOCATIONS and int(call.answer[1]):
             address = int(call.answer[1])
-            sizes_[address] = int(call.args[0])
-            steps.append(("allocate", (address, sizes_[address], int(call.args[_ALLOCATIONS[call.name]] or 0))))
-        elif call.name == "cuMemFreeAsync" and int(call.args[0]) in sizes_:
+            sizes[address] = int(call.args[0])
+            yield "allocate", (address, sizes[address], int(call.args[_ALLOCATIONS[call.name]] or 0))
+        elif call.name == "cuMemFreeAsync" and int(call.args[0]) in sizes:
             address = int(call.args[0])
-            steps.append(("free", (address, sizes_[address], int(call.args[1] or 0))))
+            yield "free", (address, sizes[address], int(call.args[1] or 0))
         elif call.name in _ORDERINGS:
             kind, positions = _ORDERINGS[call.name]
-            steps.append((kind, tuple(int(call.args[position] or 0) for position in positions)))
-    return steps
+            yield kind, tuple(int(call.args[position] or 0) for position in positions)
 
 
 def lives(of: Iterable[Call]) -> list[Life]:
-    """Return the allocations, each with the reason why it could reuse freed memory.
+    """Return the allocations of a traced driver, each with the reason why it could reuse freed memory.
 
     Parameters
     ----------
@@ -380,14 +380,14 @@ def lives(of: Iterable[Call]) -> list[Life]:
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
-    # By event: the freed memory whose free precedes the event.
+    # Freed memory whose free comes before the last record of an event, by event.
     marks: dict[int, list[_Freed]] = {}
-    for number, (kind, args) in enumerate(_steps_of_calls(of)):
+    for number, (kind, args) in enumerate(_steps(of)):
         if kind == "allocate":
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # If several freed ranges are reused, the weakest reason counts.
+            # Of several freed ranges, the one with the weakest reason counts.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)
@@ -411,10 +411,10 @@ def lives(of: Iterable[Call]) -> list[Life]:
 
 
 def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
-    """Draw the allocations as boxes over calls and addresses, and return the figure.
+    """Draw allocations as boxes over calls (horizontal) and addresses (vertical). Return the figure.
 
-    The height of a box shows its size, the colour its stream. The colour of its left edge shows why it could reuse
-    freed memory. ``of``: as for :func:`lives`. Unused addresses are left out.
+    The height of a box is the size, and its colour the stream. The colour of the left edge tells why the driver could
+    reuse freed memory. Addresses that nobody uses are left out. ``of`` is as for :func:`lives`.
     """
     found = lives(of)
     places = _packed(found)
@@ -452,7 +452,7 @@ def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
 
 
 def _packed(found: Iterable[Life]) -> dict[int, int]:
-    """Position of each address in bytes; unused addresses take no space."""
+    """Return the vertical position of each address in bytes. Unused addresses take no room."""
     places: dict[int, int] = {}
     low = start = stop = 0
     for begin, end in sorted({(one.address, one.address + one.nbytes) for one in found}):
@@ -468,7 +468,7 @@ def _packed(found: Iterable[Life]) -> dict[int, int]:
 
 
 def _box(ax: Axes, left: float, width: float, y: float, name: str, location: MemLocation, total: float) -> None:
-    """Draw memory as a box of one row, with its name if there is room."""
+    """Draw memory as a box, with its name if there is room."""
     ax.add_patch(Rectangle((left, y), width, 1, fc=color_of(location), ec="white", lw=1.5))
     if width > total / 60:
         ax.text(left + width / 2, y + 0.5, name, color="white", ha="center", va="center", weight="bold")
@@ -477,7 +477,8 @@ def _box(ax: Axes, left: float, width: float, y: float, name: str, location: Mem
 def address_range(
     of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
 ) -> Figure:
-    """Draw physical memory, the addresses above it, a band for each mapping, and the access rights; return the figure.
+    """Draw the addresses of a range above physical memory, with a band for each mapping, and the rights. Return the
+    figure.
 
     :meth:`vmm.AddressRange.plot` draws it, too; :doc:`/02-virtual-memory` shows such pictures.
 
@@ -506,7 +507,7 @@ def address_range(
         above = []
         for one in mappings:
             name, left, width = labels.get(id(one.memory), ""), one.offset / MiB, one.nbytes / MiB
-            # A small piece gets a visible width.
+            # A small mapping is drawn wide enough to be seen.
             _box(axes, left, max(width, total / 300), 3, name, one.memory.location, total)
             if name in places:
                 start, size = places[name]
@@ -527,12 +528,12 @@ def address_range(
 
 
 def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str, tuple[float, float]]:
-    """Return position and width of each piece of physical memory: to scale, with space for labels if possible."""
+    """Return position and width of each physical memory: to scale, and with room for the labels if there is some."""
     sizes = [max(memory.nbytes / MiB, total / 300) for memory in names.values()]
     rooms = [max(size, _width(_size_of(memory)) * total) for size, memory in zip(sizes, names.values(), strict=True)]
     gap = total / 40
     if sum(rooms) + gap * len(rooms) > total:
-        # Unmapped memory may be larger than the range.
+        # There is no room for all labels. Unmapped memory may even be larger than the range.
         shrunk = min(1.0, 0.8 * total / sum(sizes))
         sizes = rooms = [size * shrunk for size in sizes]
         gap = (total - sum(rooms)) / len(rooms)
@@ -545,7 +546,7 @@ def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str
 
 
 def _width(text: str) -> float:
-    """Return the width of a text as a fraction of the range."""
+    """Return the width of a text as a part of the width of the range."""
     return 0.0115 * max(map(len, text.splitlines()))
 
 
@@ -554,7 +555,7 @@ def _size_of(memory: PhysicalMemory) -> str:
 
 
 def _labels(ax: Axes, labels: Iterable[tuple[float, str]], y: float, va: str, total: float) -> None:
-    """Write a row of labels, without those that would lie on the one before."""
+    """Write a row of labels. One that would overlap the label before it is left out."""
     end = -total
     for x, text in labels:
         half = 0.5 * _width(text) * total
@@ -571,9 +572,9 @@ _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
 
 
 def draw(thing: object, **options: Any) -> Figure:
-    """Draw a pool, an address range, virtual memory or an observer; return the figure.
+    """Draw a pool, an address range, a virtual buffer or an observer. Return the figure.
 
-    The ``plot`` methods of these objects call it, such as :meth:`MemoryPool.plot`.
+    The methods ``plot`` of these objects call it, such as :meth:`MemoryPool.plot`.
 
     Raises
     ------
