@@ -1,6 +1,6 @@
-"""Bridges to other libraries, which allocate from pools of streamalloc, and arrays shared without a copy.
+"""Bridges to other libraries: their allocations from pools of streamalloc, and arrays shared without a copy.
 
-Each module imports its library at its first use. ``use(...)`` of each module returns a :class:`Bridge`.
+A module imports its library at the first use. Its function ``use(...)`` returns a :class:`Bridge`.
 """
 
 from __future__ import annotations

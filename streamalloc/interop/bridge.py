@@ -1,24 +1,23 @@
-"""Base of all bridges. Through a bridge another library allocates from pools of streamalloc.
+"""Bridge, the base class: another library allocates from pools of streamalloc.
 
-A library allocates in one of two ways:
+There are two ways:
 
-* *Handles*: the library gets the driver's handle of a pool, and calls the driver directly. No Python code runs for its
-  allocations, except a change of the capture mode for CuPy.
-* *Callbacks*: the library calls Python for each allocation. Needed for allocators without a driver handle: a caching
-  allocator, virtual memory that sleeps.
+* *Handles*: the library gets the driver's handle of a pool, and calls the driver itself. No Python code runs for an
+  allocation, but for a change of the capture mode with CuPy.
+* *Callbacks*: the library calls Python for each allocation. Allocators without a handle need it: a caching allocator,
+  virtual memory that sleeps.
 
 ``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
 ``with`` block, restores the library's own allocator for later allocations. Memory allocated before stays valid,
 and is freed to its source when the library frees it. Stop the bridges of one library in the reverse order of their
 starts. Dropping a bridge does not stop it.
 
-Rules for callbacks, implemented by :class:`Sources` and :class:`Ledger`:
+:class:`Sources` and :class:`Ledger` keep the rules for callbacks:
 
-* Memory is allocated on the library's stream and freed in the order of that stream, on any thread and with any current
-  device. The host never synchronises.
-* The library gets its own error type; no Python exception enters C code.
-* Objects that C code may call are never freed. Memory of arrays that are live at the end of the process is freed by the
-  driver.
+* Memory is allocated on the library's stream, and freed in the order of that stream, on any thread and with any current
+  device. The host never waits for a stream.
+* The library gets errors of its own types. No Python exception enters C code.
+* Objects that C code may call are never freed. At the end of the process the driver frees what is left.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class AllocatorSource(Protocol):
-    """A source of memory for another library: a pool, another allocator of streamalloc, or a sleep group.
+    """Source of memory for another library: a pool, another allocator of streamalloc, or a sleep group.
 
     An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
     """
@@ -99,13 +98,14 @@ def library(name: str, session: Session | None = None) -> Any:
 
 
 def check_driver(module: ModuleType | None, session: Session) -> None:
-    """Raise ValueError if a library uses the CUDA driver and the session a simulated one. A module without a
-    ``__spec__`` stands in for a library in tests, and may use any driver.
+    """Raise ``ValueError`` if a library calls the CUDA driver and the session has a simulated one.
+
+    A module without a ``__spec__`` stands in for a library in tests, and may have any driver.
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # A checked CUDA driver has settings, too. ``testing.install`` wraps the functions of the bindings, which Numba
-    # calls.
+    # A checked CUDA driver has settings, too. Numba calls the functions of the bindings, and ``testing.install``
+    # replaces these by functions with ``__wrapped__``.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(
@@ -114,12 +114,12 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Bridges that were started. A bridge continues after its object is dropped.
+# Started bridges. They must stay although the program drops them.
 _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
-    """Makes another library allocate from :attr:`sources`, from :meth:`start` to :meth:`stop`.
+    """Bridge through which another library allocates from :attr:`sources`, from :meth:`start` to :meth:`stop`.
 
     :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
     """
@@ -130,12 +130,12 @@ class Bridge(Closes, abc.ABC):
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         self.sources = sources
         self._callbacks = callbacks
-        """Whether the library calls Python even for pools."""
+        """Whether the library calls Python for pools, too."""
         self._undo: contextlib.ExitStack | None = None
 
     @abc.abstractmethod
     def _install(self, undo: contextlib.ExitStack) -> None:
-        """Set the library's allocator, and add the calls that restore it to ``undo``."""
+        """Set the library's allocator, and push the calls that restore it on ``undo``."""
 
     @property
     def started(self) -> bool:
@@ -145,7 +145,7 @@ class Bridge(Closes, abc.ABC):
     def start(self) -> Self:
         """Make the library allocate from :attr:`sources`; idempotent."""
         if self._undo is None:
-            # In relaxed mode no call here invalidates other code's capture on this thread.
+            # In relaxed mode the calls here invalidate no capture of other code.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
@@ -173,13 +173,13 @@ class Bridge(Closes, abc.ABC):
 
 
 _Used: TypeAlias = "tuple[int, object, Stream, Callable[[int, Any], Memory]]"
-"""The stream that a library last used on a device: its handle and its stream object in the library, our stream, and the
-``allocate`` of the source.
+"""Stream on which a library last allocated: its handle, the library's object, our object, and the source's
+``allocate``.
 """
 
 
 class Sources:
-    """The source of memory for each device of a bridge.
+    """Sources of memory of a bridge, one for each device.
 
     Raises
     ------
@@ -207,30 +207,29 @@ class Sources:
         """Session of the sources' driver."""
         pooled = (MemoryPool, CachingAllocator)
         self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
-        """Whether dropped memory of a source is released only at points of work, as virtual memory is."""
+        """Whether a source releases dropped memory at points of work only, as it does virtual memory."""
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
-        """The driver's ``cuThreadExchangeStreamCaptureMode``."""
         self._last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
-        """The sources by device ordinal if all are driver pools, which have handles; otherwise None."""
+        """Sources by device ordinal, if all are pools, which have handles; else None."""
         pools = {ordinal: source for ordinal, source in self.by_device.items() if isinstance(source, MemoryPool)}
         return pools if len(pools) == len(self.by_device) else None
 
     def device(self, ordinal: int) -> Device:
-        """A device of the sources' driver."""
+        """Return a device of the sources' driver."""
         return Device(ordinal, driver=self.session.driver)
 
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
     ) -> Memory:
-        """Allocate memory of a device for a library's stream. ``owner`` keeps the driver's handle valid; None: no
-        object does.
+        """Allocate memory of a device on a library's stream. ``owner``: the object that keeps the stream's handle
+        valid; None if there is none.
 
-        While the stream is being captured, the memory belongs to the graph. With ``in_capture=False`` it is ordinary
-        memory instead, which can be used at once.
+        On a stream that is being captured the memory belongs to the graph. With ``in_capture=False`` it is ordinary
+        memory in that case, too, and may be used at once.
 
         Raises
         ------
@@ -240,22 +239,24 @@ class Sources:
             No source of this device was given.
         """
         used = self._last.get(ordinal)
-        # The driver reuses the handle of a stream that the library has closed.
+        # The handle alone does not tell: the driver gives that of a destroyed stream to a new one.
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
-        # This stream has no other work. It only waits for events that the pool requires.
+        # The package's own stream has no work. So this wait is short: only for what the reuse of memory needs.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
         return memory
 
     def hold(self, memory: Memory) -> object:
-        """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
-        # Other memory has its own finaliser. A cached buffer makes no driver call, captured memory belongs to its
-        # graph, and virtual memory is unmapped after the work of its users.
+        """Return an object for a library to keep while it uses memory. When it is dropped, the memory is freed in
+        stream order.
+        """
+        # The finalisers of other memory do that already: a cached buffer makes no driver call, captured memory belongs
+        # to its graph, and virtual memory is unmapped after the work of its users.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -263,12 +264,12 @@ class Sources:
         if source is None:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
-        # Whether handle 0 is the legacy or the per-thread default stream depends on the build of a library. For all
-        # these libraries it is the legacy stream.
+        # Handle 0 is the legacy default stream for all these libraries. In a build for per-thread streams it would be
+        # the other one.
         handle_there = handle or LEGACY
         stream: Stream | None = None
         if owner is not None and handle_there not in (LEGACY, PER_THREAD):
-            # A cache keeps memory for the object that the session lists for this handle.
+            # A cache has one free list for each stream object, so take the object that the session knows.
             with contextlib.suppress(TypeError):
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:
@@ -281,17 +282,17 @@ class Sources:
 
 
 class _Held:
-    """A buffer that a library frees by dropping this object, on any thread and with any current device.
+    """Object that frees a buffer when a library drops it, on any thread and with any current device.
 
-    The handle of a default stream depends on the current context, and that of the per-thread stream on the thread. So
-    the buffer is freed on the stream of the thread that allocated it.
+    The handle of a default stream means another stream in another context, and that of the per-thread default stream on
+    another thread. So the buffer is freed on the stream as the thread of the allocation sees it.
     """
 
     __slots__ = ("_buffer", "_thread")
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        # None means that the stream is the same on every thread.
+        # None: the stream is the same on every thread.
         self._thread = this_thread.number if buffer.stream.is_default else None
 
     def __del__(self) -> None:
@@ -300,7 +301,7 @@ class _Held:
 
 
 def is_captured(stream: Stream) -> bool:
-    """Whether work queued on a stream would be captured, or would invalidate a capture."""
+    """Whether work that is queued on a stream would be captured, or would invalidate a capture."""
     try:
         return not stream.closed and stream.capturing
     except CaptureError:  # The driver raises this for the legacy stream while a blocking stream is captured.
@@ -310,10 +311,10 @@ def is_captured(stream: Stream) -> bool:
 
 
 def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
-    """Free memory that a library has dropped, on its stream as seen by the allocating ``thread``. For finalisers.
+    """Free memory that a library has dropped, on its stream as the allocating ``thread`` sees it. For finalisers.
 
-    Makes only driver calls that do not wait, and takes no lock. The free is usually not deferred, because the library's
-    next allocation may need the memory. A failed free is attempted again later.
+    It takes no lock, and makes only driver calls that do not wait. The free is made at once where that is possible,
+    because the library's next allocation may need the memory. A free that failed is attempted again later.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
@@ -323,7 +324,7 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
         free_after_all(FreeAfterAll(buffer))
         return
     if not (stream.is_default and is_captured(stream)):
-        # In relaxed mode the free invalidates no capture of other code on this thread.
+        # In relaxed mode the free invalidates no capture of other code.
         with contextlib.suppress(CudaError, ClosedError), session.relaxed():
             buffer.free()
             return
@@ -331,9 +332,9 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
 
 
 def free_after_all(item: FreeAfterAll) -> None:
-    """Free memory after all present work of its device's streams. For finalisers.
+    """Free memory after all present work on its device. For finalisers.
 
-    The host does not wait: the free is queued at once, or deferred while a capture is under way.
+    The host does not wait. The free is queued at once, or deferred while a stream is being captured.
     """
     queue = deferred_queue(item.session)
     with contextlib.suppress(CudaError):  # The item stays in the queue.
@@ -342,7 +343,7 @@ def free_after_all(item: FreeAfterAll) -> None:
 
 
 class FreeAfterAll(Deferred):
-    """A deferred free of buffers of one device, after the work of all streams known at that time."""
+    """Deferred free of buffers of one device, after the work of all streams that are known at that time."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._device = buffer.stream.device
@@ -350,13 +351,13 @@ class FreeAfterAll(Deferred):
         self.buffers: list[Buffer] = [buffer]
         """Buffers to free."""
         self.nbytes: int = buffer.nbytes
-        """Bytes of the buffers; concurrent updates may be lost."""
+        """Bytes of the buffers, about: an update by another thread may be lost."""
         self.sealed: bool = False
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Add a buffer to this free. Returns False if an attempt has begun."""
-        # Threads are not switched between these lines.
+        """Add a buffer. Return False if an attempt has begun, which would not take it."""
+        # Python does not switch threads here, between the test and the append, because nothing is called.
         if self.sealed:
             return False
         self.buffers.append(buffer)
@@ -364,9 +365,9 @@ class FreeAfterAll(Deferred):
         return True
 
     def attempt(self) -> bool:
-        """Free on a stream that waits for all others. The driver refuses this during a capture."""
+        """Free on a stream that waits for all others. The driver refuses that during a capture."""
         self.sealed = True
-        # Nothing is called here, so of two threads that attempt the item only one takes the buffers.
+        # Nothing is called here, so Python does not switch threads: only one takes the buffers.
         buffers, self.buffers = self.buffers, []
         try:
             return not buffers or self._free(buffers)
@@ -384,8 +385,8 @@ class FreeAfterAll(Deferred):
             default = next((stream for stream in streams if stream.is_default), None)
             Fence(self.session, without=(aside, default)).precede(aside)
             if default is not None:
-                # The default stream is ordered after all blocking streams: Numba's, which are unknown, and those of
-                # other threads.
+                # The legacy default stream comes after all blocking streams, also after those that the package does not
+                # know, such as Numba's.
                 ordered_after(default, aside.wait)
             undo_all(functools.partial(_free_on, buffer, aside) for buffer in buffers)
         dropped.refused = before
@@ -393,25 +394,25 @@ class FreeAfterAll(Deferred):
 
 
 def _free_on(buffer: Buffer, stream: Stream) -> None:
-    with contextlib.suppress(ClosedError):  # Another thread has taken the buffers.
+    with contextlib.suppress(ClosedError):  # Another thread has freed it.
         buffer.free(stream)
 
 
 class Dropped:
-    """Buffers that libraries have dropped. They are freed in batches, because a free after all work is expensive.
+    """Buffers that libraries have dropped, in batches, because a free after all work on a device is expensive.
 
-    A batch is a deferred item from its first buffer on. It is freed at the next point of work, or when it has
-    :data:`BATCH` buffers or :data:`BATCH_BYTES`, so large memory is freed at once.
+    A batch is in the queue of ends from its first buffer on. It is freed at the next point of work, or once it has
+    :data:`BATCH` buffers or :data:`BATCH_BYTES`. So large memory is freed at once.
     """
 
     def __init__(self, _: Session) -> None:
         self._batches: dict[int, FreeAfterAll] = {}
         """Batches with room for more buffers, by device ordinal."""
         self.refused: bool = False
-        """Whether the queue has batches whose free was attempted."""
+        """Whether the queue has batches whose free was attempted, so that the next allocation should work it off."""
 
     def add(self, buffer: Buffer) -> None:
-        """Free a buffer after the work of all streams. For finalisers, on any thread."""
+        """Put a buffer into a batch, to be freed after the work of all streams. For finalisers, on any thread."""
         session, ordinal = session_of(buffer), buffer.stream.device.ordinal
         if not session.usable:
             return
@@ -421,22 +422,22 @@ class Dropped:
             deferred_queue(session).submit(batch)
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
-            self.refused = True  # Even an item that has ended stays in the queue until the next point of work.
+            self.refused = True  # An item that has ended stays in the queue until the next point of work.
 
 
 BATCH = 64
-"""Most buffers of a batch of :class:`Dropped`."""
+"""Buffers from which on a batch of :class:`Dropped` is freed at once."""
 BATCH_BYTES = 1 << 20
 """Bytes from which on a batch is freed at once."""
 dropped_of: PerDriver[Dropped] = PerDriver(Dropped)
 
 
 _asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""One stream per device, for work outside the library's streams."""
+"""Streams of the package's own, by device ordinal, for work that must not be on a library's stream."""
 
 
 def _aside_of(device: Device) -> Stream:
-    """Return the package's own stream for a device; a new one if the context of the last one was destroyed."""
+    """Return the package's own stream of a device: a new one if the context of the last one was destroyed."""
     streams = _asides(session_of(device))
     found = streams.get(device.ordinal)
     if found is not None:
@@ -459,7 +460,7 @@ class Ledger:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Allocate by :meth:`Sources.allocate`, keep the memory, and return its address."""
+        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address."""
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
@@ -470,8 +471,9 @@ class Ledger:
         return address in self._held
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at an address in stream order, and return its bytes. ``handle``: the stream; None: the stream
-        of the allocation.
+        """Free the memory at an address in the order of a stream, and return its bytes; 0 for an unknown address.
+
+        ``handle`` is that of the stream; None for the stream of the allocation.
         """
         held = self._held.pop(address, None)
         if held is None:

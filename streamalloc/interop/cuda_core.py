@@ -1,4 +1,4 @@
-"""Bridge to cuda.core, and so to nccl4py, nvshmem4py and nvmath, which allocate cuda.core buffers."""
+"""Bridge to cuda.core, and by it to nccl4py, nvshmem4py and nvmath, which allocate buffers of cuda.core."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["buffer", "memory", "resource", "use"]
 
 
 def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
-    """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (sets ``Device.memory_resource``).
+    """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (``Device.memory_resource``).
 
-    Each thread has ``Device`` objects of its own; :func:`resource` is for the others.
+    Each thread has ``Device`` objects of its own. On other threads set a :func:`resource`.
 
     :doc:`/docs/guides/interop` has a program.
 
@@ -39,13 +39,13 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
-    """A memory resource of cuda.core over a pool or another allocator.
+    """Make a memory resource of cuda.core over a pool or another allocator.
 
     :func:`use` sets it on each device.
 
-    For a pool this is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For any other
-    allocator, or with ``callbacks``, the resource calls Python, and every allocation needs a stream. If memory runs
-    out, cuda.core's ``CUDAError`` is raised.
+    For a pool it is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For another allocator, or
+    with ``callbacks``, it calls Python, and each allocation must name its stream. If memory runs out, cuda.core's
+    ``CUDAError`` is raised.
     """
     sources = Sources([source])
     ordinal = next(iter(sources.by_device))
@@ -53,10 +53,7 @@ def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
 
 
 class CudaCoreBridge(Bridge):
-    """Replaces the memory resource of each cuda.core device.
-
-    :func:`use` makes it.
-    """
+    """Bridge that replaces the memory resource of cuda.core's devices. :func:`use` makes it."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         core = library("cuda.core", self.sources.session)
@@ -73,7 +70,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
     core = library("cuda.core", sources.session)
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
-        # DeviceMemoryResource() takes the handle of the device's current pool.
+        # Without options DeviceMemoryResource() takes the handle of the device's current pool.
         with source.make_current(), _threshold_kept(source):
             return core.DeviceMemoryResource(core.Device(ordinal))
     return resource_class(core)(sources, ordinal)
@@ -81,7 +78,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 @contextlib.contextmanager
 def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
-    """Restore the release threshold of a pool, which ``DeviceMemoryResource()`` raises from 0 to all memory."""
+    """Keep the release threshold of a pool in a ``with`` block. ``DeviceMemoryResource()`` raises a threshold of 0."""
     before = pool.attributes.release_threshold
     try:
         yield
@@ -90,11 +87,11 @@ def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
 
 
 def resource_class(core: Any) -> Any:
-    """Create the class of cuda.core memory resources that call Python."""
+    """Make the class of memory resources of cuda.core that call Python."""
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
-        """Memory resource for device memory that calls Python for each allocation."""
+        """Resource of device memory that calls Python for each allocation."""
 
         is_device_accessible, is_host_accessible, is_managed = True, False, False
         device_id = 0
@@ -104,7 +101,7 @@ def resource_class(core: Any) -> Any:
             self.device_id = ordinal
 
         def allocate(self, size: int, *, stream: Any) -> Any:
-            """Allocate a cuda.core buffer in stream order."""
+            """Allocate a buffer of cuda.core in stream order."""
             handle = int(stream.__cuda_stream__()[1])
             try:
                 address = self._ledger.allocate(size, self.device_id, handle, stream)
@@ -113,14 +110,14 @@ def resource_class(core: Any) -> Any:
             return core.Buffer.from_handle(address, size, mr=self, stream=stream)
 
         def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-            """Free in stream order; cuda.core calls this when a buffer is closed or dropped."""
+            """Free in stream order. cuda.core calls it when a buffer is closed or dropped."""
             self._ledger.free(int(ptr), self.device_id, int(stream.__cuda_stream__()[1]))
 
     return Resource
 
 
 def _error(error: OutOfMemoryError) -> Exception:
-    """Return the error as cuda.core's ``CUDAError``, which has no public name."""
+    """Return an error as cuda.core's ``CUDAError``, which has no public name."""
     try:
         kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):
@@ -130,9 +127,7 @@ def _error(error: OutOfMemoryError) -> Exception:
 
 
 def buffer(memory: Memory, stream: StreamLike) -> Any:
-    """A cuda.core buffer over memory, which the buffer keeps alive.
-
-    :func:`memory` is the reverse.
+    """Make a buffer of cuda.core over memory, which the buffer keeps alive. :func:`memory` does the reverse.
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped.
@@ -143,5 +138,5 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:
-    """A cuda.core buffer as memory for ``stream``; see :func:`borrow`."""
+    """Return a buffer of cuda.core as memory for ``stream``; see :func:`borrow`."""
     return borrow(buffer, stream, lender=lender)

@@ -1,4 +1,4 @@
-"""Bridge to CuPy: its allocations from pools of streamalloc, and CuPy arrays over memory."""
+"""Bridge to CuPy: allocations from pools of streamalloc, and arrays of CuPy over memory."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 class CuPyHandles(Bridge):
-    """CuPy's own ``MemoryAsyncPool`` over the handles of the pools.
+    """Bridge with CuPy's own ``MemoryAsyncPool`` over the handles of the pools.
 
-    CuPy makes the pools current and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default:
-    never release). It does so on every device, even for the current pools of devices without a source. :meth:`stop`
+    CuPy makes the pools current, and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default:
+    never release). It does so on each device, also with the current pools of devices without a source. :meth:`stop`
     restores the current pools and their thresholds.
 
-    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), which invalidates no capture. Memory
-    that is allocated on a captured stream, as inside ``torch.cuda.graph``, belongs to the graph; on other streams it is
-    ordinary memory. CuPy frees in the thread's own mode: dropping an array of another stream invalidates a capture in
-    global mode. :class:`CuPyCallback` has no such limit.
+    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no capture. On
+    a captured stream, as inside ``torch.cuda.graph``, the memory belongs to the graph; on other streams it is ordinary.
 
-    If an array is dropped after its CuPy stream, CuPy frees it on the current stream, as in its own pools. An array of
-    a default stream is freed on the default stream of the current device. :class:`CuPyCallback` has no such limits.
+    It has these limits, and :class:`CuPyCallback` has not:
+
+    * CuPy frees in the thread's own capture mode. Dropping an array of another stream invalidates a capture in global
+      mode.
+    * If an array is dropped after its stream, CuPy frees it on the current stream, as in its own pools.
+    * An array of a default stream is freed on the default stream of the current device.
     """
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -76,7 +78,7 @@ class CuPyHandles(Bridge):
 
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Allocate in relaxed capture mode."""
+    """Return ``malloc`` in relaxed capture mode."""
     exchange = sources.exchange
 
     def allocate(nbytes: int) -> Any:
@@ -85,15 +87,15 @@ def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable
             _, mode = exchange(RELAXED)
             return malloc(nbytes)
         finally:
-            exchange(mode or GLOBAL)  # None if the driver refused the change
+            exchange(mode or GLOBAL)  # The mode is None if the driver has refused the change.
 
     return allocate
 
 
 class CuPyCallback(Bridge):
-    """CuPy calls Python for each allocation, which is made on CuPy's current stream.
+    """Bridge by which CuPy calls Python for each allocation, on CuPy's current stream.
 
-    :func:`use` makes it for ``callbacks=True`` and for allocators that are no pools.
+    :func:`use` makes it with ``callbacks=True``, and for allocators that are no pools.
     """
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -110,7 +112,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
 
     def allocate(nbytes: int) -> Any:
         stream, ordinal = get_stream(), get_device()
-        # A stream that CuPy did not make may be destroyed while its object lives.
+        # CuPy's object does not keep the handle valid if CuPy has not made the stream.
         owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
         try:
             memory = take(nbytes, ordinal, stream.ptr, stream if owned else None)
@@ -129,7 +131,7 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """A CuPy array over memory, which the array keeps alive.
+    """Make an array of CuPy over memory, which the array keeps alive.
 
     Parameters
     ----------
@@ -154,5 +156,5 @@ def array(
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """A CuPy array as memory for ``stream``. The lender is CuPy's current stream; see :func:`borrow`."""
+    """Return an array of CuPy as memory for ``stream``. The lender is CuPy's current stream; see :func:`borrow`."""
     return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

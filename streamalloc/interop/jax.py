@@ -1,4 +1,4 @@
-"""JAX arrays over memory of streamalloc, and JAX arrays as memory. JAX has no interface for an allocator."""
+"""Arrays of JAX over memory of streamalloc, and as memory. JAX has no interface for allocators."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["array", "memory"]
 
 
 def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> Any:
-    """A JAX array over memory, which the array keeps alive.
+    """Make an array of JAX over memory, which the array keeps alive.
 
-    JAX's stream waits for the work queued on the memory's stream. JAX treats arrays as immutable: do not write to the
+    JAX's stream waits for the work queued on the memory's stream. To JAX arrays are immutable, so do not write to the
     memory after this call.
 
     Parameters
@@ -36,5 +36,5 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """A JAX array as memory for ``stream``. Do not write to it. See :func:`borrow`."""
+    """Return an array of JAX as memory for ``stream``. Do not write to it. See :func:`borrow`."""
     return borrow(array, stream)

@@ -1,8 +1,8 @@
-"""Arrays shared with another library, in stream order.
+"""Loans: memory that is shared with another library as an array, in stream order. The host never waits.
 
-*Lent*: a library uses memory of streamalloc as an array. The library's stream waits for the memory's stream. When the
-array is dropped, the memory's stream waits for the library's stream. *Borrowed*: streamalloc uses a library's array as
-memory, and the streams wait in the opposite direction. The host never waits.
+* :class:`Lent`: a library uses memory of streamalloc. First the library's stream waits for the memory's stream. When
+  the array is dropped, the memory's stream waits for the library's.
+* :class:`Borrowed`: streamalloc uses a library's array. The streams wait the other way round.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ _CUDA = 2
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Return memory as a typed view: with the given type and shape, or those of a typed view, or as bytes."""
+    """Return memory as a typed view. Without type and shape it has those of a typed view, else it is bytes."""
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
 
 
 class _End(Deferred):
-    """End of a use: ``then`` waits for the work that ``user`` has queued, before what was used is released.
+    """End of a loan: the stream ``then`` waits for the work of the stream ``user``, and what was lent is released.
 
-    ``user`` None: for the work of all known streams. ``then`` None: the release waits until that work is done.
+    Without ``user`` it waits for the work of all known streams. Without ``then`` the release waits until the work is
+    done.
     """
 
     __slots__ = ("_kept", "_session", "_use", "then", "thread", "user")
@@ -66,7 +67,7 @@ class _End(Deferred):
         self.user = user
         self.then = then
         self.thread: int | None = None
-        """Number of the thread that ended the use. Set if ``then`` may be used only on that thread."""
+        """Thread that has ended the loan; None if each thread may make ``then`` wait."""
         self._use: Fence | None = None
 
     def attempt(self) -> bool:
@@ -80,16 +81,16 @@ class _End(Deferred):
         return True
 
     def _ordered(self, use: Fence, then: Stream) -> bool:
-        # This works even while the library captures its stream.
+        # Also while the library captures its stream.
         return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 
 
 class Lent(TypedView[Any]):
-    """Memory that a library uses as an array, and keeps alive.
+    """Memory that a library uses as an array. The array keeps it alive.
 
-    ``user`` is the library's stream, which at once waits for the memory's stream. None: the library passes its stream
-    to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the array is
-    dropped.
+    ``user`` is the library's stream, which waits for the memory's stream at once. Without it the library passes its
+    stream to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the array
+    is dropped.
     """
 
     __slots__ = ("_end",)
@@ -97,15 +98,15 @@ class Lent(TypedView[Any]):
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
         self._end = _End(view, self._session, None, self.stream)
-        # The queue has the end, so that the memory is not freed too early if a signal handler raises in __del__.
+        # The queue keeps the end. If a signal handler raised in __del__, the memory would otherwise be freed too early.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
-            # A default stream's handle names the stream of the current device.
+            # The handle of a default stream means that of the current device.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
             self._end.user = ordered
-            # Notify the listener, because no driver call shows accesses by the library's kernels.
+            # Tell a checker, because no driver call shows what the library's kernels use.
             self.used(ordered, write=False)
         work(self._session)
 
@@ -115,7 +116,7 @@ class Lent(TypedView[Any]):
         return self._at
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """As for any memory; the library's stream is the one passed to ``__dlpack__``."""
+        """Do as for any memory, and take the stream that is passed to ``__dlpack__`` as the library's."""
         part = super()._ordered_part(stream, dl_device, copy)
         if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
@@ -125,22 +126,22 @@ class Lent(TypedView[Any]):
         end = getattr(self, "_end", None)
         if end is not None and self._session.usable:
             queue_behind(self.stream, end)
-            # If possible end the loan now, so that the memory can be freed as soon as its buffer is dropped.
+            # End the loan now if that is possible: then the memory is freed as soon as its buffer is dropped.
             settle(self.stream, end, end.user)
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
 
 
-# numpy's kind by DLPack's type code. Types that numpy lacks become bytes.
+# NumPy's kinds of types by DLPack's codes. Types that NumPy lacks become bytes.
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
 class Borrowed(Memory, Closes):
-    """An array of another library as memory; made by :func:`borrow`.
+    """Array of another library as memory; made by :func:`borrow`.
 
     Operations are queued on :attr:`stream`, which waits for the library's work. :meth:`close`, or dropping the object,
-    makes the library's stream wait for :attr:`stream` and releases the array. Without a ``lender`` the array is kept
+    makes the library's stream wait for :attr:`stream`, and releases the array. Without a ``lender`` the array is kept
     until the work of :attr:`stream` is done.
     """
 
@@ -152,11 +153,11 @@ class Borrowed(Memory, Closes):
     owner: Any
     """The library's array; None after :meth:`close`."""
     location: MemLocation
-    """The device that has the memory, or the host for pinned memory that devices reach."""
+    """Device with the memory, or host for pinned memory."""
     managed: bool
     """Whether the driver migrates the memory between devices and host."""
     device_accessible: bool = True
-    """True: devices reach the memory."""
+    """True: a device can use the memory."""
     nbytes: int
     """Size in bytes."""
     dtype: np.dtype[Any]
@@ -172,7 +173,8 @@ class Borrowed(Memory, Closes):
         self.location = place.location or stream.device.location
         self.managed = place.managed
         self._end = _End((self._keep, array), self._session, stream, lender)
-        # The queue has the end, so that the array is not released too early if a signal handler raises in __del__.
+        # The queue keeps the end. If a signal handler raised in __del__, the array would otherwise be released too
+        # early.
         deferred_queue(self._session).end_with(self, self._end)
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
@@ -265,7 +267,7 @@ def borrow(
 def _taken(
     array: Any, stream: Stream, lender: Stream | None
 ) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Residence]:
-    """Address, type, shape, owner and place of an array. ``stream`` waits for the array's contents."""
+    """Return address, type, shape, owner and place of an array, and make ``stream`` wait for its contents."""
     check_driver(sys.modules.get(type(array).__module__.partition(".")[0]), session_of(stream))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()
@@ -294,7 +296,7 @@ def _taken(
             "host memory, freed memory, or memory of another driver; copy_from and copy_to take host arrays as they are"
         )
     if found.stream is not None:
-        # The handle of a default stream names that of the array's device.
+        # The handle of a default stream means that of the array's device.
         ordinal = where.ordinal
         device = stream.device if ordinal is None else Device(ordinal, driver=session.driver)
         stream.wait(Stream.of_handle(device, found.stream, array))

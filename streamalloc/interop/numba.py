@@ -1,7 +1,7 @@
-"""Bridge to Numba: its device arrays from pools of streamalloc, and device arrays over memory.
+"""Bridge to Numba: allocations from pools of streamalloc, and device arrays over memory.
 
-With the environment variable ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` Numba allocates from the devices'
-current pools.
+With ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` in the environment Numba allocates from the current pools
+of the devices, without a call of :func:`use`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ def use(*sources: AllocatorSource) -> Bridge:
 
 
 class NumbaCallback(Bridge):
-    """Replaces Numba's memory manager.
+    """Bridge that replaces Numba's memory manager. :func:`use` makes it.
 
-    :func:`use` makes it.
+    Numba does not tell which stream will use the memory. So memory is allocated on the legacy default stream, before
+    the work of Numba's streams, which are blocking. A non-blocking stream of another library must wait for that stream.
 
-    Numba does not pass the stream that will use the memory. The memory is allocated on the legacy default stream, which
-    orders it before work on Numba's streams. A non-blocking stream of another library must wait for that stream.
-
-    Memory that Numba drops is freed after the work of all blocking streams and of all streams that this library knows;
-    the host does not wait. Small arrays are freed in batches: at 64 arrays or 1 MiB per device, when the host
-    synchronises, when memory runs out, and at :meth:`stop`. The free is deferred while one of the streams is captured.
+    Memory that Numba drops is freed after the work of all blocking streams, and of all streams that this package knows.
+    The host does not wait. Small arrays are freed in batches: at 64 arrays or 1 MiB of a device, when the host
+    synchronises, when memory runs out, and at :meth:`stop`. While one of these streams is captured, the free is
+    deferred.
     """
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -78,23 +77,23 @@ class NumbaCallback(Bridge):
 
 
 def _contexts(devices: Any) -> list[Any]:
-    """The contexts that Numba has made; each has its own memory manager."""
+    """Return the contexts that Numba has made. Each has a memory manager of its own."""
     return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
 
 
 def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
-    """Create a class of memory managers for Numba. ``sources_of`` returns the sources for a Numba context."""
+    """Make a class of memory managers for Numba. ``sources_of`` returns the sources for a context of Numba."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
 
     class Manager(base):  # type: ignore[misc]
-        """Memory manager that allocates device memory from the sources, and leaves pinned host memory to Numba."""
+        """Memory manager that allocates device memory from the sources. Pinned host memory is Numba's own."""
 
         interface_version = 1
 
         def initialize(self) -> None:
-            """Part of Numba's interface; does nothing."""
+            """Do nothing. Numba calls it."""
 
         def memalloc(self, size: int) -> Any:
             """Allocate device memory on the legacy default stream."""
@@ -119,7 +118,7 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
             )
 
         def get_memory_info(self) -> Any:
-            """Free and total bytes of the device; memory that pools reserve counts as used."""
+            """Return free and total bytes of the device. What pools reserve counts as used."""
             info = sources_of(self.context).device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 
@@ -133,7 +132,7 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """A Numba device array over memory, which the array keeps alive.
+    """Make a device array of Numba over memory, which the array keeps alive.
 
     Parameters
     ----------
@@ -153,13 +152,13 @@ def array(
     """
     numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
-    # Without the entry "stream", because with it Numba would synchronise the host.
+    # Without the entry "stream", for which Numba would make the host wait.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
     return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
 
 
 def memory(array: Any, stream: Stream) -> Borrowed:
-    """A Numba device array as memory for ``stream``. The lender is the legacy default stream.
+    """Return a device array of Numba as memory for ``stream``. The lender is the legacy default stream.
 
     :doc:`/docs/guides/interop` has a program.
     """
@@ -167,7 +166,7 @@ def memory(array: Any, stream: Stream) -> Borrowed:
 
 
 def _drop(held: list[Memory]) -> None:
-    """Free memory when Numba's finaliser drops it, on any thread and even at process exit."""
+    """Free memory that Numba has dropped. Numba calls it on any thread, also at the exit of the process."""
     memory = held.pop()
     if isinstance(memory, Buffer):
         dropped_of(session_of(memory)).add(memory)
@@ -181,5 +180,5 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _current(ordinal: int) -> Sources:
-    """Sources for Numba's variable: for each device the pool that is current at Numba's first allocation."""
+    """Return the sources for Numba's environment variable: the pool that is current at the first allocation."""
     return Sources([MemoryPool.current(Device(ordinal))])

@@ -1,4 +1,4 @@
-"""Whether communication libraries can register a buffer, according to the driver's information about its addresses."""
+"""Registration of memory with communication libraries: which can use it, as far as the driver's attributes tell."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer for one library. True as a condition if the library can use the memory.
+    """Answer for one library. True as a condition if the library can use the memory.
 
     The fields of :class:`Registration`, which :func:`registration` returns.
     """
 
     accepted: bool
-    """True if the library can register or send the memory."""
+    """Whether the library can register or send the memory."""
     how: str
-    """Mechanism that the library would use; empty if not accepted."""
+    """Mechanism that the library would use; empty for a refusal."""
     why: str = ""
-    """Reason for a refusal or a loss, and a remedy."""
+    """Reason for a refusal or for a slower way, and the remedy."""
 
     def __bool__(self) -> bool:
         return self.accepted
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The result of :func:`registration`: an answer for each library, with the reason. Prints as a table."""
+    """Answers for all libraries, which :func:`registration` returns. ``print`` shows them as a table."""
 
     ipc: Answer
     """Other processes: :func:`streamalloc.ipc.share`."""
@@ -64,9 +64,9 @@ class Registration:
     handle_types: MemHandleType
     """Handle types of the pool, or of all the mappings."""
     gpu_direct_rdma: bool
-    """True if PCIe devices can access it without DMA-BUF (nvidia-peermem)."""
+    """Whether PCIe devices can access the memory without DMA-BUF (nvidia-peermem)."""
     legacy_ipc: bool
-    """True if ``cuIpcGetMemHandle`` gives a handle."""
+    """Whether ``cuIpcGetMemHandle`` gives a handle."""
 
     def __str__(self) -> str:
         rows = [(field.name, str(getattr(self, field.name))) for field in fields(self)]
@@ -111,7 +111,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     types, rdma, count = known.handle_types, known.gpu_direct_rdma, 1
     with device.current():
         if mapped:
-            # Attributes may differ between mappings, so each mapping is queried.
+            # The attributes of one mapping may differ from those of the next, so each one is queried.
             count, at = 0, address
             while at < address + nbytes:
                 base, size = (int(value) for value in session.call("cuMemGetAddressRange", at))
@@ -130,7 +130,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
 
 
 def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
-    """The answer for a DMA-BUF of the pages that contain the memory."""
+    """Return the answer for a DMA-BUF of the pages that contain the memory."""
     start = address // _PAGE * _PAGE
     size = -(-(address + nbytes - start) // _PAGE) * _PAGE
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -156,7 +156,7 @@ _SEVERAL = (
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
-    """The answer for each library, from the first rule that applies."""
+    """Return the answer for each library: that of the first rule that applies."""
     in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
     several = _SEVERAL.format(mappings) if mappings > 1 else ""

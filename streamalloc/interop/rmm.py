@@ -1,4 +1,4 @@
-"""Bridge to RMM: device memory resources over pools and other allocators of streamalloc."""
+"""Bridge to RMM: memory resources over pools and other allocators of streamalloc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources,
 
 __all__ = ["resource", "use"]
 
-# Never freed: RMM keeps raw pointers to resources and callbacks, and does not report their last use.
+# Resources that are never freed: RMM keeps raw pointers to them and their callbacks, and does not tell their last use.
 _kept: list[object] = []
 
 
@@ -35,27 +35,24 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
-    """A device memory resource of RMM over a pool or another allocator; never freed.
+    """Make a device memory resource of RMM over a pool or another allocator. It is never freed.
 
     :func:`use` sets it on each device.
 
-    For a pool this is a ``CudaAsyncViewMemoryResource``, whose allocations run no Python code. For any other allocator,
-    or with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out, RMM raises ``MemoryError``.
+    For a pool it is a ``CudaAsyncViewMemoryResource``, whose allocations run no Python code. For another allocator, or
+    with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out, RMM raises ``MemoryError``.
     """
     sources = Sources([source])
     return _resource(sources, next(iter(sources.by_device)), callbacks)
 
 
 class RMMBridge(Bridge):
-    """Replaces RMM's resource of each device.
-
-    :func:`use` makes it.
-    """
+    """Bridge that replaces RMM's resource of each device. :func:`use` makes it."""
 
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         super().__init__(sources, callbacks)
         self.resources: dict[int, Any] = {}
-        """RMM's resources by device ordinal, from the first start on."""
+        """Resources of RMM by device ordinal, from the first start on."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         mr = library("rmm", self.sources.session).mr
@@ -81,7 +78,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
     take, release = ledger.allocate, ledger.free
 
-    # RMM propagates exceptions of allocate(), and OutOfMemoryError is a MemoryError. deallocate() must not raise.
+    # What allocate() raises comes out of RMM's call; OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
         return take(nbytes, ordinal, stream.__cuda_stream__()[1])
 

@@ -1,12 +1,12 @@
 """Bridge to PyTorch: a ``torch.cuda.MemPool`` over pools of streamalloc, and tensors over memory.
 
-PyTorch allocates segments from the bridge and places its tensors in them, so it rarely calls the bridge. Its
-statistics, snapshots and graph captures work as usual. PyTorch frees the segments without a tensor at
-:meth:`TorchBridge.trim`, and when the bridge is closed.
+PyTorch allocates segments from the bridge and puts its tensors into them, so it calls the bridge rarely. Its
+statistics, snapshots and graph captures work as usual. It frees segments without a tensor at :meth:`TorchBridge.trim`,
+and when the bridge is closed.
 
-PyTorch frees segments with its allocator locked. A Python callback would then wait for the GIL, while another thread
-may hold the GIL and wait for that lock to drop a tensor. So the free function does nothing. Freed segments are found by
-comparing PyTorch's snapshots (:func:`_return_segments`).
+PyTorch frees segments while it holds its allocator's mutex. A Python callback would wait for the GIL, and another
+thread may hold the GIL and wait for the mutex, to drop a tensor: a deadlock. So the free function does nothing. The
+segments that PyTorch has freed are found by comparing its snapshots (:func:`_return_segments`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _RELEASE_LOCK = "release_lock_on_cudamalloc"
 def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     """Make PyTorch allocate the tensors of this thread from ``sources``.
 
-    Other threads, including those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at
-    a time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
-    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. If bridges are nested, the innermost is active.
+    Other threads, also those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at a
+    time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
+    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. Of nested bridges the innermost is active.
 
     Parameters
     ----------
@@ -74,13 +74,12 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
 
 
 class TorchBridge(Bridge):
-    """A ``torch.cuda.MemPool`` for each device, over pools of streamalloc.
+    """Bridge with a ``torch.cuda.MemPool`` for each device, over pools of streamalloc. :func:`use` makes it.
 
-    :func:`use` makes it.
+    :meth:`stop` ends the routing, and :meth:`start` begins it again. :meth:`close` frees the cached segments, too.
 
-    :meth:`stop` ends the routing, and :meth:`start` begins it again; :meth:`close` also frees the cached segments.
-    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's lock while the
-    callback waits for the GIL. It would deadlock with a thread that holds the GIL and drops a tensor.
+    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's mutex while the
+    callback waits for the GIL, and deadlocks with a thread that holds the GIL and drops a tensor.
     """
 
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
@@ -99,13 +98,13 @@ class TorchBridge(Bridge):
 
     @property
     def segments(self) -> int:
-        """Number of segments that PyTorch has allocated by callbacks and not freed."""
+        """Number of segments that PyTorch has allocated from the bridge and not freed."""
         _return_segments()
         return 0 if self._functions is None else len(self._functions.ledger)
 
     @property
     def refusal(self) -> OutOfMemoryError | None:
-        """The last failed allocation's error, with pool statistics that PyTorch's error lacks."""
+        """Error of the last failed allocation, with the statistics of the pool, which PyTorch's error lacks."""
         return None if self._functions is None else self._functions.refusal
 
     def _prepare(self) -> Any:
@@ -125,7 +124,7 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts if the pool of a dropped bridge ends while the pool is in use.
+                # PyTorch aborts if a pool ends while it is in use, as that of a dropped bridge may.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -133,10 +132,10 @@ class TorchBridge(Bridge):
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
-        """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also blocks of the same bridge."""
+        """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also those of one bridge."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # PyTorch uses the first of several active pools, so the outer pool is left while this one is active.
+        # Of several active pools PyTorch takes the first. So leave the outer one in the block.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -152,18 +151,17 @@ class TorchBridge(Bridge):
                 routes[-1].enter()
 
     def trim(self) -> int:
-        """Return the segments without tensors to the sources, even if other segments have tensors. Returns the number
-        of bytes.
+        """Give the segments without tensors back to the sources, also those of ended bridges. Return their bytes.
 
-        Segments of ended bridges are included. Later tensors get new segments. It calls ``torch.cuda.empty_cache()``,
-        which also frees PyTorch's own cache. Segments of a pool that a captured graph uses are not returned.
+        Later tensors get new segments. The call ``torch.cuda.empty_cache()`` in it frees PyTorch's own cache, too.
+        Segments of a pool that a captured graph uses stay.
 
-        Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+        Do not call this during a capture or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
 
         Raises
         ------
         InUseError
-            Another thread is allocating from a bridge: PyTorch would abort the process.
+            Another thread allocates from a bridge: PyTorch would abort the process.
         """
         torch = self._prepare()
         with unrouted():
@@ -176,8 +174,9 @@ class TorchBridge(Bridge):
             return before + _return_segments()
 
     def renew(self) -> None:
-        """Make later tensors use new segments. A present segment returns to its source when its tensors are dropped and
-        PyTorch's cache is emptied. A pool that a captured graph uses stays.
+        """Give later tensors new segments, in new pools of PyTorch. A pool that a captured graph uses stays.
+
+        A present segment goes back to its source once its tensors are dropped and PyTorch's cache is emptied.
         """
         torch = self._prepare()
         unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
@@ -185,14 +184,14 @@ class TorchBridge(Bridge):
         _ended.extend(unused.values())
 
     def close(self) -> None:
-        """Stop, and make PyTorch free its segments.
+        """Stop, and let PyTorch free its segments.
 
         Segments with tensors stay until these are dropped and :meth:`trim` of any bridge is called. Inside another
-        bridge the segments are freed when that bridge is stopped. If some are left, ``torch.cuda.empty_cache()`` is
+        bridge the segments are freed when that one is stopped. If some are left, ``torch.cuda.empty_cache()`` is
         called.
 
-        Do not call this while a graph is captured or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
-        PyTorch's cuBLAS workspaces are tensors too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
+        Do not call this during a capture or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+        PyTorch's workspaces for cuBLAS are tensors, too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
         """
         self.stop()
         pools, self.pools = self.pools, {}
@@ -208,12 +207,12 @@ class TorchBridge(Bridge):
 
 
 def asleep(tag: str, groups: Iterable[SleepGroup]) -> bool:
-    """Whether memory of a tag is asleep. PyTorch may then place no tensors there."""
+    """Whether memory of a tag is asleep. PyTorch must put no tensors there then."""
     return any(one == tag and buffer.evicted for group in groups for buffer, one in group.buffers.items())
 
 
 def prepare(groups: Iterable[SleepGroup]) -> None:
-    """Release what PyTorch has freed, before the buffers of these groups sleep or wake.
+    """Release what PyTorch has freed, before buffers of these groups sleep or wake.
 
     Raises
     ------
@@ -231,7 +230,7 @@ def prepare(groups: Iterable[SleepGroup]) -> None:
 
 
 class _Route:
-    """Routing of this thread's allocations to PyTorch pools."""
+    """Routing of the allocations of a thread to pools of PyTorch."""
 
     def __init__(self, torch: Any, pools: dict[int, Any]) -> None:
         self._torch = torch
@@ -248,11 +247,13 @@ class _Route:
         _active.discard(self)
 
 
-# Active routes of all threads, pools of closed bridges, and callbacks of all bridges. Callbacks are never freed.
+# Active routes of all threads; pools of closed bridges, until they can be released; callbacks of all bridges, which
+# PyTorch may call until the process ends.
 _active: set[_Route] = set()
 _ended: list[Any] = []
 _made: list[Callbacks] = []
-# Lock held while a snapshot is taken and used, and the number of the latest snapshot. An older one lacks new segments.
+# Lock that is held while a snapshot is taken and used, and the number of the last snapshot. An older one lacks new
+# segments, which would be taken for freed ones.
 _snapshots = RLock()
 _latest = [0]
 
@@ -272,7 +273,7 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Allocate from PyTorch's own memory on this thread in a ``with`` block, in a pool that ends with the block."""
+    """Allocate on this thread from PyTorch's own memory in a ``with`` block, in a pool that ends with the block."""
     cuda = library("torch").cuda
     with unrouted():
         pool = _immortal(cuda.MemPool())
@@ -286,11 +287,11 @@ def plain() -> Iterator[None]:
 
 
 def collect() -> int:
-    """Return the segments that PyTorch has freed to the sources, and release the pools of closed bridges; returns the
-    number of bytes.
+    """Give the segments that PyTorch has freed back to the sources, and release the pools of closed bridges. Return the
+    bytes.
 
-    While a route is active no pool is released, because PyTorch would abort. A pool that a captured graph uses is not
-    released either.
+    While a route is active no pool is released, because PyTorch would abort. A pool that a captured graph uses stays,
+    too.
     """
     freed, kept = _return_segments(), list[Any]()
     if not _ended or _active:
@@ -308,10 +309,10 @@ def collect() -> int:
 
 
 def _return_segments() -> int:
-    """Free the segments that PyTorch has freed, of all bridges; return their size in bytes.
+    """Free the memory of segments that PyTorch has freed, of all bridges. Return their bytes.
 
-    A segment that was never in a snapshot may be one that PyTorch is allocating. So only segments of an earlier
-    snapshot are freed.
+    These are the segments of an earlier snapshot that the present one lacks. One that was in no snapshot yet may be a
+    segment that PyTorch is allocating now.
     """
     if not any(callbacks.ledger for callbacks in _made):
         return 0
@@ -319,25 +320,26 @@ def _return_segments() -> int:
         _latest[0] += 1
         mine = _latest[0]
         there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
-        # If the numbers differ, a signal handler took a later snapshot meanwhile, and freed the segments.
+        # If the numbers differ, a signal handler has taken a later snapshot meanwhile, and has freed the segments.
         return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
 def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
-    """Release the memory of segments without tensors in the active pool, whose addresses stay; return the bytes.
+    """Release the memory of segments without tensors in the active pool, and keep their addresses. Return the bytes.
 
-    PyTorch keeps such segments for later tensors, also when memory runs out, as long as the pool is in use. So that it
-    places no tensor there any more, one tensor takes each segment until the pool ends. Only for groups that sleep.
+    PyTorch keeps such segments for later tensors while the pool is in use, even when memory runs out. It must put no
+    tensor there any more. So a tensor takes the whole segment until the pool ends. Only for groups that sleep.
     """
     torch, routes = library("torch"), vars(_routes).get("all", [])
     group = getattr(ledger.sources.by_device.get(ordinal), "group", None)
     if group is None or not routes or torch.cuda.is_current_stream_capturing():
         return 0
     pool, nbytes = routes[-1]._pools[ordinal], 0
-    if pool.use_count() > 2:  # a pool of a captured graph, whose memory may have no tensors, or of another thread
+    # A captured graph uses the pool, perhaps memory without tensors, or another thread does.
+    if pool.use_count() > 2:
         return 0
     tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}
-    _routes.stripping = True  # `_allocate` refuses new segments meanwhile
+    _routes.stripping = True  # `_allocate` refuses new segments meanwhile: the tensors must take old ones.
     try:
         for segment in torch.cuda.memory_snapshot(include_traces=False):
             if segment["allocated_size"] or segment["stream"] != handle or segment["address"] not in tags:
@@ -359,11 +361,11 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 _taken: dict[object, list[Any]] = {}
 """Tensors in segments without memory, by the ids of their pools."""
 _routes = threading.local()
-"""Routes of a thread, outermost first (``all``), and whether the thread runs :func:`_strip` (``stripping``)."""
+"""For each thread: its routes, outermost first (``all``), and whether it is in :func:`_strip` (``stripping``)."""
 
 
 class Callbacks:
-    """Allocation and free functions, which PyTorch calls from C++ on any thread. They never raise."""
+    """Functions that PyTorch calls from C++, on any thread, to allocate and to free. They never raise."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Ledger = ledger
@@ -371,12 +373,12 @@ class Callbacks:
         """Error of the last failed allocation."""
         self._function = _ALLOCATE(self._allocate)
         self._seen: set[int] = set()
-        """Addresses of segments in earlier snapshots."""
+        """Addresses of this bridge's segments in the last snapshot."""
         _made.append(self)
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the two functions; the free function takes no lock and does nothing."""
+        """Addresses of the two functions. The one that frees takes no lock and does nothing."""
         functions = self._function, ctypes.pythonapi.Py_IsInitialized
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
@@ -385,7 +387,7 @@ class Callbacks:
             return 0
         address = 0
         try:
-            # PyTorch allocates segments during captures, too. They must not become graph memory.
+            # PyTorch allocates segments during captures, too. These must not belong to the graph.
             with self.ledger.sources.session.relaxed():
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
@@ -395,7 +397,7 @@ class Callbacks:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
         except OutOfMemoryError as error:
-            self.refusal = error.with_traceback(None)  # its frames would keep their memory
+            self.refusal = error.with_traceback(None)  # The frames of the traceback would keep tensors alive.
         except BaseException as error:
             _report(error, self._allocate)
         if address:
@@ -403,7 +405,7 @@ class Callbacks:
         return 0  # PyTorch raises its own out-of-memory error.
 
     def free_gone(self, there: set[int]) -> int:
-        """Free the segments that an earlier snapshot had and this one lacks, and return their bytes."""
+        """Free the segments that the last snapshot had and this one lacks. Return their bytes."""
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}
         return sum(map(self._free, gone))
@@ -417,7 +419,7 @@ class Callbacks:
 
 
 def _interrupt_soon() -> None:
-    """Raise KeyboardInterrupt in the main thread, after the present C code has returned."""
+    """Raise ``KeyboardInterrupt`` in the main thread, once its present C code has returned."""
     time.sleep(0.002)
     _thread.interrupt_main()
 
@@ -425,7 +427,7 @@ def _interrupt_soon() -> None:
 def _report(error: BaseException, where: object) -> None:
     """Report an exception that cannot propagate into C code."""
     if isinstance(error, KeyboardInterrupt):
-        # Do not wait until the thread has started: the interrupt would then come inside the C code.
+        # Not by threading.Thread, whose start() waits for the thread: the interrupt would come before C code is left.
         _thread.start_new_thread(_interrupt_soon, ())
         return
     details = SimpleNamespace(
@@ -435,7 +437,7 @@ def _report(error: BaseException, where: object) -> None:
 
 
 def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """A tensor over memory, which the tensor keeps alive.
+    """Make a tensor over memory, which the tensor keeps alive.
 
     PyTorch's current stream waits for the work queued on the memory's stream. When the tensor is dropped, the memory's
     stream waits for that current stream. If other streams use the tensor, first make that stream wait for them.
@@ -461,13 +463,13 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
 
 
 def memory(tensor: Any, stream: StreamLike) -> Borrowed:
-    """A tensor as memory for ``stream``. The lender is PyTorch's current stream; see :func:`borrow`."""
+    """Return a tensor as memory for ``stream``. The lender is PyTorch's current stream; see :func:`borrow`."""
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
 
 
 class _Unmarked(BufferView):
-    """Memory exported without the read-only flag, because PyTorch refuses read-only memory."""
+    """View that DLPack exports without its read-only flag, because PyTorch refuses read-only memory."""
 
     def _read_only(self, on_host: bool) -> bool:
         return False
@@ -507,7 +509,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         for name, (begin, one) in parts.items():
             strides = None if one.is_contiguous() else tuple(one.stride())
             about[name] = Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), strides, begin)
-        first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type requires
+        first = min(one.offset for one in about.values()) // 16 * 16  # No type needs more alignment than 16 bytes.
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)
         if nbytes:
@@ -525,7 +527,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
     """Return PyTorch's settings of its allocator, and the function that sets all of them at once."""
-    # Before PyTorch 2.10 the settings cannot be read, so the settings of the environment are used.
+    # Before PyTorch 2.10 the settings cannot be read, so those of the environment count.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -548,7 +550,7 @@ def expandable() -> bool:
 def without_expandable() -> Iterator[None]:
     """Turn the option ``expandable_segments`` off in a ``with`` block."""
     settings, write = _settings(library("torch"))
-    # A bridge has set the option that releases the lock. Without that option callbacks would deadlock.
+    # The calls below set all settings. Without the option that releases the lock, callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"
     if _EXPANDABLE not in settings:
         yield
@@ -561,6 +563,6 @@ def without_expandable() -> Iterator[None]:
 
 
 def _immortal(thing: Any) -> Any:
-    """Keep an object until the process ends, even after the interpreter's shutdown, by an extra reference."""
+    """Keep an object until the process ends, also after the interpreter's finalization, by one reference more."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
