@@ -133,19 +133,19 @@ class TestExporter:
             lease._holds.clear()
 
     def test_the_last_slot_goes_to_one(self, owner: Owner) -> None:
-        found: list[Lease | None] = []
-        slot = (owner.exports.block(), 0)
+        found: list[list[Lease]] = []
+        block = owner.exports.block()
 
         def make() -> None:
             found.clear()
             owner.exports.leaving.clear()
-            owner.exports._free[:] = [slot]
+            block.free_slots[:] = [0]
 
         def take(_: None) -> None:
-            found.append(owner.exports._next_free())
+            found.append(owner.exports._next_free(1))
 
         for _ in interleaved(Exports._next_free, make, take, take):
-            assert found.count(None) == 1
+            assert found.count([]) == 1
 
     def test_pools_are_shared_while_others_are_looked_through(self, owner: Owner) -> None:
         def make() -> list[sa.MemoryPool]:
@@ -268,7 +268,7 @@ class Settling(Deliveries):
         words: Any = SimpleNamespace(closing=SimpleNamespace(value=1))
         slot = Slot(0, nothing, theirs=words, value=1)
         self.unsent[slot] = None
-        self.consumers[ConsumerLink(nothing, {}, [], {slot: None})] = None
+        self.consumers[ConsumerLink(nothing, nothing, 0, [], {slot: None})] = None
         self.delivered: list[object] = []
 
     def _deliver(self, slot: Any) -> None:

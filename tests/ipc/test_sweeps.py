@@ -34,8 +34,9 @@ def check_slots(device: sa.Device) -> None:
     """No slot of a control block is given to two leases, once all that was shared has ended."""
     leases = exports_of(device._session)
     for _ in range(len(leases.leaving)):
-        leases._next_free()  # what has left is free, or leaves again
-    places = [*leases._free, *((one.block, one.slot) for one in leases.leaving)]
+        leases._next_free(1)  # what has left is free, or leaves again
+    free = [(block, slot) for block in leases.blocks for slot in block.free_slots]
+    places = [*free, *((one.block, one.slot) for one in leases.leaving)]
     assert len(places) == len(set(places))
 
 

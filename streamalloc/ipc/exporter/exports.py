@@ -59,7 +59,7 @@ from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_bytes
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import published, serve
-from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, ChunkHandle
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import pointer_attributes, raw_pool
@@ -415,9 +415,8 @@ class Exports:
         """Leases with memory that is not freed, kept alive here. If the collector finds a buffer and its lease in one
         cycle, only the buffer is finalised: its deferred free needs the lease, its holds and its slot.
         """
-        self._free: list[tuple[ControlBlock, int]] = []
         self._slots = RLock()
-        """Held while a slot is taken. A separate lock, because callers of :meth:`new_lease` may hold :attr:`lock` or
+        """Held while slots are taken. A separate lock, because callers of :meth:`new_leases` may hold :attr:`lock` or
         not.
         """
         self.endpoint: bytes = NOWHERE
@@ -445,25 +444,30 @@ class Exports:
 
     def new_lease(self) -> Lease:
         """Return a lease on a free slot."""
-        while (lease := self._next_free()) is None:
-            self._add_block()
-        return lease
+        return self.new_leases(1)[0]
 
-    def _next_free(self) -> Lease | None:
-        """Take a free slot. Returns None if there is none."""
+    def new_leases(self, count: int) -> list[Lease]:
+        """Return leases on free slots of one control block."""
+        while not (leases := self._next_free(count)):
+            self._add_block()
+        return leases
+
+    def _next_free(self, count: int) -> list[Lease]:
+        """Take free slots. Returns none if no control block has so many."""
         with self._slots:
             # The oldest slots become quiet first. Two checks per taken slot keep up with releases, and few slots in use
             # stay in the processor's cache.
-            checks = min(2, len(self.leaving))
+            checks = min(2 * count, len(self.leaving))
             if checks:
                 fence()
             for _ in range(checks):
                 lease = self.leaving.popleft()
                 if lease.quiet():
-                    self._free.append((lease.block, lease.slot))
+                    lease.block.free_slots.append(lease.slot)
                 else:
                     self.leaving.append(lease)
-            return Lease(self, *self._free.pop()) if self._free else None
+            block = next((block for block in self.blocks if len(block.free_slots) >= count), None)
+            return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
 
     def block(self) -> ControlBlock:
         """Return any control block of this process."""
@@ -475,7 +479,6 @@ class Exports:
         block = ControlBlock.create(self.session)
         published[block.id] = block.fd
         self.blocks.append(block)
-        self._free.extend([(block, slot) for slot in reversed(range(SLOTS))])
 
     def lease(self, buffer: Buffer) -> Lease:
         """Return the lease of a buffer, which frees the buffer from now on (``cuMemPoolExportPointer``)."""

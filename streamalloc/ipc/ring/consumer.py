@@ -14,10 +14,10 @@ from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedBuffer
-from streamalloc.ipc.importer.imports import Imports, imports_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
-from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
@@ -131,20 +131,22 @@ class RingConsumer(RingEnd):
         with undoing(channel.close):
             message = channel.receive(timeout=timeout)
             first = Introduction.of(message)
-            memory = open_shared(first.descriptor, message.handles[len(first.names) :], stream=stream, driver=driver)
+            fd, *handles = message.handles
+            memory = open_shared(first.descriptor, handles, stream=stream, driver=driver)
             with undoing(memory.close):
-                blocks = _attached(imports_of(self._session), first.names, message)
+                block = imports_of(self._session).control_block(first.block, lambda _: fd)
+                if block.fd is not fd:
+                    fd.close()
                 if not isinstance(memory, ImportedBuffer) or memory.nbytes < first.stride * len(first.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
                 self.slots: int = len(first.numbers)
                 self.slot_bytes: int = first.slot_bytes
                 self._memory = memory
                 self._items = [
-                    RingItem(memory, index, index * first.stride, blocks[block], number, stream is None)
-                    for index, (block, number) in enumerate(first.numbers)
+                    RingItem(memory, index, index * first.stride, block, number, stream is None)
+                    for index, number in enumerate(first.numbers)
                 ]
-                answered = answer([block.importer for block in blocks])
-                channel.send(answered, timeout=None if end is None else left(end))
+                channel.send(answer(block.importer), timeout=None if end is None else left(end))
                 self._open(_ConsumerEnding(channel, self._memory, self._items))
         self._session.shut_with_me(self)
 
@@ -339,15 +341,3 @@ class _ConsumerEnding(RingEnding):
                 # too.
                 item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)
-
-
-def _attached(imports: Imports, names: list[bytes], message: Message) -> list[ControlBlock]:
-    """Attach the control blocks of the slots. The buffer's block is attached already."""
-    blocks = []
-    for name, fd in zip(names, message.handles, strict=False):
-        block = imports.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]
-        assert block is not None
-        if block.fd is not fd:
-            fd.close()
-        blocks.append(block)
-    return blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections import deque
@@ -28,7 +29,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import Lock
 from streamalloc.formats.html import Row
 from streamalloc.ipc.exporter.exports import Lease, exports_of, hung_up
-from streamalloc.ipc.exporter.share import Shared, share
+from streamalloc.ipc.exporter.share import share
 from streamalloc.ipc.ring.protocol import (
     END,
     ITEM,
@@ -38,7 +39,7 @@ from streamalloc.ipc.ring.protocol import (
     RingEnd,
     RingEnding,
     SlotMemory,
-    importers_in,
+    importer_in,
 )
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.deadlines import deadline_after, left
@@ -145,8 +146,9 @@ class ConsumerLink:
     """The producer's record of a consumer."""
 
     channel: Channel
-    blocks: dict[ControlBlock, int]
-    """For each control block, the importer number of the consumer."""
+    block: ControlBlock
+    importer: int
+    """Importer number of the consumer on the control block."""
     words: list[ImporterWords]
     """Words that the consumer writes, by slot."""
     in_flight: dict[Slot, None] = field(default_factory=dict)
@@ -169,9 +171,7 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
     return [
         consumer
         for consumer in consumers
-        if consumer.channel.closed
-        or not all(block.importer_alive(importer) for block, importer in consumer.blocks.items())
-        or hung_up(consumer.channel)
+        if consumer.channel.closed or not consumer.block.importer_alive(consumer.importer) or hung_up(consumer.channel)
     ]
 
 
@@ -411,9 +411,12 @@ class RingProducer(RingEnd):
         self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
         with undoing(state.attempt):
             shared = share(buffer)
-            state.slots += [Slot(index, exports_of(self._session).new_lease()) for index in range(slots)]
-            self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
-            self._hello, self._handles = self._introduction(shared)
+            leases = exports_of(self._session).new_leases(slots)
+            state.slots += itertools.starmap(Slot, enumerate(leases))
+            self._block = block = leases[0].block
+            numbers = [lease.slot for lease in leases]
+            self._hello = Introduction(block.id, numbers, slot_bytes, stride, bytes(shared)).to_bytes()
+            self._handles: tuple[Fd, ...] = block.fd, *shared.fds
             state.free.extend(state.slots)
             self._open(state)
         self._session.shut_with_me(self._deliveries)
@@ -451,25 +454,13 @@ class RingProducer(RingEnd):
                 self._deliveries.consumers[consumer] = None
                 self._deliveries.deliver_unsent()
 
-    def _introduction(self, shared: Shared) -> tuple[bytes, tuple[Fd, ...]]:
-        """Return the first message to a consumer, and its handles: those of the control blocks, then that of the
-        buffer.
-        """
-        leases = [slot.lease for slot in self._deliveries.slots]
-        numbers = [(self._blocks.index(lease.block), lease.slot) for lease in leases]
-        names = [block.id for block in self._blocks]
-        first = Introduction(names, numbers, self.slot_bytes, self._deliveries.stride, bytes(shared))
-        return first.to_bytes(), (*(block.fd for block in self._blocks), *shared.fds)
-
     def _admitted(self, channel: Channel, answer: Message) -> ConsumerLink:
-        blocks = dict(zip(self._blocks, importers_in(answer.data, len(self._blocks)), strict=True))
-        for block, importer in blocks.items():
-            if importer >= IMPORTERS or not block.importer_alive(importer):
-                raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
-            block.watch_importer(importer)
-        leases = [slot.lease for slot in self._deliveries.slots]
-        words = [lease.block.importer_words(lease.slot, blocks[lease.block]) for lease in leases]
-        return ConsumerLink(channel, blocks, words)
+        block, importer = self._block, importer_in(answer.data)
+        if importer >= IMPORTERS or not block.importer_alive(importer):
+            raise ProtocolError(f"a ring's consumer says that it is importer {importer}, which is nobody")
+        block.watch_importer(importer)
+        words = [block.importer_words(slot.lease.slot, importer) for slot in self._deliveries.slots]
+        return ConsumerLink(channel, block, importer, words)
 
     # -- slots -----------------------------------------------------------------------------------------------
 

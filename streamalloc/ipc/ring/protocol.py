@@ -24,9 +24,8 @@ consumer has closed or died.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from typing_extensions import Self
@@ -49,26 +48,24 @@ PACKET = struct.Struct("<IIIIQ")
 ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 
-HELLO = struct.Struct("<6sHIIQQ")
-"""The producer's first message: magic, version, number of control blocks and slots, bytes of a slot, stride. Then
-follow the blocks' names, each slot's block and number, and the buffer's descriptor.
+HELLO = struct.Struct("<6sHIQQ16s")
+"""The producer's first message: magic, version, number of slots, bytes of a slot, stride, id of the control block. Then
+follow the number of each slot in the block, and the buffer's descriptor.
 """
-_NAME = struct.Struct("<16s")
-_NUMBER = struct.Struct("<HH")
+_NUMBER = struct.Struct("<H")
 ANSWER = struct.Struct("<6sHI")
-"""The consumer's answer: magic, version, number of control blocks. Then follow its importer numbers on the blocks."""
-_IMPORTER = struct.Struct("<I")
+"""The consumer's answer: magic, version, its importer number on the control block."""
 MAGIC = b"SAring"
-VERSION = 1
+VERSION = 2
 
 
 class Introduction(NamedTuple):
     """The producer's first message."""
 
-    names: list[bytes]
-    """Ids of the control blocks."""
-    numbers: list[tuple[int, int]]
-    """For each slot, the index of its control block and its number there."""
+    block: bytes
+    """Id of the control block."""
+    numbers: list[int]
+    """Number of each slot in the control block."""
     slot_bytes: int
     stride: int
     """Bytes from one slot to the next."""
@@ -76,43 +73,41 @@ class Introduction(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The message for consumers."""
-        head = HELLO.pack(MAGIC, VERSION, len(self.names), len(self.numbers), self.slot_bytes, self.stride)
-        return head + b"".join([*self.names, *itertools.starmap(_NUMBER.pack, self.numbers), self.descriptor])
+        head = HELLO.pack(MAGIC, VERSION, len(self.numbers), self.slot_bytes, self.stride, self.block)
+        return head + b"".join([*map(_NUMBER.pack, self.numbers), self.descriptor])
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
         """Parse a message; ``ProtocolError`` if it is not a producer's."""
         data = message.data
         try:
-            magic, version, blocks, slots, slot_bytes, stride = HELLO.unpack_from(data)
+            magic, version, slots, slot_bytes, stride, block = HELLO.unpack_from(data)
         except struct.error:
             magic = b""
         if magic != MAGIC:
             raise ProtocolError("this is not the first message of a ring's producer")
         if version != VERSION:
             raise ProtocolError(f"a ring of version {version}: this library supports version {VERSION}")
-        names_end = HELLO.size + blocks * _NAME.size
-        numbers_end = names_end + slots * _NUMBER.size
-        if not 1 <= blocks <= slots <= MOST_SLOTS or numbers_end > len(data) or len(message.handles) < blocks:
+        end = HELLO.size + slots * _NUMBER.size
+        if not 1 <= slots <= MOST_SLOTS or end > len(data) or not message.handles:
             raise ProtocolError("the first message of the ring's producer is inconsistent")
-        names = [name for (name,) in _NAME.iter_unpack(data[HELLO.size : names_end])]
-        numbers = [(block, number) for block, number in _NUMBER.iter_unpack(data[names_end:numbers_end])]
-        if any(block >= blocks or number >= SLOTS for block, number in numbers) or not 1 <= slot_bytes <= stride:
-            raise ProtocolError("a slot of the ring is in no control block, or has no size")
-        return cls(names, numbers, slot_bytes, stride, data[numbers_end:])
+        numbers = [number for (number,) in _NUMBER.iter_unpack(data[HELLO.size : end])]
+        if max(numbers) >= SLOTS or not 1 <= slot_bytes <= stride:
+            raise ProtocolError("a slot of the ring is not in the control block, or has no size")
+        return cls(block, numbers, slot_bytes, stride, data[end:])
 
 
-def answer(importers: Sequence[int]) -> bytes:
-    """Return a consumer's answer, with its importer numbers on the control blocks."""
-    return ANSWER.pack(MAGIC, VERSION, len(importers)) + b"".join(map(_IMPORTER.pack, importers))
+def answer(importer: int) -> bytes:
+    """Return a consumer's answer, with its importer number on the control block."""
+    return ANSWER.pack(MAGIC, VERSION, importer)
 
 
-def importers_in(data: bytes, count: int) -> list[int]:
-    """Return the ``count`` importer numbers of an answer; ``ProtocolError`` if it is not a consumer's answer."""
-    head, rest = data[: ANSWER.size], data[ANSWER.size :]
-    if head != ANSWER.pack(MAGIC, VERSION, count) or len(rest) != count * _IMPORTER.size:
+def importer_in(data: bytes) -> int:
+    """Return the importer number of an answer; ``ProtocolError`` if it is not a consumer's answer."""
+    importer = int.from_bytes(data[-4:], "little")
+    if data != answer(importer):
         raise ProtocolError("this is not the answer of a ring's consumer")
-    return [importer for (importer,) in _IMPORTER.iter_unpack(rest)]
+    return importer
 
 
 class SlotMemory(BufferView, Leaves):

@@ -208,6 +208,8 @@ class ControlBlock:
         """Bytes of the file whose locks a thread waits for."""
         self._expected: dict[tuple[int, int], None] = {}
         """Slot and value of each ``ready`` that streams of this process wait for."""
+        self.free_slots: list[int] = [*reversed(range(SLOTS))]
+        """Slots that the exporter may give to a lease."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of free marks, by kind."""
         self._mark_words: dict[tuple[str, int], Word] = {}

@@ -198,7 +198,8 @@ def end(partner: Partner, how: str) -> None:
 def words(leases: Any) -> int:
     """Number of free slots of boards."""
     leases.new_lease().release()
-    return int(len(leases._free) + sum(lease.quiet() for lease in leases.leaving))
+    free = sum(len(block.free_slots) for block in leases.blocks)
+    return int(free + sum(lease.quiet() for lease in leases.leaving))
 
 
 def state_there(there: There) -> Any:

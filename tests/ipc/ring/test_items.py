@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
@@ -285,11 +284,11 @@ class TestStrangers:
         [
             b"",
             b"hello",
-            ANSWER.pack(b"SAring", VERSION, 1),
-            ANSWER.pack(b"SAring", VERSION + 1, 1) + bytes(4),
-            ANSWER.pack(b"SAring", VERSION, 2) + bytes(8),
-            ANSWER.pack(b"SAring", VERSION, 1) + struct.pack("<I", 31),
-            ANSWER.pack(b"SAring", VERSION, 1) + struct.pack("<I", 1 << 31),
+            ANSWER.pack(b"SAring", VERSION, 0)[:-4],
+            ANSWER.pack(b"SAring", VERSION + 1, 0),
+            ANSWER.pack(b"SAring", VERSION, 0) + bytes(4),
+            ANSWER.pack(b"SAring", VERSION, 31),
+            ANSWER.pack(b"SAring", VERSION, 1 << 31),
         ],
     )
     def test_answers(self, ring: RingProducer, answer: bytes) -> None:
