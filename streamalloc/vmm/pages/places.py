@@ -358,16 +358,16 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses their pages. A parking that :meth:`clear` has made waits until
+    """Released places that wait for the work that uses their pages. A parking that :meth:`begin` has made waits until
     zeros are written to the pages.
 
-    :meth:`clear` parks the places anew before it queues the zeros. If the driver refuses a call or a signal handler
+    :meth:`begin` parks the places anew before it queues the zeros. If the driver refuses a call or a signal handler
     raises in between, the places still wait for the zeros that may have been queued. The new fence is recorded after
     the zeros. A fence before them would be done too early, and the zeros would overwrite what the next user writes.
     """
 
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
-        self._owner_places = owner
+        self._owner = owner
         self.before: Fence = fence if before is None else before
         """The work that uses the pages. The zeros are queued after it."""
         self.fence: Fence = fence
@@ -381,7 +381,7 @@ class Parking(Deferred):
 
     def attempt(self) -> bool:
         """Call :meth:`finish`, unless another call is changing mappings; then the queue attempts it again."""
-        return self._owner_places.physical.try_changing(self.finish, otherwise=False)
+        return self._owner.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
         """Keep the pages that are cleared and unmap the others. Returns False, and does nothing, if the work has not
@@ -389,7 +389,7 @@ class Parking(Deferred):
 
         Call within :meth:`Places.locked`.
         """
-        owner, physical = self._owner_places, self._owner_places.physical
+        owner, physical = self._owner, self._owner.physical
         if owner.gone or owner.given_up:
             physical.clearing.pop(self, None)
             return True  # The release of the space unmaps the pages.
@@ -404,15 +404,28 @@ class Parking(Deferred):
         physical.clearing.pop(self, None)
         return True
 
-    def clear(self, behind: Stream | None) -> Parking | None:
+    def begin(self, behind: Stream | None = None) -> Parking | None:
         """Queue zeros for the pages that are not shared, and return the new parking of their places; None if nothing
-        was queued.
+        was queued. Does not raise errors of the driver: the deferred queue unmaps the pages that cannot be cleared.
 
         Call within :meth:`Places.locked`. ``behind``: the stream with all work that uses the pages. With None, the
-        zeros are queued on a stream of the arena, after the work. If the driver refuses, the pages are unmapped after
-        the work.
+        zeros are queued on a stream of the arena, after the work.
         """
-        owner, physical = self._owner_places, self._owner_places.physical
+        ahead = None
+        with contextlib.suppress(CudaError):
+            try:
+                ahead = self.clear(behind)
+            except CudaError as error:
+                self.refused = error
+            finally:
+                if self.places:
+                    deferred_queue(self._owner.physical.session).submit(self)
+                    self.finish()
+        return ahead
+
+    def clear(self, behind: Stream | None) -> Parking | None:
+        """Queue the zeros for :meth:`begin`."""
+        owner, physical = self._owner, self._owner.physical
         # Another thread may have committed some of the places meanwhile.
         alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
         done = behind is None and self.fence.done()

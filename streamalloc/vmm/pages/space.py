@@ -275,23 +275,6 @@ class SpaceMemory(Memory, Closes):
             if place in stored:
                 raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
 
-    def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
-        """Queue zeros for parked places; returns the new parking of these places, or None if no zeros were queued.
-
-        Call within :meth:`Places.locked`.
-        """
-        # If the driver refuses a call, the deferred queue attempts the parking again.
-        with contextlib.suppress(CudaError):
-            try:
-                return parking.clear(behind)
-            except CudaError as error:
-                parking.refused = error
-            finally:
-                if parking.places:
-                    deferred_queue(self._session).submit(parking)
-                    parking.finish()
-        return None
-
     def _single(self, ends: Sequence[Any] | None) -> Stream | None:
         """Return the one stream in ``ends``, if released pages can be cleared on it; else None."""
         if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
@@ -374,7 +357,7 @@ class SwapSpace(SpaceMemory):
                 # Without a lock, because it takes long to write to a disk.
                 stored.save(self._addresses(committed), ordered, ordered.device == self.device)
                 parking.fence.queueing = 0
-            places.locked(lambda: self._begin(parking, clear_on))
+            places.locked(lambda: parking.begin(clear_on))
         self._physical.notify_watchers()
         return len(committed)
 
@@ -400,7 +383,7 @@ class SwapSpace(SpaceMemory):
             del places.stored[place]
         if len(mine) < len(kept):  # Another thread has released the others.
             parking.fence.queueing = 0
-            self._begin(parking)
+            parking.begin()
         return mine
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
@@ -472,7 +455,7 @@ class SwapSpace(SpaceMemory):
             parking.fence.queueing = 0
             mine = [place for place in parking.places if places.parked.get(place) is parking]  # not of another swap
             places.commit([place for place in mine if places.backing[place] is None])
-            self._begin(parking)
+            parking.begin()
 
         places.locked(unpark)
 
@@ -593,7 +576,7 @@ class PageSpace(SwapSpace):
         parking = Parking(places, Fence(self._session, ()))
         places.exchange(others, parking=parking)
         places.park([*others, *stale], parking)
-        self._begin(parking, stream)
+        parking.begin(stream)
         raise parking.refused or _ParkedAgainError
 
     def prepare(self, pages: Pages) -> Future[int]:
@@ -631,7 +614,7 @@ class PageSpace(SwapSpace):
             new = [place for place in new if place not in places.stored and place not in places.parked]
             parking = Parking(places, Fence(self._session, ()))
             places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
-            return len(new), self._begin(parking) or parking
+            return len(new), parking.begin() or parking
 
         for first in range(0, len(chosen), _BATCH):
             count, parking = places.locked(functools.partial(prepare, chosen[first : first + _BATCH]))
@@ -681,7 +664,7 @@ class PageSpace(SwapSpace):
                 now = stream is None and fence.done()
                 parking = Parking(places, fence)
                 places.park(committed, parking)
-                zeros = self._begin(parking, stream)
+                zeros = parking.begin(stream)
             dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
 
         places.locked(release)
