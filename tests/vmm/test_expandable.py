@@ -16,8 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate, settle
-from streamalloc.vmm.expandable import _Ranges
-from streamalloc.vmm.free_ranges import FreeRanges
+from streamalloc.vmm.expandable import FreeRanges, _Ranges
 from tests.interleaving import interleaved
 from tests.support import MiB, executed, holds, pending
 
