@@ -39,6 +39,7 @@ class _Defaults(Extent):
 
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
+    """The mapping of a range that cuMemMap has mapped."""
     pages: Runs[Advice] | None = None
     """Advice for managed memory; None until a call gives some."""
     waits: bool = False
@@ -107,13 +108,6 @@ class GraphAllocation(LiveMemory):
     """An allocation of a graph launch that outlives the launch."""
 
     memory: GraphHeap
-
-
-@dataclass(eq=False)
-class MappedAllocation(LiveMemory):
-    """A range mapped by cuMemMap."""
-
-    mapping: MappedExtent = field()
 
 
 @dataclass(eq=False)

@@ -273,8 +273,6 @@ class Module:
     """Library that the module belongs to."""
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[tuple[str, Context], VariableMemory] = field(default_factory=dict)
-    modules: dict[Context, Module] = field(default_factory=dict)
-    """Modules of a library, by context."""
     handle: int = field(default_factory=new_handle)
 
     def function(self, name: str) -> Function:
@@ -345,10 +343,8 @@ class Modules:
 
     def in_context(self, library: Module, context: Context) -> Module:
         """The module of a library in a context."""
-        found = library.modules.get(context)
-        if found is None:
-            found = library.modules[context] = self.modules.add(Module(library.contents, context, library))
-        return found
+        made = (one for one in self.modules.values() if one.library is library and one.context is context)
+        return next(made, None) or self.modules.add(Module(library.contents, context, library))
 
     def variable(self, module: Module, name: str, context: Context, allocations: AllocationTable) -> VariableMemory:
         """The memory of a variable, allocated at the first call."""
@@ -365,11 +361,9 @@ class Modules:
 
     def unload(self, module: Module, allocations: AllocationTable) -> None:
         """Remove a module or a library with its contents."""
-        for own in list(module.modules.values()):
+        for own in [one for one in self.modules.values() if one.library is module]:
             self.unload(own, allocations)
         self.modules.pop(module.handle, None)
-        if module.library is not None and module.context is not None:
-            module.library.modules.pop(module.context, None)
         for function in module.functions.values():
             self.functions.pop(function.handle, None)
         for memory in module.variables.values():

@@ -23,7 +23,7 @@ from streamalloc.simulator.allocations import AllocationTable, LiveMemory
 from streamalloc.simulator.constants import NOWHERE, Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.files import Label, Labels, reach
-from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange, window
+from streamalloc.simulator.memory import Physical, ReservedExtent, window
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.pool import Pool
 from streamalloc.simulator.profiles import MachineSpec
@@ -281,9 +281,6 @@ class MulticastMemory(Mappable):
         """
         check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
-
-    def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """Do nothing: the host has no address for memory of several devices."""
 
     # -- bindings --------------------------------------------------------------------------------------------
 

@@ -63,8 +63,7 @@ class Mappable:
         raise NotImplementedError
 
     def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """Map the bytes from ``offset`` on at ``start``."""
-        raise NotImplementedError
+        """Map the bytes from ``offset`` on at ``start``. The host has no address for memory of several devices."""
 
     def leave(self) -> None:
         """Release the memory if no handle and no mapping is left."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from streamalloc.simulator.allocations import AllocationTable, MappedAllocation
+from streamalloc.simulator.allocations import AllocationTable, LiveMemory
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import CHUNK, Handles
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, undo_by
@@ -170,7 +170,8 @@ class VirtualMemory:
             for found, start, stop in segments:
                 memory.map_at(found, start, stop - start, offset + start - address)
         memory.mappings += 1
-        self.allocations.add(MappedAllocation(address, size, memory.properties.device, None, mapping))
+        made = self.allocations.add(LiveMemory(address, size, memory.properties.device, None))
+        made.mapping = mapping
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings; holes between them are allowed. Running work ends first. Work that is still queued is
