@@ -408,9 +408,8 @@ _sessions_lock = RLock()
 
 def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
-    with _sessions_lock:
-        # The references are listed at once: a collection may end or register sessions meanwhile.
-        found = [reference() for reference in _sessions.valuerefs()]
+    # The references are listed at once: other threads make sessions meanwhile, and collections end them.
+    found = [reference() for reference in _sessions.valuerefs()]
     # Without a state the collector is clearing the session, which its own finaliser has registered again.
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 

@@ -291,6 +291,19 @@ class TestDeferred:
         for queue in interleaved(function, make, DeferredQueue.work, DeferredQueue.work):
             assert [item.attempts for item in items] == [1, 1] and len(queue) == 0
 
+    def test_an_item_that_is_submitted_again_as_it_ends_is_attempted_again(self) -> None:
+        def make() -> tuple[DeferredQueue, TestDeferred.Item]:
+            queue, item = DeferredQueue(), self.Item()
+            queue.submit(item)
+            return queue, item
+
+        def submit_again(state: tuple[DeferredQueue, TestDeferred.Item]) -> None:
+            state[0].submit(state[1])
+            state[0].work()
+
+        for queue, item in interleaved(DeferredQueue._let_go, make, lambda it: it[0].work(), submit_again):
+            assert item.attempts == 2 and len(queue) == 0
+
     @pytest.fixture
     def queue_of_one(self) -> Iterator[Callable[[], tuple[DeferredQueue, Waiting]]]:
         """A function that makes a queue with an item that was attempted once."""
