@@ -108,6 +108,19 @@ def fork() -> int:
         return os.fork()
 
 
+def in_a_child(act: Callable[[], object]) -> int:
+    """The exit code of a forked child that calls a function: 0 if it returns, 1 if it raises."""
+    child = fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def finished(
     command: Iterable[str | Path], on_cuda: bool = False, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:

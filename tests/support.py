@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -352,6 +352,40 @@ def each_raises(error: Any, *uses: Callable[[], object], match: str | None = Non
                 use()
         except (pytest.fail.Exception, AssertionError) as failure:
             raise AssertionError(f"use {number} of {len(uses)}: {failure}") from None
+
+
+@contextlib.contextmanager
+def soon(call: Callable[[], object], seconds: float = 0.02) -> Iterator[None]:
+    """Call a function on another thread a moment later, while the block waits for what it does."""
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+@contextlib.contextmanager
+def captured(driver: Any, stream: Any, mode: str = "GLOBAL") -> Iterator[None]:
+    """A block in which other code captures a stream, one of ours or a handle; the capture ends well."""
+    raw = cuda.CUstream(int(getattr(stream, "handle", stream)))
+    assert not driver.cuStreamBeginCapture(raw, getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}"))[0]
+    try:
+        yield
+    finally:
+        result, graph = driver.cuStreamEndCapture(raw)
+    assert not result and not driver.cuGraphDestroy(graph)[0]
+
+
+class Replaced:
+    """A driver with some functions of the test."""
+
+    def __init__(self, driver: Any, **functions: Callable[..., Any]) -> None:
+        self._driver = driver
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
 
 
 def is_open(number: int) -> bool:

@@ -23,7 +23,7 @@ from streamalloc.core.stream import OwnStream, as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.interleaving import interleaved
-from tests.support import end_what_was_dropped, holds, in_threads, names
+from tests.support import captured, end_what_was_dropped, holds, in_threads, names
 
 
 class Named:
@@ -338,18 +338,14 @@ def test_default_streams_are_one_object_for_all(scene: Scene) -> None:
 def test_a_library_captures_its_stream(machine: Any, scene: Scene, name: str) -> None:
     theirs = LIBRARIES[name](scene.theirs.handle)
     buffer, dropped = scene.pool.allocate(64, theirs), [scene.pool.allocate(64, theirs)]
-
-    raw = cuda.CUstream(scene.theirs.handle)
-    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
-    for inside in (scene.pool.allocate(64, theirs), sa.allocate(64, theirs)):
-        assert isinstance(inside, sa.GraphBuffer) and inside.owner is None
-    buffer.fill(1)
-    for stream in (None, theirs):
-        with pytest.raises(sa.CaptureError):
-            buffer.free(stream)
-    dropped.clear()
-    result, graph = machine.cuStreamEndCapture(raw)
-    assert not result and not machine.cuGraphDestroy(graph)[0]
+    with captured(machine, scene.theirs):
+        for inside in (scene.pool.allocate(64, theirs), sa.allocate(64, theirs)):
+            assert isinstance(inside, sa.GraphBuffer) and inside.owner is None
+        buffer.fill(1)
+        for stream in (None, theirs):
+            with pytest.raises(sa.CaptureError):
+                buffer.free(stream)
+        dropped.clear()
     buffer.free()
     end_what_was_dropped()
     scene.device.synchronize()

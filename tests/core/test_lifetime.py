@@ -26,6 +26,7 @@ from tests.package.test_garbage_cycles import of_core
 from tests.support import (
     KEEP,
     MiB,
+    captured,
     end_what_was_dropped,
     executed,
     holds,
@@ -105,13 +106,8 @@ class TestGarbage:
     ) -> None:
         """The driver answers for it as for memory that was freed."""
         buffer = pool.allocate(4096, stream)
-        handle = cuda.CUstream(stream.handle)
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        assert not machine.cuStreamBeginCapture(handle, mode)[0]
-        with pytest.raises(sa.CaptureError):
+        with captured(machine, stream, "RELAXED"), pytest.raises(sa.CaptureError):
             buffer.free()
-        result, graph = machine.cuStreamEndCapture(handle)
-        assert not result and not machine.cuGraphDestroy(graph)[0]
         assert not buffer.freed
         buffer.free()
 

@@ -15,9 +15,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ClosedError, Fd
-from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import each_raises, is_open, read
+from tests.support import captured, each_raises, is_open, read
 
 
 @pytest.fixture
@@ -51,15 +50,12 @@ def test_arrays_that_a_graph_copies_live_with_it(stream: sa.Stream, pool: sa.Mem
 
 
 def test_finalisers_leave_other_code_s_capture_alone(raw: Any, device: sa.Device, pool: sa.MemoryPool) -> None:
-    with device.create_stream() as stream, device.create_stream() as captured:
+    with device.create_stream() as stream, device.create_stream() as theirs:
         buffer = pool.allocate(64, stream)
         closing = sa.MemoryPool(device)
-        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-        assert raw.cuStreamBeginCapture(captured.handle, mode)[0] == 0
-        del buffer, closing
-        gc.collect()
-        result, graph = raw.cuStreamEndCapture(captured.handle)
-        assert result == 0 and raw.cuGraphDestroy(graph)[0] == 0
+        with captured(raw, theirs):
+            del buffer, closing
+            gc.collect()
         assert pool.statistics().used == 0
 
 

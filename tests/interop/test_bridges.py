@@ -27,7 +27,7 @@ from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import LIBRARIES, Library
 from tests.interop.standins import STANDINS
-from tests.support import GROWTH, KEEP, MiB, each_raises, holds, later_memory_is_whole
+from tests.support import GROWTH, KEEP, MiB, captured, each_raises, holds, in_threads, later_memory_is_whole
 
 N = 2 * MiB
 
@@ -193,9 +193,7 @@ class TestOrder:
             box = [ordered.make(N, one)]
             if ordered.fills_without_waiting:
                 ordered.fill(box[0], 1, one)
-            thread = threading.Thread(target=box.clear)
-            thread.start()
-            thread.join()
+            in_threads(box.clear)
             gc.collect()
             other = ordered.make(N, two)
             if ordered.fills_without_waiting:
@@ -229,9 +227,7 @@ class TestOrder:
             with device.current():
                 gate.hold(device.per_thread_stream)
                 box.append(library.make(N, ptds))
-                thread = threading.Thread(target=box.clear)
-                thread.start()
-                thread.join()
+                in_threads(box.clear)
                 # It is freed with the next synchronisation at the latest, after this thread's work.
                 gate.open()
                 device.synchronize()
@@ -578,7 +574,6 @@ class TestCaptures:
         """Ordinary memory, on another stream and another thread; the capture goes on."""
         library = get("cupy")
         with library.use(pool, callbacks=False), device.create_stream() as stream:
-            raw = cuda.CUstream(stream.handle)
             theirs = library.stream()
             kept: list[Any] = []
 
@@ -586,11 +581,8 @@ class TestCaptures:
                 with device.current():
                     kept.append(library.make(N, theirs))
 
-            by_handle("cuStreamBeginCapture", raw, getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}"))
-            thread = threading.Thread(target=allocate)
-            thread.start()
-            thread.join()
-            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
+            with captured(by_handle.machine, stream, mode):
+                in_threads(allocate)
             library.fill(kept[0], 5, theirs)
             assert library.holds(kept[0], 5, theirs)
             kept.clear()
@@ -599,17 +591,14 @@ class TestCaptures:
     @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
     @pytest.mark.parametrize("name", ["cupy", "cuda_core", "numba", "rmm"])
     def test_a_bridge_starts_and_stops_in_a_capture_of_other_code(
-        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str, callbacks: bool
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, machine: Any, name: str, callbacks: bool
     ) -> None:
         library = get(name)
         before = pool.attributes.release_threshold, sa.MemoryPool.current(device)
-        with device.create_stream() as stream:
-            raw = cuda.CUstream(stream.handle)
-            by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        with device.create_stream() as stream, captured(machine, stream):
             bridge = library.use(pool, callbacks=callbacks)
             assert bridge.started
             bridge.stop()
-            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
         assert (pool.attributes.release_threshold, sa.MemoryPool.current(device)) == before
         library.finish(bridge)
 
@@ -649,7 +638,7 @@ class TestCaptures:
     @pytest.mark.parametrize("dropped", ["numba", "cupy"])
     @pytest.mark.parametrize("capturing", ["cupy", "torch"])
     def test_what_is_dropped_in_a_capture_of_a_library_is_freed_after_it(
-        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, capturing: str, dropped: str
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, machine: Any, capturing: str, dropped: str
     ) -> None:
         """The package sees nothing of the capture."""
         library = get(dropped)
@@ -658,19 +647,15 @@ class TestCaptures:
             array = library.make(N)
             theirs = other.stream()
             device.synchronize()
-            with device.current(), other.current(theirs):
-                raw = cuda.CUstream(other.handle(theirs))
-                by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+            with device.current(), other.current(theirs), captured(machine, other.handle(theirs)):
                 del array
                 gc.collect()
-                graph = by_handle("cuStreamEndCapture", raw)
-            by_handle("cuGraphDestroy", graph)
             device.synchronize()
             assert used(pool) == 0
 
     @pytest.mark.parametrize("name", ["cupy", "numba", "rmm"])
     def test_what_is_dropped_while_a_blocking_stream_is_captured_is_freed_after_it(
-        self, get: Get, pool: sa.MemoryPool, device: sa.Device, by_handle: ByHandle, name: str
+        self, get: Get, pool: sa.MemoryPool, device: sa.Device, machine: Any, name: str
     ) -> None:
         """The legacy stream, for which the memory was allocated, takes no work meanwhile."""
         library = get(name)
@@ -678,11 +663,9 @@ class TestCaptures:
             bridge = library.use(pool, callbacks=True)
             array = library.make(N)
             device.synchronize()
-            raw = cuda.CUstream(blocking.handle)
-            by_handle("cuStreamBeginCapture", raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
-            del array
-            gc.collect()
-            by_handle("cuGraphDestroy", by_handle("cuStreamEndCapture", raw))
+            with captured(machine, blocking):
+                del array
+                gc.collect()
             device.synchronize()
             assert used(pool) == 0
             library.finish(bridge)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
-from tests.support import KEEP, MiB, library
+from tests.support import KEEP, MiB, in_threads, library
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"),
@@ -60,9 +59,7 @@ def test_cupy_on_two_streams(cupy: Any, device: sa.Device, pool: sa.MemoryPool, 
             with one:
                 box = [cupy.empty(count, cupy.uint32)]
                 slow((8,), (256,), (box[0], count, 1, 1_000_000))
-            thread = threading.Thread(target=box.clear)
-            thread.start()
-            thread.join()
+            in_threads(box.clear)
             with two:
                 other = cupy.empty(count, cupy.uint32)
                 other.fill(7)

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,7 +25,7 @@ from streamalloc.testing import Faults, settle
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
 from tests.processes import fork
-from tests.support import MiB, NoHostMemory
+from tests.support import MiB, NoHostMemory, in_threads
 
 N = 32 * MiB  # a segment of its own
 BACKENDS = ["pinned", "mmap"]
@@ -402,9 +401,7 @@ class TestMemory:
     def test_tensors_of_other_threads_stay(self, torch: Library, saver: TorchMemorySaver) -> None:
         made: list[Any] = []
         with saver.region():
-            thread = threading.Thread(target=lambda: made.append(torch.make(N)))
-            thread.start()
-            thread.join()
+            in_threads(lambda: made.append(torch.make(N)))
             mine = torch.make(N)
         assert mapped(saver) == mine.numel()
         saver.pause()

@@ -25,8 +25,8 @@ from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.processes import FD, Descriptor, Kept, Opaque, Peer, eventually, finished
-from tests.support import MiB, each_raises, holds
+from tests.processes import FD, Descriptor, Kept, Opaque, Peer, eventually, finished, in_a_child
+from tests.support import MiB, Replaced, each_raises, holds
 
 GUIDE = Path(__file__).parents[2] / "notebooks/docs/guides/handles.md"
 WRONG_LENGTH = re.compile("has 64 bytes, not 3")
@@ -314,22 +314,17 @@ class TestOwners:
     def test_memory_of_a_hidden_device(self, machine: Any, device: sa.Device) -> None:
         """Newer drivers may say INVISIBLE in place of the type DEVICE, which driver 580 says."""
 
-        class Newer:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(machine, name)
+        def properties(handle: Any) -> Any:
+            result, prop = machine.cuMemGetAllocationPropertiesFromHandle(handle)
+            prop.location.type, prop.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_INVISIBLE, -2
+            return result, prop
 
-            @staticmethod
-            def cuMemGetAllocationPropertiesFromHandle(handle: Any) -> Any:
-                result, prop = machine.cuMemGetAllocationPropertiesFromHandle(handle)
-                prop.location.type, prop.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_INVISIBLE, -2
-                return result, prop
+        def granularity(prop: Any, option: Any) -> Any:
+            assert prop.location.type is cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            return machine.cuMemGetAllocationGranularity(prop, option)
 
-            @staticmethod
-            def cuMemGetAllocationGranularity(prop: Any, option: Any) -> Any:
-                assert prop.location.type is cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-                return machine.cuMemGetAllocationGranularity(prop, option)
-
-        driver: Any = Newer()
+        driver: Any = Replaced(machine, cuMemGetAllocationPropertiesFromHandle=properties)
+        driver.cuMemGetAllocationGranularity = granularity
         here = sa.Device(0, driver=driver)
         with vmm.PhysicalMemory(device, 2 * PAGE, handle_types=POSIX) as theirs:
             memory = vmm.PhysicalMemory.from_handle(theirs.export(), driver=driver)
@@ -396,18 +391,7 @@ def test_a_forked_child_takes_no_handles(device: sa.Device, stream: sa.Stream) -
             lambda: plain.allocate(4, stream),
             lambda: ipc.open_memory_handle(bytes(64), stream=stream),
         ]
-        child = os.fork()
-        if not child:
-            refused = 0
-            for call in calls:
-                try:
-                    call()
-                except sa.ForkedProcessError:
-                    refused += 1
-                except BaseException:
-                    pass
-            os._exit(refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+        assert in_a_child(lambda: each_raises(sa.ForkedProcessError, *calls)) == 0
 
 
 def _file() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
@@ -23,8 +22,8 @@ from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.ownership import Allocations
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
-from tests.processes import Partner, There
-from tests.support import MiB, each_raises, executed, filled, holds, pattern, pending, shows
+from tests.processes import Partner, There, in_a_child
+from tests.support import MiB, Replaced, each_raises, executed, filled, holds, pattern, pending, shows
 from tests.vmm.support import each
 
 NBYTES = 3 * MiB + 40
@@ -248,38 +247,29 @@ class TestInOneProcess:
                 SymmetricMemory.local(devices, 100, multicast=False)
         memory.close()
 
-    @pytest.mark.parametrize("how", ["close", "abandon"])
-    def test_after_work_has_failed(self, machine: Any, how: str) -> None:
-        """The memory is given back, and the failure is told."""
-        driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_LAUNCH_FAILED")
-        own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(own, 100, multicast=False)
-        with pytest.raises(sa.DeviceLostError):
-            getattr(memory, how)()
-        assert memory.closed
-
-    def test_while_other_code_captures(self, machine: Any) -> None:
-        driver = sa.driver.faulty(machine, "cuCtxSynchronize", 2, result="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
-        own = [sa.Device(ordinal, driver=driver) for ordinal in (0, 1)]
-        memory = SymmetricMemory.local(own, 100, multicast=False)
-        with pytest.raises(sa.CaptureError):
-            memory.abandon()
-        assert not memory.closed
+    @pytest.mark.parametrize(
+        ("end", "answer", "error"),
+        [
+            ("close", "LAUNCH_FAILED", sa.DeviceLostError),
+            ("abandon", "LAUNCH_FAILED", sa.DeviceLostError),
+            ("abandon", "STREAM_CAPTURE_UNSUPPORTED", sa.CaptureError),  # other code captures
+        ],
+    )
+    def test_where_the_devices_cannot_be_waited_for(
+        self, faults: Faults, devices: list[sa.Device], end: str, answer: str, error: type[Exception]
+    ) -> None:
+        """The failure is told. The memory is given back if work has failed."""
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
+        faults.fail("cuCtxSynchronize", 2, result=f"CUDA_ERROR_{answer}")
+        with pytest.raises(error):
+            getattr(memory, end)()
+        assert memory.closed is (answer == "LAUNCH_FAILED")
         memory.close()
 
     @pytest.mark.simulated_only("a forked child of a process that uses CUDA")
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_child_leaves_it_alone(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
-        child = os.fork()
-        if not child:
-            refused = 0
-            for use in each(memory.close, memory.abandon):
-                try:
-                    use()
-                except sa.ForkedProcessError:
-                    refused += 1
-            os._exit(refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert in_a_child(lambda: each_raises(sa.ForkedProcessError, memory.close, memory.abandon)) == 0
         memory.barrier(*streams)
         assert all(executed(stream) for stream in streams)
 
@@ -395,34 +385,24 @@ class TestArguments:
 class TestTheEnd:
     @pytest.mark.simulated_only("a device that is slow to answer")
     def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
-        slow = Slow(machine)
+        stuck, free = threading.Event(), threading.Event()
+
+        def synchronize(stream: Any) -> Any:
+            if stuck.is_set():
+                free.wait(10)
+            return machine.cuStreamSynchronize(stream)
+
+        slow: Any = Replaced(machine, cuStreamSynchronize=synchronize)
         devices = sa.Device.all(slow)
         memory = SymmetricMemory.local(devices, 100)
         with devices[0].create_stream() as stream:
             memory.wait_signal(1, stream)
-            slow.stuck = True
+            stuck.set()
             with pytest.raises(TimeoutError):
                 memory.abandon(0.2)
-            slow.stuck = False
-            slow.free.set()
+            stuck.clear()
+            free.set()
             memory.abandon()
-
-
-class Slow:
-    """A driver that does not come back from waiting for a stream until it is let."""
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self.stuck = False
-        self.free = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def cuStreamSynchronize(self, stream: Any) -> Any:
-        if self.stuck:
-            self.free.wait(10)
-        return self._driver.cuStreamSynchronize(stream)
 
 
 def test_the_current_context_says_which_device(machine: Any, device: sa.Device) -> None:

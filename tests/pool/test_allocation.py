@@ -18,7 +18,7 @@ from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import GROWTH, KEEP, MiB, each_raises, executed, holds, in_threads, names, pending
+from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
 
@@ -341,19 +341,13 @@ def test_of_the_host(device: sa.Device, stream: sa.Stream) -> None:
 
 
 def test_captured_by_other_code(machine: Any, shareable: sa.MemoryPool, stream: sa.Stream) -> None:
-    raw = cuda.CUstream(stream.handle)
-
     class Theirs:
         def __cuda_stream__(self) -> tuple[int, int]:
             return (0, stream.handle)
 
     theirs = as_stream(Theirs(), session_of(stream))
-    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
-    with pytest.raises(sa.NotSupportedError, match="made for sharing"):
+    with captured(machine, stream), pytest.raises(sa.NotSupportedError, match="made for sharing"):
         shareable.allocate(64, theirs)
-    result, graph = machine.cuStreamEndCapture(raw)
-    assert not result
-    machine.cuGraphDestroy(graph)
 
 
 SIZES = {"4096": 4096, "2GiB": 2 << 30, " 512 mib ": 512 * MiB, "1.5kB": 1500, "0.5KiB": 512, "7b": 7, "1TB": 10**12}

@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, MiB, each_raises, executed, holds, names
+from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, names
 
 SIZE = 4096
 
@@ -371,17 +371,12 @@ class TestComesBack:
         """The free block stays until the capture ends, also at a trim. It is not allocated again."""
         cache = sa.CachingAllocator(pool)
         cache.allocate(SIZE, stream).free()
-        handle = cuda.CUstream(stream.handle)
-        raw.cuStreamBeginCapture(handle, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
+        with captured(raw, stream, "RELAXED"):
             cache.trim()
             assert cache.statistics().cached == SIZE
             cache.close()
             with pytest.raises(sa.ClosedError):
                 cache.allocate(SIZE, stream)
-        finally:
-            graph = raw.cuStreamEndCapture(handle)[1]
-            raw.cuGraphDestroy(graph)
         assert pool.statistics().used == 0
 
     def test_dropped_caches_need_no_collection(self, device: sa.Device, stream: sa.Stream) -> None:

@@ -19,7 +19,7 @@ from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING
 from streamalloc.testing import Gate
-from tests.support import MiB, holds, in_threads, later_memory_is_whole
+from tests.support import MiB, captured, holds, in_threads, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
@@ -181,20 +181,16 @@ def test_a_cache_whose_threads_have_ended_leaves_the_stream(device: sa.Device, p
 def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
     """An allocation in the capture is the graph's; other threads go on, and do not break the capture."""
     driver: Any = device.driver
-    raw = cuda.CUstream(2)
     with device.current():
         address = next_address(cache, device)
         theirs = worker(lambda: next_address(cache, device))
         held = [worker(lambda: cache.allocate(SIZE, device.per_thread_stream))]
-        assert not driver.cuStreamBeginCapture(raw, RELAXED)[0]
-        inside = cache.allocate(SIZE, device.per_thread_stream)
-        assert type(inside) is sa.GraphBuffer
-        inside.free()
-        held.clear()
-        assert worker(lambda: next_address(cache, device)) not in (address, theirs)
-        result, graph = driver.cuStreamEndCapture(raw)
-        assert not result
-        driver.cuGraphDestroy(graph)
+        with captured(driver, 2, "RELAXED"):
+            inside = cache.allocate(SIZE, device.per_thread_stream)
+            assert type(inside) is sa.GraphBuffer
+            inside.free()
+            held.clear()
+            assert worker(lambda: next_address(cache, device)) not in (address, theirs)
         assert next_address(cache, device) == address
     device.synchronize()
     assert worker(lambda: cache.statistics()).in_use == 0

@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import GROWTH, KEEP, MiB, executed, names
+from tests.support import GROWTH, KEEP, MiB, Replaced, executed, names
 
 POSIX, FABRIC = sa.MemHandleType.POSIX_FILE_DESCRIPTOR, sa.MemHandleType.FABRIC
 MANAGED = sa.MemAllocationType.MANAGED
@@ -258,15 +258,10 @@ class TestNewerAttributes:
 def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:
     """A pool of a driver that answers the newer attributes in this way."""
 
-    class Answering:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(machine, name)
+    def attribute(pool: Any, member: Any) -> Any:
+        return answer(member) if int(member) > 8 else machine.cuMemPoolGetAttribute(pool, member)
 
-        @staticmethod
-        def cuMemPoolGetAttribute(pool: Any, member: Any) -> Any:
-            return answer(member) if int(member) > 8 else machine.cuMemPoolGetAttribute(pool, member)
-
-    driver: Any = Answering()
+    driver: Any = Replaced(machine, cuMemPoolGetAttribute=attribute)
     return sa.MemoryPool(sa.Device(0, driver=driver))
 
 

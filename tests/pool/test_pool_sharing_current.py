@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
-from tests.support import MiB, each_raises, holds, names
+from tests.support import MiB, Replaced, each_raises, holds, names
 
 READWRITE, NONE, READ = sa.MemAccess.READWRITE, sa.MemAccess.NONE, sa.MemAccess.READ
 HOST = sa.MemLocation.host()
@@ -232,15 +232,8 @@ class TestPeers:
         assert pool.access(peer) is NONE
 
     def test_peer_capability_is_asked_first(self, machine: Any) -> None:
-        class Apart:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(machine, name)
-
-            @staticmethod
-            def cuDeviceCanAccessPeer(device: Any, other: Any) -> Any:
-                return cuda.CUresult.CUDA_SUCCESS, 0
-
-        driver = sd.traced(Apart())
+        apart: Any = Replaced(machine, cuDeviceCanAccessPeer=lambda device, other: (cuda.CUresult.CUDA_SUCCESS, 0))
+        driver = sd.traced(apart)
         device, peer = sa.Device.all(driver)[:2]
         with sa.MemoryPool(device) as pool:
             with pytest.raises(sa.PeerAccessError, match="device 1 cannot reach the memory of device 0"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, mapping, unmapping
 from tests.interleaving import interleaved
-from tests.processes import fork
+from tests.processes import in_a_child
 from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
@@ -246,14 +244,10 @@ def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
     thread = threading.Thread(target=one.use, args=(hold,))
     thread.start()
     held.wait(WAIT)
-    child = fork()
-    if not child:
-        signal.alarm(20)
-        one.use()
-        os._exit(0)
+    found = in_a_child(one.use)
     end.set()
     thread.join(WAIT)
-    assert os.waitpid(child, 0)[1] == 0
+    assert found == 0
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])

@@ -9,7 +9,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, pattern, read
+from tests.support import Account, Replaced, holds, pattern, read
 from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
 
@@ -94,16 +94,7 @@ class TestTwoDevices:
                 assert [mapping.access(one) for mapping in buffer.mappings] == [READWRITE, READWRITE]
 
     def test_devices_that_are_no_peers(self, machine: Any) -> None:
-        class Apart:
-            """A driver whose devices do not reach each other."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(machine, name)
-
-            def cuDeviceCanAccessPeer(self, one: Any, other: Any) -> Any:
-                return machine.CUresult.CUDA_SUCCESS, 0
-
-        driver: Any = Apart()
+        driver = Replaced(machine, cuDeviceCanAccessPeer=lambda one, other: (machine.CUresult.CUDA_SUCCESS, 0))
         with pytest.raises(sa.PeerAccessError, match="cannot reach"):
             vmm.stripe(devices(2, driver), PAGE)
 

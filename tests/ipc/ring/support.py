@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,11 +78,17 @@ def statistics_there(there: There, name: str = "ring") -> tuple[int, int]:
     return there.kept[name].taken, there.kept[name].held
 
 
-def join(partner: Partner, ring: RingProducer, name: str = "ring", on: str | None = "stream") -> ipc.Channel:
-    """Make a consumer in another process; the channel, which is the ring's."""
+def connected(partner: Partner, step: Callable[..., Any], *args: Any) -> ipc.Channel:
+    """Have a partner begin something with one end of a connection; the other end."""
     mine, theirs = ipc.Channel.pair()
     with theirs:
-        partner.begin(join_there, name, on, fds=[theirs])  # type: ignore[list-item]
+        partner.begin(step, *args, fds=[theirs])  # type: ignore[list-item]
+    return mine
+
+
+def join(partner: Partner, ring: RingProducer, name: str = "ring", on: str | None = "stream") -> ipc.Channel:
+    """Make a consumer in another process; the channel, which is the ring's."""
+    mine = connected(partner, join_there, name, on)
     ring.add(mine, SECONDS)
     partner.result()
     return mine
@@ -167,10 +174,7 @@ def exit_there(there: There) -> None:
 
 
 def consumer_of(partner: Partner, stream: sa.Stream) -> RingConsumer:
-    mine, theirs = ipc.Channel.pair()
-    with theirs:
-        partner.begin(add_there, fds=[theirs])  # type: ignore[list-item]
-    consumer = Ring.consumer(mine, stream=stream, timeout=SECONDS)
+    consumer = Ring.consumer(connected(partner, add_there), stream=stream, timeout=SECONDS)
     partner.result()
     return consumer
 

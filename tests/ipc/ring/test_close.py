@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import select
@@ -24,8 +25,8 @@ from streamalloc.testing import Gate
 from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE
 from tests.ipc.support import hold, no_more, release, state, synchronize
-from tests.processes import SECONDS, Partner, There, eventually, holds_there
-from tests.support import each_raises, executed, pending
+from tests.processes import SECONDS, Partner, There, eventually, holds_there, in_a_child
+from tests.support import each_raises, executed, pending, soon
 
 
 class TestClose:
@@ -118,8 +119,7 @@ class TestClose:
         steps.join(partner, ring)
         for seed in range(4):
             steps.send(ring, seed)
-        threading.Timer(0.02, ring.close).start()
-        with pytest.raises(sa.ClosedError):
+        with soon(ring.close), pytest.raises(sa.ClosedError):
             ring.next()
 
     @pytest.mark.parametrize("in_a_cycle", [False, True])
@@ -222,14 +222,9 @@ class TestKilledConsumer:
                 steps.send(ring, SIZE, SIZE)
 
     def test_while_it_joins(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        mine, theirs = ipc.Channel.pair()
-        with theirs:
-            dies.begin(steps.never_joins, fds=[theirs])  # type: ignore[list-item]
-        thread = threading.Timer(0.05, dies.kill)
-        thread.start()
-        with pytest.raises(ipc.PeerGoneError):
+        mine = steps.connected(dies, steps.never_joins)
+        with soon(dies.kill, 0.05), pytest.raises(ipc.PeerGoneError):
             ring.add(mine, SECONDS)
-        thread.join()
         assert mine.closed
         self.check_goes_on(ring, partner, 0, 0)
 
@@ -325,14 +320,9 @@ class TestThreads:
 
 def _close_meanwhile(there: There) -> None:
     ring: RingConsumer = there.kept.pop("ring")
-    timer = threading.Timer(0.01, ring.close)
-    timer.start()
-    try:
+    with soon(ring.close, 0.01), contextlib.suppress(sa.ClosedError, ipc.PeerGoneError, OSError):
         while True:
             ring.next().release()
-    except (sa.ClosedError, ipc.PeerGoneError, OSError):
-        pass
-    timer.join()
     there.device.synchronize()
 
 
@@ -348,11 +338,7 @@ class TestTheProducerDies:
         rings = []
         dies.run(steps.make_ring)
         for one in streams:
-            mine, theirs = ipc.Channel.pair()
-            with theirs:
-                dies.begin(steps.add_there, fds=[theirs])  # type: ignore[list-item]
-            rings.append(Ring.consumer(mine, stream=one, timeout=SECONDS))
-            dies.result()
+            rings.append(steps.consumer_of(dies, one))
         dies.run(_hand_off_unfilled, count)
         items = [ring.next() for ring in rings]
         if how == "close":
@@ -384,19 +370,9 @@ class TestProcesses:
         slot = ring.next()
         fills.run(steps.send_there, 1)
 
-        def refuses(use: Callable[[], object]) -> bool:
-            try:
-                use()
-            except sd.ForkedProcessError:
-                return True
-            return False
-
-        child = os.fork()
-        if not child:
-            uses: list[Callable[[], object]]
-            uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
-            os._exit(0 if all(refuses(use) for use in uses) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        uses: list[Callable[[], object]]
+        uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
+        assert in_a_child(lambda: each_raises(sd.ForkedProcessError, *uses)) == 0
         slot.fill(1)
         slot.hand_off()
         partner.run(steps.take)
@@ -430,8 +406,7 @@ class TestConsumer:
 
     def test_closed_while_it_waits(self, fills: Partner, own: sa.Stream) -> None:
         consumer = steps.consumer_of(fills, own)
-        threading.Timer(0.05, consumer.close).start()
-        with pytest.raises(sa.ClosedError):
+        with soon(consumer.close, 0.05), pytest.raises(sa.ClosedError):
             consumer.next()
 
     def test_closed_after_its_stream(self, fills: Partner, device: sa.Device) -> None:
@@ -445,10 +420,7 @@ class TestConsumer:
         assert fills.run(steps.in_flight_there) == 0
 
     def test_stream_of_the_device_by_default(self, fills: Partner, device: sa.Device) -> None:
-        mine, theirs = ipc.Channel.pair()
-        with theirs:
-            fills.begin(steps.add_there, fds=[theirs])  # type: ignore[list-item]
-        with Ring.consumer(mine) as consumer:
+        with Ring.consumer(steps.connected(fills, steps.add_there)) as consumer:
             fills.result()
             assert consumer.stream.is_default
             fills.run(steps.send_there, 3)
@@ -573,8 +545,7 @@ class TestProducerThatDies:
             consumer.next()
 
     def test_while_the_consumer_waits(self, fills: Partner, consumer: RingConsumer) -> None:
-        threading.Timer(0.05, os.kill, (fills.pid, 9)).start()
-        with pytest.raises(ipc.PeerGoneError):
+        with soon(lambda: os.kill(fills.pid, 9), 0.05), pytest.raises(ipc.PeerGoneError):
             consumer.next()
 
     @pytest.fixture
@@ -608,12 +579,7 @@ class TestProducerThatDies:
 
     def test_before_it_introduced_itself(self, another: Callable[[], Partner], own: sa.Stream) -> None:
         partner = another()
-        mine, theirs = ipc.Channel.pair()
-        with theirs:
-            partner.begin(steps.never_joins, fds=[theirs])  # type: ignore[list-item]
-        killing = threading.Timer(0.05, partner.kill)
-        killing.start()
-        with pytest.raises(ipc.PeerGoneError):
+        mine = steps.connected(partner, steps.never_joins)
+        with soon(partner.kill, 0.05), pytest.raises(ipc.PeerGoneError):
             Ring.consumer(mine, stream=own)
-        killing.join()
         assert mine.closed

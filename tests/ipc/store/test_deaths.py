@@ -24,7 +24,7 @@ from streamalloc.ipc.store import writing
 from streamalloc.ipc.store.protocol import Connection, socket_path
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
-from tests.processes import Partner, There, environment, eventually
+from tests.processes import Partner, There, environment, eventually, in_a_child
 from tests.support import MiB, each_raises, holds
 
 Another = Callable[[], Partner]
@@ -298,13 +298,13 @@ def test_the_end_of_a_program_does_not_lose_its_commit(store: ipc.Store, on_cuda
 def test_a_forked_child_uses_no_connection_of_its_parent(store: ipc.Store) -> None:
     """Both processes would take answers to each other's requests."""
     with pytest.raises(ZeroDivisionError), store.write("key") as weights:
-        child = os.fork()
-        if not child:
-            with contextlib.suppress(sd.ForkedProcessError):
+
+        def use() -> None:
+            with pytest.raises(sd.ForkedProcessError):
                 weights.allocate("all", 8, np.uint8)
-                os._exit(2)
-            os._exit(store.list()[0].writer != os.getppid())
-        assert os.waitpid(child, 0)[1] == 0
+            assert store.list()[0].writer == os.getppid()
+
+        assert in_a_child(use) == 0
         raise ZeroDivisionError
     assert eventually(lambda: store.list() == [])
 
@@ -321,13 +321,7 @@ def test_a_child_that_ends_while_copies_are_queued(store: ipc.Store, stream: sa.
     gate.hold(stream)
     with store.write("key", stream=stream) as weights:
         weights.allocate("all", MiB, np.uint8).fill(1)
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            writing._await_copies()
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_a_child(writing._await_copies) == 0
     gate.open()
     with store.open("key") as found:
         assert holds(found["all"], 1)

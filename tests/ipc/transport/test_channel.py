@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ from streamalloc.ipc.transport.channel import (
     ProtocolError,
 )
 from streamalloc.ipc.transport.handle_server import address_of, fetch, serve
-from tests.processes import python, started
-from tests.support import each_raises, open_descriptors
+from tests.processes import in_a_child, python, started
+from tests.support import each_raises, open_descriptors, soon
 
 HEADER = struct.Struct("<4sHHI")
 
@@ -116,10 +115,8 @@ class TestMessagesOfSeveralPackets:
     )
     def test_arrive_as_one(self, ends: tuple[Channel, Channel], nbytes: int, count: int) -> None:
         data, sent = random.randbytes(nbytes), pipes(count)
-        sender = threading.Thread(target=ends[0].send, args=(data, sent), kwargs={"timeout": 10})
-        sender.start()
-        message = ends[1].receive(timeout=10)
-        sender.join()
+        with soon(lambda: ends[0].send(data, sent, timeout=10), 0):
+            message = ends[1].receive(timeout=10)
         assert message.data == data
         assert [os.fstat(one.fileno()).st_ino for one in message.handles] == [
             os.fstat(one.fileno()).st_ino for one in sent
@@ -136,12 +133,10 @@ class TestMessagesOfSeveralPackets:
                 ends[0].send(bytes(MAX_DATA), sent, timeout=0.01)
                 whole += 1
         after = random.randbytes(3 * PACKET_DATA if larger else 3)
-        sender = threading.Thread(target=ends[0].send, args=(after, sent[:2]), kwargs={"timeout": 10})
-        sender.start()
-        for _ in range(whole):
-            assert len(ends[1].receive(timeout=10).handles) == 300
-        data, handles = ends[1].receive(timeout=10)
-        sender.join()
+        with soon(lambda: ends[0].send(after, sent[:2], timeout=10), 0):
+            for _ in range(whole):
+                assert len(ends[1].receive(timeout=10).handles) == 300
+            data, handles = ends[1].receive(timeout=10)
         assert data == after and len(handles) == 2
         del handles
         assert open_descriptors() == before
@@ -275,15 +270,8 @@ class TestTimeouts:
         assert 0 < sent < 10000
         with pytest.raises(TimeoutError):
             ends[0].send(bytes(10000), handles, timeout=0)
-
-        def catch_up() -> None:
-            for _ in range(sent):
-                ends[1].receive()
-
-        thread = threading.Thread(target=catch_up)
-        thread.start()
-        ends[0].send(b"last", timeout=5)
-        thread.join()
+        with soon(lambda: [ends[1].receive() for _ in range(sent)], 0):
+            ends[0].send(b"last", timeout=5)
         assert ends[1].receive(timeout=1).data == b"last"
 
     def test_hold_while_signals_arrive(self, ends: tuple[Channel, Channel]) -> None:
@@ -347,11 +335,8 @@ class TestGone:
 
     @pytest.mark.parametrize("timeout", [None, 5])
     def test_while_one_waits(self, ends: tuple[Channel, Channel], timeout: float | None) -> None:
-        timer = threading.Timer(0.05, ends[1].close)
-        timer.start()
-        with pytest.raises(PeerGoneError):
+        with soon(ends[1].close), pytest.raises(PeerGoneError):
             ends[0].receive(timeout=timeout)
-        timer.join()
 
     def test_killed_in_the_middle(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         code = """
@@ -401,10 +386,8 @@ with Channel.listen() as listener:
         ends[0].shutdown()
 
     def test_shutdown_wakes_who_waits(self, ends: tuple[Channel, Channel]) -> None:
-        timer = threading.Timer(0.05, ends[0].shutdown)
-        timer.start()
-        each_raises(PeerGoneError, ends[0].receive, ends[1].receive)
-        timer.join()
+        with soon(ends[0].shutdown):
+            each_raises(PeerGoneError, ends[0].receive, ends[1].receive)
 
 
 class TestStrangers:
@@ -532,29 +515,20 @@ class TestAddresses:
             assert 100 < waiting < 1000
             with pytest.raises(TimeoutError, match="took nobody"):
                 Channel.connect(listener.address, timeout=0.05)
-            timer = threading.Timer(0.05, lambda: listener.accept().close())
-            timer.start()
-            Channel.connect(listener.address, timeout=5).close()
-            timer.join()
+            with soon(lambda: listener.accept().close()):
+                Channel.connect(listener.address, timeout=5).close()
 
     def test_closing_wakes_who_waits(self) -> None:
         listener = Channel.listen()
-        timer = threading.Timer(0.05, listener.close)
-        timer.start()
-        with pytest.raises(ClosedError, match="listener"):
+        with soon(listener.close), pytest.raises(ClosedError, match="listener"):
             listener.accept()
-        timer.join()
         with pytest.raises(ClosedError, match="listener"):
             listener.fileno()
 
     def test_a_forked_child_leaves_its_parent_s_listener_alone(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
         with Channel.listen(tmp_path / "socket") as listener:
-            child = os.fork()
-            if not child:
-                listener.close()
-                os._exit(0)
-            os.waitpid(child, 0)
+            assert in_a_child(listener.close) == 0
             with Channel.connect(listener.address, timeout=1), listener.accept(1):
                 pass
 

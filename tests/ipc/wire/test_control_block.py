@@ -17,13 +17,12 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
 from tests.ipc.support import again, hold, opened_by, shared_pool
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, executed
+from tests.support import MiB, captured, executed
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 
@@ -136,23 +135,20 @@ def test_a_stale_descriptor_while_the_owner_frees(
 class TestCapturesOfOtherCode:
     """Captures that have no record here, and must not break."""
 
-    @pytest.mark.parametrize("mode", [0, 1, 2], ids=["global", "thread", "relaxed"])
+    @pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
     def test_of_another_stream(
-        self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: int
+        self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: str
     ) -> None:
         buffer = pool.allocate(MiB, stream)
         stream.synchronize()
         ipc.share(buffer)
         with device.current():
-            captured = raw.cuStreamCreate(1)[1]
-            raw.cuStreamBeginCapture(captured, cuda.CUstreamCaptureMode(mode))
-            for _ in range(2):
-                ipc.share(buffer)
-                ipc.share(buffer, device.default_stream)
-            result, graph = raw.cuStreamEndCapture(captured)
-            assert result == cuda.CUresult.CUDA_SUCCESS
-            raw.cuGraphDestroy(graph)
-            raw.cuStreamDestroy(captured)
+            theirs = raw.cuStreamCreate(1)[1]
+            with captured(raw, theirs, mode):
+                for _ in range(2):
+                    ipc.share(buffer)
+                    ipc.share(buffer, device.default_stream)
+            raw.cuStreamDestroy(theirs)
         buffer.free()
 
     def test_of_the_importer_s_stream(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
@@ -166,13 +162,8 @@ class TestCapturesOfOtherCode:
         device = sa.Device(0, driver=machine)
         with device.current():
             raw = machine.cuStreamCreate(1)[1]
-            machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode(2))
-            captured = sa.Stream.of_handle(device, int(raw), raw)
-            with pytest.raises(sa.CaptureError, match="in a capture"):
-                ipc.open(bytes(shared), stream=captured, driver=machine)
-            result, graph = machine.cuStreamEndCapture(raw)
-            assert result == cuda.CUresult.CUDA_SUCCESS
-            machine.cuGraphDestroy(graph)
+            with captured(machine, raw, "RELAXED"), pytest.raises(sa.CaptureError, match="in a capture"):
+                ipc.open(bytes(shared), stream=sa.Stream.of_handle(device, int(raw), raw), driver=machine)
             machine.cuStreamDestroy(raw)
         gate.open()
         opened.close()

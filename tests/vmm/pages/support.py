@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Gate
 from tests.processes import eventually
 from tests.support import names, read
 from tests.vmm.support import PAGE
@@ -55,12 +52,3 @@ def settled(arena: vmm.PageArena) -> tuple[int, int, int]:
 def mapping(traced: Any) -> list[str]:
     """The calls that change mappings, in order."""
     return [name for name in names(traced) if name in ("cuMemMap", "cuMemUnmap", "cuMemSetAccess")]
-
-
-@contextlib.contextmanager
-def opening(gate: Gate) -> Iterator[None]:
-    """Open a gate a moment later, while the block waits for the work behind it."""
-    timer = threading.Timer(0.02, gate.open)
-    timer.start()
-    yield
-    timer.join()

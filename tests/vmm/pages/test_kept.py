@@ -17,9 +17,9 @@ from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Parking
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import every, executed, in_a_thread, names, pending, read
+from tests.support import every, executed, in_a_thread, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
+from tests.vmm.pages.support import fill, mapping, page, settled, values
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
@@ -42,7 +42,7 @@ class TestRecommit:
         space.commit([1, 2])
         gate.hold(other)
         space.release([1, 2], after=other)
-        with opening(gate):
+        with soon(gate.open):
             space.commit([1, 2])
         fill(space, [1, 2])
         other.synchronize()
@@ -313,7 +313,7 @@ class TestAgain:
         gate.hold(other)
         page(space, 1).fill(3, other)
         space.release([1, 2], after=other)
-        with opening(gate):
+        with soon(gate.open):
             space.commit(1)
         assert other.query() and space.committed.tolist() == [1]
         page(space, 1).fill(8)
@@ -330,7 +330,7 @@ class TestAgain:
         gate.hold(other)
         page(space, 2).fill(3, other)
         space.release(2, after=other)
-        with opening(gate):
+        with soon(gate.open):
             space.commit(2)
         page(space, 2).fill(4)
         assert values(space)[1:3] == [3, 4]
@@ -359,7 +359,7 @@ class TestAgain:
             ):
                 space.commit([10, 11, 12])
             arena._physical.patience = None  # no limit
-            with opening(gate):
+            with soon(gate.open):
                 if act == "commit":
                     space.commit([10, 11])
                 elif act == "swap in":
@@ -395,7 +395,7 @@ class TestEnd:
             gate.hold(stream)
             space[: 2 * PAGE].fill(1)
             space.release(0, after=stream)
-            with opening(gate):
+            with soon(gate.open):
                 space.close(after=())
             stream.synchronize()
         assert settled(arena) == (2, 2, 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
 from streamalloc.vmm.stores import host as host_module
 from streamalloc.vmm.stores.host import _HostContents as Stored
 from tests.interleaving import interleaved
-from tests.processes import fork
+from tests.processes import in_a_child
 from tests.support import holds, names, read
 from tests.vmm.pages import support
 from tests.vmm.support import PAGE
@@ -321,19 +319,16 @@ class TestPhysicalPages:
         thread = threading.Thread(target=lock)
         thread.start()
         locked.wait(20)
-        child = fork()
-        if not child:
-            signal.alarm(20)
-            try:
-                with pytest.raises(sa.ForkedProcessError):
-                    physical.take(1)
-                physical.in_background(int).result()
-                os._exit(0)
-            finally:
-                os._exit(1)
+
+        def use() -> None:
+            with pytest.raises(sa.ForkedProcessError):
+                physical.take(1)
+            physical.in_background(int).result()
+
+        found = in_a_child(use)
         end.set()
         thread.join(20)
-        assert os.waitpid(child, 0)[1] == 0
+        assert found == 0
 
 
 def _commit(world: World) -> None:

@@ -14,9 +14,9 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import MiB, each_raises, end_what_was_dropped, holds, names, pending
+from tests.support import MiB, each_raises, end_what_was_dropped, holds, names, pending, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
+from tests.vmm.pages.support import fill, mapping, page, settled, values
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
@@ -262,7 +262,7 @@ class TestCopies:
         space.alias(1, space, 0)
         gate.hold(space.stream)
         page(space, 0).fill(5)
-        with opening(gate):
+        with soon(gate.open):
             assert space.make_private(1) == 1
         page(space, 0).fill(6)
         assert values(space)[:2] == [6, 5]

@@ -18,9 +18,9 @@ from streamalloc.core.internal import Deferred, Fence, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from tests.processes import eventually
-from tests.support import each_raises, names, pending, read
+from tests.support import each_raises, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, opening, settled, values
+from tests.vmm.pages.support import fill, settled, values
 from tests.vmm.support import PAGE
 
 AnyTier: TypeAlias = vmm.HostTier | vmm.DiskTier
@@ -87,7 +87,7 @@ def test_the_host_waits_for_other_work(
     space.swap_out(3, host)
     space.stream.synchronize()
     gate.hold(other)
-    with opening(gate):
+    with soon(gate.open):
         change(space, [other])
         assert not pending(other)
 
