@@ -1,7 +1,7 @@
-"""Measure the library beside raw driver calls and the other libraries that are installed.
+"""Measure the library beside raw driver calls and other libraries that are installed.
 
-The variants of a row take turns, in rounds of short blocks. Each figure is the median of the rounds, beside the 10th
-and 90th percentile. Each ratio is the median of the rounds' ratios to the first variant of the row.
+The variants of a row take turns, in rounds of short blocks. A figure is the median of the rounds, beside the 10th and
+90th percentile. A ratio is the median of the rounds' ratios to the first variant of the row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
-"""Title of the column and number format, for each figure other than the time."""
+"""Title of the column, and format, for each figure that is no time."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
-"""Titles of figures in targets, other than times."""
+"""Titles, in targets, of figures that are no times."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
-    """Print a row's table and its targets; variant names take at least ``names`` columns."""
+    """Print the table of a row, and its targets. The column of names has at least ``names`` characters."""
     terminal.heading(report["title"])
     if "unavailable" in report:
         terminal.paragraph(f"not measured: {report['unavailable']}")
@@ -96,7 +96,7 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
 
 
 def target_text(target: Mapping[str, Any], unit: str) -> str:
-    """Return a target and its figure as text."""
+    """Return a target, with the figure that was found, as text."""
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
     if target["to"]:
@@ -106,7 +106,7 @@ def target_text(target: Mapping[str, Any], unit: str) -> str:
 
 
 def _show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Print the number of targets met, missed and not measured, and list the missed ones."""
+    """Print how many targets are met, missed and not measured, and list the missed ones."""
     found = [target["met"] for report in reports for target in report["targets"]]
     if not found:
         return

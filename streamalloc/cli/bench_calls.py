@@ -1,4 +1,4 @@
-"""Benchmark rows about single calls: pools, streams, events, copies and exchange with other libraries."""
+"""Rows of ``bench`` about single calls: allocations, fills, copies, and exchange with other libraries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CACHES: dict[str, Callable[[sa.MemoryPool], Any]] = {CACHED: sa.CachingAllocato
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
-"""Calls per block that queue work: a stream's queue holds about 1,000."""
+"""Most calls in a block of those that queue work. The queue of a stream holds about 1,000."""
 MOST_ALIVE = 1_000_000
-"""Most live allocations; a tenth of it with ``--quick`` and on a simulated driver."""
+"""Most live allocations; a tenth of that with ``--quick`` and on a simulated driver."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
-    """Return the setup of a variant of another library. ``make`` gets the library's objects."""
+    """Return the setup of another library's variant. ``make`` gets the objects of the library."""
     return lambda bench: make(bench.library(kind))
 
 
@@ -35,10 +35,10 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def pair(bench: Bench, *, kind: str, nbytes: int = SIZE, streams: int = 0, alive: int = 0, drop: bool = False) -> Call:
-    """Allocate and free beside ``alive`` other allocations. With ``streams``, take the next of so many streams each
-    time.
+    """Allocate and free beside ``alive`` other allocations. With ``streams``, each pair is on the next of so many
+    streams.
 
-    The raw calls are the bindings' functions with handle objects, results unchecked.
+    The raw calls are the bindings' functions with objects for handles, results unchecked.
     """
     if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
         raise ImportError("so many allocations take too long")
@@ -87,7 +87,7 @@ def cupy_copy(cupy: CuPy) -> Call:
 
 
 def capsule_of(array: Any, stream: int = -1) -> Call:
-    # A lambda, because functools.partial is slower with keyword arguments.
+    # functools.partial would be slower with a keyword argument.
     return lambda: array.__dlpack__(stream=stream)
 
 
@@ -101,7 +101,7 @@ def torch_ordered(torch: PyTorch) -> Call:
 def _scaled(key: str, title: str, scales: dict[str, dict[str, Any]]) -> BenchRow:
     """Return a row that allocates and frees at several scales.
 
-    The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
+    Its targets: with the scale neither the pool's ratio to the raw calls grows, nor the cache's time.
     """
     kinds = (RAW, OURS, CACHED)
     variants = {

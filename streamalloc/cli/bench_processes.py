@@ -1,6 +1,6 @@
-"""Benchmark rows about processes and whole programs: sharing, the import of the package, replays of traces.
+"""Rows of ``bench`` about processes and whole programs: sharing, stores, imports, replays of traces.
 
-The other process is a new interpreter. In the row about sharing it opens each buffer, closes it, and sends a reply.
+The other process is a new interpreter. In the row "share" it opens each buffer, closes it, and sends a reply.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import cuda, opaque_bytes, opaque_struct
 
 SIZE = 1 << 20
-"""Bytes in the buffer that is sent: 1 MiB."""
+"""Bytes of the buffer that is sent: 1 MiB."""
 HANDLE_BYTES = 64
-"""Bytes in the driver's opaque structures: ``CUipcEventHandle``, ``CUmemPoolPtrExportData``."""
+"""Bytes of ``CUipcEventHandle`` and ``CUmemPoolPtrExportData``."""
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -52,7 +52,7 @@ _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class Stage(NamedTuple):
-    """The objects that a variant uses."""
+    """Objects that a variant of "share" uses."""
 
     bench: Bench
     worker: Worker
@@ -61,7 +61,7 @@ class Stage(NamedTuple):
     """Name of the variant, the same in both processes."""
 
     def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """Send one end of a pipe or channel to the other process and return the other end."""
+        """Let the other process set up its half with one end of a pipe or channel. Return the other end."""
         ours, theirs = ends
         self.bench.resources.enter_context(ours)
         with theirs:
@@ -69,7 +69,7 @@ class Stage(NamedTuple):
         return ours
 
     def served(self, once: Call) -> Measured:
-        """Return the median time of ``once``. The other process runs its side of the variant meanwhile."""
+        """Return the variant that runs ``once``, while the other process runs its half."""
 
         def measure(number: int) -> float:
             self.worker.begin("serve", self.variant, max(number, measuring.LEAST))
@@ -81,12 +81,12 @@ class Stage(NamedTuple):
 
 
 def _connection(worker: WorkerBase) -> Any:
-    """Return the other process's end of the pipe."""
+    """Return the pipe's end in the other process."""
     return multiprocessing.connection.Connection(worker.handles[0].detach())
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
-    """Create an interprocess event; return it with its handle as bytes."""
+    """Make an interprocess event. Return it, and its handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
     return event, opaque_bytes(value_of(driver.cuIpcGetEventHandle(event)))
@@ -147,7 +147,7 @@ def _serve_raw(worker: WorkerBase, shared: str) -> Call:
 
 
 def our_share(stage: Stage) -> Measured:
-    """Share with this library. The importer waits for the contents, and the free waits for the importer."""
+    """Share with this library: the importer waits for the contents, and the free for the importer."""
     channel = stage.connect(ipc.Channel.pair())
     pool, stream = stage.pool, stage.bench.stream
 
@@ -172,7 +172,7 @@ def _serve_ours(worker: WorkerBase) -> Call:
 
 
 def cuda_core_buffer(stage: Stage) -> Measured:
-    """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
+    """Share with cuda.core, after its pool was sent. It orders neither the contents nor the free."""
     cuda = stage.bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
@@ -215,14 +215,14 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
     OUR_SHARE: (our_share, _serve_ours),
     CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
 }
-"""For each variant, the setup of this process and of the other one."""
+"""Setups of each variant: in this process, and in the other one."""
 
 
 class BenchActions(WorkerBase):
     """Actions of the other process."""
 
     def set_up(self, name: str, *arguments: Any) -> None:
-        """Set up this process's side of a variant."""
+        """Set up the other half of a variant."""
         self.opened[name] = VARIANTS[name][1](self, *arguments)
 
     def serve(self, name: str, count: int) -> None:
@@ -234,7 +234,7 @@ class BenchActions(WorkerBase):
 
 
 def _need_sharing(bench: Bench) -> None:
-    """Start the other process and make the shared pool. All variants use them."""
+    """Start the other process, and make the pool that is shared. All variants use them."""
     need_shared_pools(bench.device)
     worker = bench.resources.enter_context(Worker(bench.chosen.driver, BenchActions))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
@@ -252,7 +252,7 @@ QUEUE, TORCH_QUEUE = "streamalloc buffer", "PyTorch tensor"
 
 
 def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
-    """Put what ``make`` returns into a queue; the other process takes it, drops it, and replies."""
+    """Put what ``make`` returns into a queue. The other process takes it, drops it, and replies."""
     spawn = multiprocessing.get_context("spawn")
     queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
     bench.resources.callback(replies.close)
@@ -302,7 +302,7 @@ EPOCH, LIKE = "streamalloc allocate_all, commit and open", "streamalloc like the
 
 
 def _need_store(bench: Bench) -> None:
-    """Start a server, which all variants use."""
+    """Start the server of a store, which all variants use."""
     need_virtual_memory(bench.device)
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", "streamalloc", "serve", name]
@@ -315,7 +315,7 @@ def _need_store(bench: Bench) -> None:
 
 
 def _attached(bench: Bench, *, again: bool) -> Measured:
-    """Map weights of the store. With ``again``, map weights that were unmapped before."""
+    """Open weights of the store; with ``again``, attach weights that were detached."""
     store, key = bench.common, f"again {again}"
     with store.write(key, bench.device) as writer:
         for number in range(CHUNKS):
@@ -355,7 +355,7 @@ def _attached_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _epochs(bench: Bench, *, like: bool) -> Measured:
-    """Write an epoch without contents, and have a reader take it. Each variant holds three epochs at once."""
+    """Write an epoch without contents, and let a reader take it. Up to three epochs have memory at once."""
     store, key = bench.common, f"like {like}"
     count = TENSORS_SIMULATED if bench.chosen.is_simulated else TENSORS
     size = min(TENSOR, bench.device.memory_info().free // 8 // count)
@@ -384,11 +384,11 @@ def _epochs(bench: Bench, *, like: bool) -> Measured:
 _TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
 IMPORT = "import streamalloc; streamalloc.MemoryPool"
-"""An import statement that names a class, because the package loads modules on first use."""
+"""Statement that uses a class, too, because the package loads its modules at the first use."""
 
 
 def _import(bench: Bench, *, statement: str) -> Measured:
-    """Return the time of an import in a new process."""
+    """Import in a new process, which tells the time."""
     # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
     compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
     variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
@@ -406,7 +406,7 @@ _FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_
 
 
 def _replay(bench: Bench, *, name: str, workload: str) -> Measured:
-    """Return the time of a replay."""
+    """Replay a trace on an allocator."""
     trace = _made(workload)
     # A separate replay, because its figures are read after each allocation, which takes time.
     once = traces.replay(trace, name, bench.device, rounds=1)

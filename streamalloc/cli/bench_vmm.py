@@ -1,4 +1,4 @@
-"""Benchmark rows about virtual memory: growing a buffer, eviction, sleep, blocks in host memory."""
+"""Rows of ``bench`` about virtual memory: growth, eviction, sleep, and blocks in host memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from streamalloc.vmm.internal import HostMemory, available_memory, host_segments
 STEPS = 16
 """Steps in which a buffer grows."""
 STEP, STEP_SIMULATED = 64 << 20, 2 << 20
-"""Bytes of a step."""
+"""Bytes of a step: on a GPU, and on a simulated one."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
-"""Most bytes that a row evicts; on a GPU an eighth of it with ``--quick``."""
+"""Most bytes that a row evicts: on a GPU, where ``--quick`` takes an eighth, and on a simulated one."""
 SEGMENTS = 32
 """Number of segments that sleep together."""
 BLOCKS, BLOCKS_SIMULATED = 16384, 64
-"""Number of scattered blocks that are moved together; on a GPU an eighth of it with ``--quick``."""
+"""Number of scattered blocks that move together: on a GPU, where ``--quick`` takes an eighth, and on a simulated one.
+"""
 GRANULARITY = 2 << 20
 PINNED = 2 << 30
-"""Most bytes of pinned memory: enough to measure the copy rate."""
+"""Most bytes of pinned memory. So many suffice to measure the rate of copies."""
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def _need_steps(bench: Bench) -> None:
 
 
 def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
-    """Return a function that creates memory and maps it at an address by raw calls; it returns the handle."""
+    """Return a function that makes memory, maps it at an address, and returns its handle, by raw calls."""
     driver = bench.driver
     properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
     descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
@@ -59,7 +60,7 @@ def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
 
 
 def _grown_by_raw_calls(bench: Bench) -> Measured:
-    """Map a range of addresses step by step with the bindings' functions, results checked."""
+    """Map memory step by step in one range of addresses, by raw calls."""
     driver, nbytes, handles = bench.driver, bench.common, list[Any]()
     map_at = _mapper(bench, nbytes)
     start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
@@ -90,7 +91,7 @@ def _grown(bench: Bench) -> Measured:
 
 
 def _copied(bench: Bench) -> Measured:
-    """Allocate one step more, copy, and free the old memory."""
+    """Allocate memory that is one step larger, copy, and free the old memory, again and again."""
     driver, stream, nbytes, held = bench.driver, bench.raw_stream, bench.common, list[Any]()
 
     def grow() -> None:
@@ -108,9 +109,7 @@ def _copied(bench: Bench) -> Measured:
 
 
 def _both(names: tuple[str, str], kind: Callable[[Bench], tuple[Call, Call, int]]) -> dict[str, Setup]:
-    """Return two variants: two calls that undo each other. ``kind`` returns both calls, and the bytes that
-    each copies.
-    """
+    """Return two variants, which undo each other. ``kind`` returns both calls, and the bytes that each copies."""
 
     def setup(bench: Bench, back: bool) -> Measured:
         call, undo, nbytes = kind(bench)
@@ -132,7 +131,7 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
     host, device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
 
     def copy(target: Any, source: Any) -> None:
-        # as many runs as it takes to copy the evicted bytes
+        # As often as it takes to copy so many bytes as the other variants do.
         for _ in range(nbytes // size):
             value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
@@ -141,7 +140,7 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
 
 
 def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
-    """Evict and restore a buffer, with or without a copy in a warm host pool."""
+    """Evict and restore a buffer; with ``keep``, its bytes go to a host pool that has memory already."""
     location = need_host_pool(bench.device)
     nbytes, keep_open = bench.common, bench.resources.enter_context
     pool = keep_open(sa.MemoryPool(location, release_threshold=KEEP_ALL))
@@ -160,7 +159,7 @@ def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
 
 
 def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Put segments to sleep one after the other with blocking copies, as torch_memory_saver and vLLM do."""
+    """Put segments to sleep one after the other, with blocking copies, as torch_memory_saver and vLLM do."""
     driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
     map_at = _mapper(bench, nbytes)
     places = [int(value_of(driver.cuMemAddressReserve(nbytes, 0, 0, 0))) for _ in range(SEGMENTS)]
@@ -239,7 +238,7 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
 
 
 def _weights(bench: Bench, *, timed: str) -> Measured:
-    """Put weights to sleep or wake them. Each time has host memory of its own."""
+    """Put weights to sleep, or wake them, with host memory of a tier. ``timed`` is the name of the variant."""
     keep_open, stream = bench.resources.enter_context, bench.stream
     tier = keep_open(vmm.HostTier(bench.device))
     group = keep_open(vmm.SleepGroup(bench.device, backup=tier))
@@ -277,14 +276,14 @@ def _weights(bench: Bench, *, timed: str) -> Measured:
 
 
 def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]]:
-    """Return device memory, and the indices of half of its blocks in random order."""
+    """Return a buffer, and the numbers of half of its blocks in random order."""
     buffer = bench.resources.enter_context(bench.pool.allocate(2 * bench.common, bench.stream))
     count = bench.common // size
     return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
 
 
 def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
-    """Copy blocks one by one to adjacent pinned memory and back, as vLLM's ``swap_blocks``."""
+    """Copy blocks one by one to adjacent pinned memory and back, as vLLM's ``swap_blocks`` does."""
     driver, stream = bench.driver, bench.raw_stream
     buffer, blocks = _scattered(bench, size)
     pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))
@@ -301,7 +300,7 @@ def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
 
 
 def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
-    """Save blocks to a tier in host memory, or load them."""
+    """Save blocks in a tier of host memory, or load them from it."""
     buffer, blocks = _scattered(bench, size)
     tier = bench.resources.enter_context(vmm.HostTier(bench.device))
     kept: list[Any] = []
@@ -343,10 +342,10 @@ def _blocks(size: int) -> BenchRow:
 
 
 def _need_evicted(bench: Bench) -> None:
-    """Choose the number of bytes to evict: fewer than configured if device or host lack memory."""
+    """Choose the bytes to evict: fewer if the device or the host lacks memory."""
     need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
-    # An eighth of the free memory, because six variants have device buffers, and some have host copies.
+    # An eighth of the free memory, because six variants have device memory, and some have host memory, too.
     spare = min(bench.device.memory_info().free, available_memory()) // 8
     while size > spare and size > EVICTED_SIMULATED:
         size //= 2
@@ -366,7 +365,7 @@ FIRST, PREPARED, FROZEN = "streamalloc first sleep", "streamalloc sleep after pr
 SAVE, LOAD = "streamalloc HostTier.save", "streamalloc HostTier.load"
 RAW_SAVE, RAW_LOAD = "raw calls, save a block at a time", "raw calls, load a block at a time"
 NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
-"""The pinned memory of a sleep: made for each sleep, kept between sleeps, or none."""
+"""Pinned memory for a sleep: made each time, kept between sleeps, or none."""
 
 ROWS = (
     BenchRow(

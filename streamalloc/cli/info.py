@@ -49,7 +49,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def report(chosen: Chosen) -> dict[str, Any]:
-    """Collect the report as plain data."""
+    """Return the report as plain data."""
     devices = sa.Device.all(chosen.driver)
     imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
     return {
@@ -58,7 +58,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        # A row for each device, with its access to each device's memory.
+        # Row by row: the access of a device to the memory of each device.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
@@ -68,7 +68,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """Versions of this package and of all that it uses, down to the driver; None for a version that cannot be read."""
+    """Return the versions of this package and of all below it, down to the driver; None for one that is unknown."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert a capability to JSON. Handle types become names."""
+    """Return a capability as JSON has it. Handle types become names."""
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
@@ -155,7 +155,7 @@ def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilitie
     }
     terminal.table(facts.items())
     terminal.line()
-    # One line for each handle type keeps the column narrow.
+    # A line for each handle type, so that the column is narrow.
     rows = supports.rows()
     terminal.table((name, _answer(terminal, answer.replace(" | ", "\n")), about) for name, answer, about in rows)
     if device["virtual_memory"]:
@@ -195,8 +195,8 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-# Device attributes list the supported features; a trial shows whether a request succeeds. It allocates little and
-# releases that at once. A trial is a row of plain data: `works` is whether it succeeded, `found` describes the result.
+# Device attributes tell what is supported. A trial shows whether a request succeeds: it allocates little, and releases
+# it at once. A trial is a row of plain data: `works` tells whether it succeeded, and `found` describes the result.
 
 Row = dict[str, Any]
 
@@ -204,11 +204,11 @@ _PATTERN = 0x5A
 
 
 class _Differs(Exception):
-    """The driver accepted the request, but the result differs from it. The message says how."""
+    """The driver has accepted a request, but the result differs from it. The message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
-    """Run a trial and return its row. The trial returns a description or raises."""
+    """Run a trial, and return its row. The trial returns a description of the result, or raises."""
     row["works"] = False
     try:
         row["found"] = trial(*arguments)
@@ -228,10 +228,10 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
 
 
 def _try_virtual_memory(device: sa.Device) -> list[Row]:
-    """Try each kind of physical memory, and DMA-BUF.
+    """Try each kind of physical memory, and DMA-BUF. Return a row for each; none without virtual memory management.
 
-    Returns no rows for a device without virtual memory management. ``granularity`` and ``recommended`` are the smallest
-    and the recommended granularity in bytes; None if they do not apply, or the driver refuses to return them.
+    ``granularity`` and ``recommended`` are the smallest and the recommended granularity in bytes; None if there is
+    none, or the driver refuses to tell it.
     """
     if not device.supports.virtual_memory_management:
         return []
@@ -286,14 +286,14 @@ class InfoActions(WorkerBase):
     """Actions of the other process."""
 
     def read(self) -> int:
-        """Receive memory; return the number of bytes that differ from the pattern."""
+        """Receive memory, and return how many bytes differ from the pattern."""
         with self.receive() as memory:
             host = read(memory, self.stream)
         self.stream.synchronize()
         return int(np.count_nonzero(host != _PATTERN))
 
     def wait(self) -> None:
-        """Receive an event; wait for it on the stream and on the host."""
+        """Receive an event, and wait for it on the stream and on the host."""
         with self.receive() as event:
             self.stream.wait(event)
             self.stream.synchronize()
@@ -304,7 +304,7 @@ class InfoActions(WorkerBase):
 
 
 def _try_sharing(device: sa.Device) -> list[Row]:
-    """Share each kind of memory and an event with another process, which reads it; ``how`` is the mechanism."""
+    """Share each kind of memory, and an event, with another process, which uses it. ``how`` is the mechanism."""
     with Worker(device.driver, InfoActions) as worker, device.create_stream() as stream:
         trials = [
             _tried({"what": what, "how": how}, trial, worker, device, stream)
@@ -369,9 +369,9 @@ _ADMINISTRATOR = (
 
 
 def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
-    """Return the size of the largest team of this process, and what may be needed beside the requirements of devices.
+    """Return the size of the largest team of this process, and what it may need beside devices that support it.
 
-    No object is made to find out more: objects take space in switches that all processes share.
+    No object is made to try it, because objects take room in switches that all processes share.
     """
     team = sum(bool(device.supports.multicast) for device in devices)
     team *= team > 1
@@ -382,13 +382,13 @@ def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
         lines.append(f"a team has up to {team} devices of this process, plus those that other processes add")
         lines.append(f"if creating an object fails although the devices support it, {_ADMINISTRATOR}")
     elif len(devices) > 1:
-        # A single GPU never supports it, so the administrator cannot help.
+        # Not for one GPU, with which no administrator can help.
         lines.append(f"if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
     return {"largest_team": team, "needs": lines or ["needs at least two GPUs that NVSwitch joins"]}
 
 
 def missing_for(capabilities: sa.Capabilities) -> list[str]:
-    """Return reasons and remedies for missing fabric handles, multicast or newer calls, one line each."""
+    """Return why fabric handles, multicast or newer calls are missing, and the remedy, a line for each."""
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")

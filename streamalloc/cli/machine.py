@@ -1,4 +1,4 @@
-"""The machine that a command runs on: the choice of its driver, and requirements of its devices."""
+"""Machine that a command runs on: choice of its driver, and what parts of commands need of its devices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from streamalloc.driver import Driver, simulated
 from streamalloc.driver.internal import default_or_simulated, read_choice
 
 KEEP_ALL = 2**64 - 1
-"""Release threshold at which a pool keeps all its memory, in bytes."""
+"""Release threshold (bytes) with which a pool keeps all its memory."""
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _DEVICES_WITHOUT_A_GPU = 2
-"""Default number of devices of the simulated machine. Some parts need two."""
+"""Devices of a simulated machine that nobody asked for. Some parts need two."""
 
 
 def is_simulated(driver: Driver) -> bool:
@@ -31,7 +31,7 @@ class Chosen:
 
     driver: Driver
     not_found: str = ""
-    """Error text if the simulated driver replaces a missing CUDA driver; else empty."""
+    """Error of the missing CUDA driver that the simulated driver replaces; else empty."""
 
     @property
     def is_simulated(self) -> bool:
@@ -40,7 +40,7 @@ class Chosen:
 
     @property
     def headline(self) -> str:
-        """First line of a command's output: the machine and its driver."""
+        """First line of the output of a command: the machine and its driver."""
         devices = sa.Device.all(self.driver)
         names = ", ".join(sorted({device.name for device in devices}))
         if not self.is_simulated:
@@ -67,12 +67,12 @@ class Chosen:
 
 
 def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
-    """Return the driver of the first of these that is given.
+    """Return the driver of a command, from the first of these that is there:
 
-    1. The argument ``driver``.
-    2. A ``with use(...)`` block, or STREAMALLOC_DRIVER.
-    3. The machine's own CUDA driver.
-    4. A simulated driver.
+    1. the argument ``driver``;
+    2. a ``with use(...)`` block, or STREAMALLOC_DRIVER;
+    3. the machine's own CUDA driver;
+    4. a simulated driver.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     Raises
     ------
     DriverNotFoundError
-        The machine's driver was requested, and there is none.
+        The machine's own driver was asked for, and there is none.
     ValueError
         The text is invalid, or ``devices`` was given for the machine's own driver.
     """
@@ -98,7 +98,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     else:
         found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
         if why or devices is None:
-            # without the remedy, which is for programs
+            # Without the remedy in the error, which is for programs.
             return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
@@ -113,7 +113,7 @@ def cuda_version(driver: Driver) -> str:
 
 
 class Unavailable(Exception):
-    """A part of the tour or a row of the benchmark cannot run on this machine; the message gives the reason."""
+    """A part of the tour, or a row of the benchmark, cannot run on this machine. The message says why."""
 
 
 def need(condition: object, why: str) -> None:
@@ -141,7 +141,7 @@ def need_shared_pools(device: sa.Device) -> None:
 
 
 def need_host_pool(device: sa.Device) -> sa.MemLocation:
-    """Return a location for a pool in host memory that the device can access."""
+    """Return a location of host memory in which a pool can be that the device can access."""
     supports = device.supports
     if supports.host_memory_pools:
         return sa.MemLocation.host()
@@ -150,7 +150,7 @@ def need_host_pool(device: sa.Device) -> sa.MemLocation:
 
 
 def need_peers(driver: Driver) -> list[sa.Device]:
-    """Return GPUs, at least two, that all have access to each other's memory, GPU 0 first."""
+    """Return two GPUs or more that have access to each other's memory, GPU 0 first."""
     devices = sa.Device.all(driver)
     need(len(devices) > 1, "this machine has one GPU")
     peers: list[sa.Device] = []

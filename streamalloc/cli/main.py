@@ -1,4 +1,4 @@
-"""Command line: arguments, choice of driver, exit codes."""
+"""Command line of streamalloc: arguments, choice of the driver, exit codes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _COMMANDS = {
     "memory": "run a program and show which library and line takes its device memory",
     "record": "run a program and record its allocations for replay",
 }
-"""Help text of each command, by module. A module is imported when its command runs."""
+"""Commands with their help texts. Each is a module of this folder, which is imported when the command runs."""
 
 _WITHOUT_DRIVER = ("serve", "store")
-"""Commands that choose their own driver, or use none."""
+"""Commands that choose their driver themselves, or use none."""
 
 _READER_LEFT = 128 + 13
-"""Exit code after SIGPIPE: the reader of the output has left."""
+"""Exit code as after SIGPIPE: the reader of the output has closed the pipe."""
 _INTERRUPTED = 128 + 2
-"""Exit code after SIGINT."""
+"""Exit code as after SIGINT."""
 
 _EPILOG = """\
 --driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
@@ -53,7 +53,7 @@ def _module(command: str) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the most similar word for an unknown one."""
+    """Parser that suggests the most similar word for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Command(_Parser):
-    """The parser of one command. For unknown arguments it prints the usage of the command."""
+    """Parser of one command. For unknown arguments it prints the usage of the command, and not that of the program."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -82,12 +82,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
     for name, about in _COMMANDS.items():
-        # A command may define an option of the driver itself.
+        # "resolve", because a command may define --devices itself.
         command = commands.add_parser(name, help=about, conflict_handler="resolve")
         if name in words:
             module = _module(name)
             command.description = module.__doc__
-            # The options are also accepted after the command; SUPPRESS keeps a value given before it.
+            # These options may stand after the command, too. SUPPRESS keeps a value that stands before it.
             _add_driver_arguments(command, argparse.SUPPRESS)
             module.add_arguments(command)
     return parser
@@ -104,14 +104,15 @@ def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
+    """Run a command, and return its exit code.
 
     * 0: success.
     * 1: a result was wrong.
     * 2: wrong arguments, no driver, or output that cannot be written.
-    * 130: interrupted; 141: the reader of a pipe closed it.
+    * 130: interrupted.
+    * 141: the reader of a pipe has closed it.
     """
-    # Device names may have characters that the terminal's encoding lacks; they are printed as "?".
+    # The name of a device may have characters that the terminal's encoding lacks. They are printed as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if arguments is None else arguments
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            raise  # the error is the program's
+            raise  # It is for the program that the command runs.
         return _INTERRUPTED
 
 
@@ -152,7 +153,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect the standard output to the null device, so that the interpreter's flush at exit does not fail."""
+    """Redirect the standard output to the null device. Otherwise the interpreter's flush at exit would fail."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

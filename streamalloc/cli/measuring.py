@@ -1,8 +1,7 @@
-"""Measurement for ``bench``: rows, their variants, and interleaved rounds of short blocks.
+"""Measurement of ``bench``: rows, their variants, and rounds of short blocks.
 
-The variants of a row take turns, in a new order each round, so a temporary slowdown of the machine affects all of them.
-Each figure is the median of the rounds, beside the 10th and 90th percentile. Each ratio is the median of the rounds'
-ratios.
+The variants of a row take turns, in a new order each round. So a slow moment of the machine affects all of them. A
+figure is the median of the rounds, beside the 10th and 90th percentile. A ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -24,43 +23,46 @@ from streamalloc.cli.machine import KEEP_ALL, Chosen, Unavailable
 from streamalloc.core.internal import raw_handle
 
 SIZE = 4096
-"""Bytes in a buffer of most rows: 4 KiB."""
+"""Bytes of a buffer in most rows: 4 KiB."""
 BLOCK = 0.01
-"""Seconds that one block of calls should take; a fifth of it with ``--quick``."""
+"""Seconds that a block of calls should take; a fifth of that with ``--quick``."""
 LEAST = 20
-"""Fewest transfers between processes in a block."""
+"""Least number of transfers between processes in a block."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
-"""Units of rows: name, and number of units in a second."""
+"""Units of times: name, and how many make a second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
-"""First words of other libraries' variants, which need a GPU."""
+"""First words of the variants of other libraries, which need a GPU."""
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A variant that measures its own time."""
+    """Variant that is set up, with the function that measures it."""
 
     measure: Callable[[int], float]
-    """Runs the variant a number of times; returns the seconds of one run."""
+    """Runs the variant so many times, and returns the seconds of one run."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures of the last run, by name."""
 
 
 def timed(call: Call) -> Measured:
-    """Return a variant that is one function call."""
+    """Return a variant whose run is a function call."""
     timer = timeit.Timer(call)
     return Measured(lambda number: timer.timeit(number) / number)
 
 
 def repeated(once: Call, number: int) -> float:
-    """Return the median time of ``once`` of ``number`` runs, or of :data:`LEAST` runs if that is more."""
+    """Return the median seconds of a call, of ``number`` runs and at least :data:`LEAST`."""
     return statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST)))
 
 
 def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
-    """Return a variant that is one function call; ``undo`` reverses it, untimed. ``nbytes``: bytes that it copies."""
+    """Return a variant whose run is a function call, which ``undo`` reverses outside of the time.
+
+    ``nbytes``: bytes that the call copies, for a figure in GB/s.
+    """
     extra: dict[str, float] = {}
 
     def measure(number: int) -> float:
@@ -77,86 +79,87 @@ def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit for a figure of a variant, judged on GPUs only."""
+    """Upper limit of a figure of a variant. It counts on GPUs only."""
 
     of: str
+    """Name of the variant."""
     limit: float
     to: str = ""
-    """Variant by whose figure the figure of ``of`` is divided; empty for an absolute limit."""
+    """Variant by whose figure that of ``of`` is divided; empty for a limit of the figure itself."""
     figure: str = ""
-    """Key in ``extra``, or ``"ratio_to_raw"``; empty: the time."""
+    """Key in ``extra``, or ``"ratio_to_raw"``; empty for the time."""
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One task of the benchmark and its variants; ratios are to the first variant."""
+    """One task of the benchmark, and its variants. Ratios are to the first variant."""
 
     key: str
-    """Name in the report and for ``--rows``."""
+    """Name in the report, and for ``--rows``."""
     title: str
     variants: Mapping[str, Setup]
-    """Setup functions by name."""
+    """Functions that set up the variants, by name."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Most calls in a block. A GPU's queue blocks when it is full."""
+    """Most calls in a block. A call that queues work blocks when the stream's queue is full."""
     unit: str = "us"
     rounds: tuple[int, int] = (25, 11)
-    """Number of rounds, and number of rounds with ``--quick``."""
+    """Number of rounds: without and with ``--quick``."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """For variants that are not compared with the first variant: the variant whose figure is the divisor."""
+    """Variant to compare with, by variant, where that is not the first one."""
     need: Callable[[Bench], object] = lambda bench: None
-    """Raises :class:`Unavailable` if the row cannot be measured."""
+    """Raises :class:`Unavailable` if the row cannot be measured, and makes what its variants share."""
 
 
 slow_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
-"""A row whose variants take milliseconds and more."""
+"""Makes a row whose variants take milliseconds or more."""
 
 
 class Bench:
-    """Device, stream and pool that the rows share, as library objects and as driver handles."""
+    """Device, stream and pool that the rows share, as objects of the library and as handles of the driver."""
 
     def __init__(self, chosen: Chosen, quick: bool, shared: contextlib.ExitStack) -> None:
         self.chosen = chosen
         self.quick = quick
         self.shared = shared
-        """Resources that are closed at the end of the benchmark."""
+        """Resources to close at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """Resources that are closed at the end of the current row."""
+        """Resources to close at the end of the present row."""
         self.libraries: dict[Any, Any] = {}
-        """Objects of other libraries, by the class that creates them."""
+        """Objects of other libraries, by the class that makes them."""
         self.common: Any = None
-        """Objects or sizes that the variants of the current row share. The row's ``need`` makes them."""
-        # Any, because raw variants also use the classes of the bindings, which every driver provides.
+        """What the variants of the present row share, made by the row's ``need``."""
+        # Any, because raw variants use the classes of the bindings, too, which every driver has.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
         # Raw driver calls need a current context; the library's calls do not.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        # `handle` would lend the stream, and then each allocation on it would ask the driver.
+        # Not ``stream.handle``: then each later allocation on the stream would ask the driver whether it is captured.
         self.raw_stream: Any = raw_handle(self.stream)
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
-        """Create a pool that keeps all its memory; return it with its driver handle."""
+        """Make a pool that keeps all its memory. Return it, and its handle."""
         pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
         return pool, self.driver.CUmemoryPool(pool.handle)
 
     def new_stream(self) -> sa.Stream:
-        """Create a stream for the current row."""
+        """Make a stream for the present row."""
         return self.resources.enter_context(self.device.create_stream())
 
     def library(self, kind: Callable[[Bench], Any]) -> Any:
-        """Return the objects of another library, created by the first call."""
+        """Return the objects of another library. The first call makes them."""
         if kind not in self.libraries:
             self.libraries[kind] = kind(self)
         return self.libraries[kind]
 
     def buffer(self) -> sa.Buffer:
-        """Allocate 4 KiB for the current row."""
+        """Allocate 4 KiB for the present row."""
         return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
 
     def raw_buffer(self) -> Any:
-        """Allocate 4 KiB for the current row; return the bindings' pointer object."""
+        """Allocate 4 KiB for the present row. Return the address as the bindings' object."""
         return self.driver.CUdeviceptr(self.buffer().address)
 
     @functools.cached_property
@@ -172,7 +175,7 @@ Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
 class CudaCore:
-    """cuda.core with its own device, stream and pool."""
+    """cuda.core, with a device, a stream and a pool of its own."""
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
@@ -189,7 +192,7 @@ class CudaCore:
 
 
 class CuPy:
-    """CuPy; its own stream stays current until the end of the benchmark."""
+    """CuPy. A stream of its own is current until the end of the benchmark."""
 
     def __init__(self, bench: Bench) -> None:
         self.cupy: Any = importlib.import_module("cupy")
@@ -201,7 +204,7 @@ class CuPy:
 
 
 class PyTorch:
-    """PyTorch with CUDA; its own stream stays current until the end of the benchmark."""
+    """PyTorch with CUDA. A stream of its own is current until the end of the benchmark."""
 
     def __init__(self, bench: Bench) -> None:
         self.torch: Any = importlib.import_module("torch")
@@ -219,7 +222,7 @@ class PyTorch:
 
 
 def value_of(answer: Any) -> Any:
-    """Return the value of a raw driver call, or None if it has none; raise ``RuntimeError`` if the call failed."""
+    """Return the value of a raw driver call, or None without one. Raise ``RuntimeError`` if the call has failed."""
     error, *values = answer
     if error:
         raise RuntimeError(error)
@@ -232,12 +235,12 @@ def is_library(name: str) -> bool:
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the rounds' ratios."""
+    """Return the median of the ratios, round by round."""
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
 def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
-    """Measure a row; return its report, with the reason if it is unavailable."""
+    """Measure a row. Return its report, which has the reason if the row cannot be measured."""
     report: dict[str, Any] = {"key": row.key, "title": row.title, "unit": row.unit}
     with contextlib.ExitStack() as resources:
         bench.resources = resources
@@ -259,9 +262,9 @@ def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
 
 
 def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
-    """Set up the variants; return those that work, and report rows with the reason for the others.
+    """Set up the variants of a row. Return those that work, and for the others what the report says.
 
-    A library that is not installed (``ImportError``) gets no report row.
+    It says nothing about a library that is not installed (``ImportError``).
     """
     ready: dict[str, Measured] = {}
     missing: list[dict[str, Any]] = []
@@ -288,7 +291,7 @@ def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict
 
 
 def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str, list[float]]:
-    """Return the time of each round in the row's unit, by variant."""
+    """Return the times of all rounds by variant, in the row's unit."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     shuffled = random.Random(0)
@@ -301,7 +304,7 @@ def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str,
 
 
 def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
-    """Return the calls that fill one block of :data:`BLOCK` seconds."""
+    """Return how many calls take :data:`BLOCK` seconds."""
     if row.most == 1:
         return 1
     variant.measure(min(row.most, 50))
@@ -314,7 +317,7 @@ def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
 def _targets(
     bench: Bench, row: BenchRow, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row's targets with the figures found; None if a variant was not measured or lacks the figure."""
+    """Yield the targets of a row, with the figures that were found. None: the variant was not measured, or lacks it."""
     for target in () if bench.chosen.is_simulated else row.targets:
         found: float | None = None
         with contextlib.suppress(KeyError):

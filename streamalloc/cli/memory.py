@@ -130,7 +130,7 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
 
 
 def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
-    """Bytes at each moment, summed by a key of the rows; the largest sums first."""
+    """Return the bytes of each moment by a key of the rows, the largest first."""
     found: dict[Any, list[int]] = {}
     for number, moment in enumerate(moments):
         for row in moment.rows:
@@ -142,7 +142,7 @@ def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
 
 
 class Frame(NamedTuple):
-    """A frame of a flame graph: the memory of all lines below it."""
+    """Frame of a flame graph. Its bytes are those of all frames below it."""
 
     depth: int
     start: int
@@ -152,9 +152,7 @@ class Frame(NamedTuple):
 
 
 def frames(moment: Moment) -> list[Frame]:
-    """Return the frames of a moment, outermost first: the whole, the GPU, the library, the kind of memory, and the
-    lines.
-    """
+    """Return the frames of a moment, outermost first: all memory, GPU, library, kind of memory, and the lines."""
     paths = []
     for row in moment.rows:
         lines = [f"{Path(file).name}:{line} {function}" for file, line, function in reversed(_lines(row))]

@@ -18,7 +18,7 @@ from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
-"""The installed machine. Threads and exit functions of the program use it after the program's last line."""
+"""The installed machine. It stays, because threads and exit functions use it after the last line of the program."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,31 +44,27 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse names of files that do not exist."""
+    """Raise :class:`UsageError` for a file that does not exist."""
     for file in (*options.kernels, *[options.program] * (not options.module)):
         if not os.path.exists(file):
             raise UsageError(f"there is no file {file!r}")
 
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program on a machine that replaces the functions of ``cuda.bindings``. Returns the program's
-    variables.
-    """
+    """Run the program with a machine in place of ``cuda.bindings``. Return the variables of the program."""
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
         return run_program(options)
 
 
 def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
-    """Run a program, then call ``report``, even after an exception. A forked child that reaches this point does not
-    report.
-    """
+    """Run a program, then call ``report``, also after an exception. A forked child that comes here does not report."""
     process = os.getpid()
     try:
-        kept = program()  # the program's variables hold memory
+        kept = program()  # Its variables hold memory, which the report shows.
     except UsageError:
         raise
-    except BaseException:  # the traceback holds the variables of functions
+    except BaseException:  # The traceback holds the variables of the functions meanwhile.
         if os.getpid() == process:
             report()
         raise
@@ -78,7 +74,7 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program in this process as Python does. Returns its variables."""
+    """Run the program in this process, as Python does. Return its variables."""
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""Text output: coloured and folded in a terminal, plain in a pipe."""
+"""Output of commands as text: coloured and folded in a terminal, plain in a pipe."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
 _ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
-"""Fewest columns to which text is folded, also in the last column of a table. Longer words are broken."""
+"""Least width to which text is folded, also in the last column of a table. Longer words are broken."""
 
 
 class UsageError(Exception):
-    """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""
+    """A command cannot run with these arguments. ``main`` prints the message, and returns exit code 2."""
 
 
 class OutputError(Exception):
-    """The output of a command cannot be written; the cause is an ``OSError``."""
+    """The output of a command cannot be written. The cause is an ``OSError``."""
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def write_file(path: str, text: str) -> None:
 class Terminal:
     """Output of a command. In a terminal it is coloured and folded.
 
-    Every line is flushed, so that progress is visible and a closed pipe is noticed at once.
+    Each line is flushed, so that it is seen at once, and a closed pipe is noticed.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Terminal:
     def __init__(self, json: str | None = None) -> None:
         self._json = json
         interactive = sys.stdout.isatty()
-        # https://no-color.org: any value but the empty one turns colours off.
+        # https://no-color.org: each value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
         self._drawn = False
@@ -93,7 +93,7 @@ class Terminal:
             raise OutputError(error.strerror) from error
 
     def write_json(self, report: dict[str, Any]) -> None:
-        """Write a report to the file of ``--json``: ``"-"`` is the output, None writes nothing."""
+        """Write a report to the file of ``--json``; for ``"-"`` to the output; without the option, not at all."""
         text = json.dumps(report, indent=2)
         if self._json == "-":
             self._print(text)
@@ -101,7 +101,7 @@ class Terminal:
             write_file(self._json, text + "\n")
 
     def fits(self, text: str) -> bool:
-        """Whether a line still has room for this text."""
+        """Whether a line has room for this text."""
         return self._width is None or _width(text) <= self._width
 
     def heading(self, text: str) -> None:
@@ -110,7 +110,7 @@ class Terminal:
         self.paragraph(self.bold(text), indent=0)
 
     def paragraph(self, text: str, indent: int = 2, first: str | None = None) -> None:
-        """Print text folded to the terminal's width; ``first`` replaces the indent of the first line."""
+        """Print text, folded to the width of the terminal. ``first`` replaces the indent of the first line."""
         margin = " " * indent
         start = margin if first is None else first
         for part in [text] if self._width is None else _folded(text, max(self._width - indent, _NARROWEST)):
@@ -155,10 +155,10 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
-        """Show the steps of a ``with`` block on the error output, if that is a terminal.
+        """Show the progress of a ``with`` block on the error output, if that is a terminal.
 
-        The block calls the function that it gets with the next step, and with how much of ``total`` is done. The line
-        has an estimate of the rest once something is done.
+        The block gets a function, and calls it with the next step and with how much of ``total`` is done. Once
+        something is done, the line has an estimate of the rest.
         """
         began = time.monotonic()
 
@@ -189,12 +189,12 @@ def _time(seconds: float) -> str:
 
 
 def _width(text: str) -> int:
-    """Return the number of columns that a text occupies on the screen."""
+    """Return the width of a text on the screen."""
     return max(map(len, _ESCAPES.sub("", text).split("\n")))
 
 
 def _least(column: Sequence[str], letter: str, header: bool) -> int:
-    """Return the fewest columns that a column needs for its words, or for its figures and the words of its title."""
+    """Return the least width of a column: of its longest word, or of its figures and the words of its title."""
     folding = column if letter == "l" else column[:header]
     words = [word for text in folding for word in _ESCAPES.sub("", text).split()]
     figures = [_width(text) for text in column[len(folding) :]]
@@ -202,7 +202,7 @@ def _least(column: Sequence[str], letter: str, header: bool) -> int:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Fold a text at words; each line has its colour."""
+    """Fold a text at words. Each line gets its colour."""
     if _width(text) <= width:
         return text.split("\n")
     styled = _STYLED.fullmatch(text)

@@ -31,13 +31,14 @@ _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 """Environment variable that permits multicast objects on shared NVSwitches."""
 
 Steps: TypeAlias = Iterator[tuple[str, object, object]]
-"""Steps of a part: a text, the result, and the expected result. The expected result of an error is its class."""
+"""Steps of a part: text, result, and expected result. For an error the expected result is its class."""
 Part: TypeAlias = Callable[..., Steps]
-"""Generator function of a part. Its parameters name attributes of :class:`Tour`; its docstring is the heading."""
+"""Generator of the steps of a part. Its parameters name attributes of :class:`Tour`, and its docstring is the heading.
+"""
 
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
-    """Copy memory to the host in stream order; return the distinct byte values."""
+    """Copy memory to the host in stream order, and return the values of its bytes, each once."""
     found: list[int] = np.unique(read(memory, stream)).tolist()
     return found
 
@@ -52,7 +53,7 @@ def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exce
 
 
 class Tour(contextlib.ExitStack):
-    """Objects that parts use, and the count of checks. A part's own objects are closed at its end."""
+    """Objects that parts use, and counts of the checks. The objects of a part are closed at its end."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Tour(contextlib.ExitStack):
 
     @property
     def peers(self) -> list[sa.Device]:
-        """Devices that reach each other's memory."""
+        """Devices with access to each other's memory."""
         return machine.need_peers(self.device.driver)
 
     @property
@@ -92,17 +93,17 @@ class Tour(contextlib.ExitStack):
 
     @functools.cached_property
     def worker(self) -> Worker:
-        """The other process, for all parts."""
+        """The other process, which all parts share."""
         machine.need_shared_pools(self.device)
         return self.enter_context(Worker(self.device.driver, TourActions))
 
     @property
     def multicast(self) -> Literal["auto", False]:
-        """Whether multicast objects may be made. On real GPUs this needs permission."""
+        """``"auto"`` if multicast objects may be made: on real GPUs only if the environment permits it."""
         return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
-        """Run a part. An error in it counts as a failed check, and the tour continues."""
+        """Run a part. An error in it counts as a failed check, and the tour goes on."""
         self.terminal.heading(part.__doc__ or "")
         try:
             with contextlib.ExitStack() as self._part:
@@ -122,7 +123,7 @@ class Tour(contextlib.ExitStack):
                 self.terminal.line(f"    {self.terminal.dim(line)}")
 
     def step(self, code: list[str], text: str, found: object, expected: object) -> None:
-        """Print the code of a step with its text; if the result is not the expected one, print both."""
+        """Print the code of a step, and its text. If the result is not the expected one, print both results."""
         passed = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
         self.passed += passed
         self.failed += not passed
@@ -146,8 +147,9 @@ class Tour(contextlib.ExitStack):
 
 
 def _code_by_line(part: Part) -> dict[int, list[str]]:
-    """Return the code of each step by the line of its ``yield``: the source since the previous ``yield``, or the check
-    alone.
+    """Return the code of each step, by the line of its ``yield``.
+
+    It is the source since the ``yield`` before; if there is none, the expression of the result.
     """
     lines, start = inspect.getsourcelines(part)
     tree = ast.parse(whole := "".join(lines)).body[0]
@@ -275,7 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Show the parts; return 0 if all results are as expected, else 1."""
     terminal.paragraph(terminal.bold(chosen.headline), 0)
-    # The checker records all objects, so that the last step finds objects that were not released.
+    # The last step asks the checker for objects that were not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
         terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
@@ -286,8 +288,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             for part in PARTS:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
-        gc.collect()  # after a failure, objects of the part may be in a cycle with the error
-        tour.device.synchronize()  # this releases dropped objects
+        gc.collect()  # After a failure, objects of the part may be in a cycle with the error.
+        tour.device.synchronize()  # a point of work, which releases dropped objects
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()

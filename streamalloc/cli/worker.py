@@ -1,7 +1,6 @@
-"""Worker: the other process of ``info``, ``bench`` and ``tour``, a Python interpreter with the same driver.
+"""Worker: the other process of ``info``, ``bench`` and ``tour``, a new interpreter with the same driver.
 
-It receives actions over a channel and runs them one by one. The actions are the methods of a subclass of
-:class:`WorkerBase`.
+It receives actions over a channel, and runs them one by one. They are methods of a subclass of :class:`WorkerBase`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import choice_of
 
 SECONDS = 60.0
-"""Seconds to wait for the other process. Its contexts take long on a busy GPU."""
+"""Seconds to wait for the other process. To make a context takes long on a busy GPU."""
 
 
 def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
@@ -37,26 +36,26 @@ def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
 
 
 class WorkerError(RuntimeError):
-    """An error in the other process. The message has its class and text."""
+    """An action has raised an error. The message has its class and text."""
 
 
 def environment(driver: Driver) -> dict[str, str]:
-    """Return an environment in which a new process uses the same driver, or simulates the same machine."""
+    """Return environment variables with which a new process uses the same driver, or simulates the same machine."""
     package = str(Path(sa.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": choice_of(driver)}
 
 
 def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:
-    """Start the other process; it inherits the file descriptor ``fd``."""
-    # With -m this module would exist twice: as __main__, and as imported by the actions.
+    """Start the other process, which inherits the file descriptor ``fd``."""
+    # Not with -m: this module would exist twice, as __main__ and as the actions import it.
     command = [sys.executable, "-c", f"from {__name__} import main; main()", str(fd), actions]
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, env=environment(driver), pass_fds=[fd], stdin=nothing, stdout=nothing)
 
 
 class Worker(Closes):
-    """The other process, seen from the command. Closing it ends the process and waits for it.
+    """The other process, as the command sees it. A close ends the process and waits for it.
 
     Parameters
     ----------
@@ -76,16 +75,16 @@ class Worker(Closes):
             )
 
     def begin(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> None:
-        """Start an action. Data for the action can follow on :attr:`channel`."""
+        """Begin an action. What the action receives may follow on :attr:`channel`."""
         self.channel.send(json.dumps([action, arguments]).encode(), fds)
 
     def result(self) -> Any:
-        """Wait for the action that :meth:`begin` started; return its result.
+        """Wait for the action that was begun, and return its result.
 
         Raises
         ------
         WorkerError
-            The action raised an error.
+            The action has raised an error.
         PeerGoneError, TimeoutError
             The process has ended, or does not answer in time.
         """
@@ -95,20 +94,20 @@ class Worker(Closes):
         return answer
 
     def ask(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """Run an action and return its result."""
+        """Run an action, and return its result."""
         self.begin(action, *arguments, fds=fds)
         return self.result()
 
     def give(self, action: str, thing: object, *arguments: Any) -> Any:
-        """Run an action that receives an object; share the object first, unless it is shared already."""
-        # Shared before begin(): if sharing fails, the other process does not wait for the object.
+        """Run an action that receives an object, which is shared first unless it is shared already."""
+        # Shared before begin(). If that failed afterwards, the other process would wait for the object for ever.
         shared = thing if isinstance(thing, ipc.Shared) else ipc.share(thing)
         self.begin(action, *arguments)
         ipc.send(self.channel, shared)
         return self.result()
 
     def close(self) -> None:
-        """End the process and wait for it; idempotent."""
+        """End the process, and wait for it; idempotent."""
         self.channel.close()
         try:
             self.process.wait(SECONDS)
@@ -119,21 +118,21 @@ class Worker(Closes):
 
 
 class WorkerBase:
-    """State of the worker process. Subclasses add the actions as methods."""
+    """State of the other process. A subclass has the actions as methods."""
 
     def __init__(self, channel: ipc.Channel) -> None:
         self.channel = channel
         self.device: sa.Device = sa.Device(0)
         self.stream: sa.Stream = self.device.create_stream()
         self.opened: dict[str, Any] = {}
-        """Opened objects, by the name that the command gave them."""
+        """Opened objects, by the names that the command gives them."""
         self.handles: tuple[ipc.Fd, ...] = ()
-        """File descriptors received with the current action."""
+        """File descriptors that came with the present action."""
         self.resources: contextlib.ExitStack = contextlib.ExitStack()
-        """Resources until the process ends."""
+        """Resources that stay until the process ends."""
 
     def receive(self) -> Any:
-        """Receive a shared object and open it on this process's stream."""
+        """Receive a shared object, and open it on this process's stream."""
         return ipc.receive(self.channel, stream=self.stream)
 
 
@@ -149,7 +148,7 @@ def main() -> None:
             worker.handles = message.handles
             channel.send(_answer(getattr(worker, name), arguments))
     except (ipc.PeerGoneError, KeyboardInterrupt):
-        # The command has ended, or Ctrl+C interrupted both processes.
+        # The command has ended, or Ctrl+C has interrupted both processes.
         return
 
 
