@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 from streamalloc.ipc.store.protocol import store_names
+from streamalloc.ipc.transport.channel import deadline_after, left
 from streamalloc.ipc.transport.communicator import by_value, described, listed
-from streamalloc.ipc.transport.deadlines import deadline_after, left

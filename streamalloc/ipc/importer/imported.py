@@ -422,10 +422,8 @@ class ImportedBuffer(ForeignMemory, Closes):
 
 def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
     """Open memory by the handle of the driver alone."""
-    imports = new.imports
-    ordered = new.device.default_stream if stream is None else as_stream(stream, imports.session)
+    ordered = new.device.default_stream if stream is None else as_stream(stream, new.imports.session)
     refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
-    imports.start_thread()
     return ImportedBuffer(new, described, ordered, None)
 
 

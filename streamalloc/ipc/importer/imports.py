@@ -128,6 +128,7 @@ class HostLease(Deferred):
     """
 
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
+        imports.start_thread()
         self.imports = imports
         self._work: Fence | None = None
         self._words: ImporterWords | None = words
@@ -208,6 +209,7 @@ class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process."""
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
+        imports.start_thread()
         self.imports: Imports = imports
         self.device: Device = device
         """Device of the memory."""
@@ -218,8 +220,6 @@ class Import:
         self.leased: bool = bool(described.flags & Flags.LEASED)
         """Whether the slot is a lease, in which opens and closes are counted."""
         self.generation: int = described.generation
-        self.counted: bool = False
-        """Whether the lease counts this import."""
         self.key: bytes = described.payload
         """The driver's export data."""
         self.nbytes: int = described.base_size
@@ -250,6 +250,8 @@ class PoolImport(Import):
     def __init__(self, handle: PoolHandle, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(handle.imports, device, block, described)
         self.handle: PoolHandle = handle
+        self.counted: bool = False
+        """Whether the lease counts this import."""
         self.number: int = 0
         """Value of ``opened`` that counts this import."""
 
@@ -348,7 +350,6 @@ class PlainImport(Import):
         """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``)."""
         if self.leased and self.block is not None:
             self._lease = HostLease(self.imports, self.words, self.generation)
-            self.counted = True
         handle = opaque_struct("CUipcMemHandle", self.key)
         with self.device.current():
             self._raw = self.imports.session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)

@@ -210,7 +210,6 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     try:
         pool = imports.pool(described, request.handles)
         pool.watch(request.block, described.pool_mark)
-        imports.start_thread()
         return _open_allocation(request, PoolImport(pool, request.device, request.block, described))
     except (StaleDescriptorError, CaptureError):
         raise
@@ -222,9 +221,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
 
 
 def _open_plain(request: _Request) -> ImportedBuffer:
-    new = PlainImport(request.imports, request.device, request.block, request.described)
-    request.imports.start_thread()
-    return _open_allocation(request, new)
+    return _open_allocation(request, PlainImport(request.imports, request.device, request.block, request.described))
 
 
 def _open_pool(request: _Request) -> ImportedPool:
@@ -269,7 +266,6 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     with contextlib.ExitStack() as undo:
         lease: HostLease | None = None
         if described.flags & Flags.LEASED and (block := request.block) is not None:
-            imports.start_thread()
             words = block.importer_words(described.slot, block.importer)
             lease = HostLease(imports, words, described.generation)
             undo.enter_context(undoing(lease.end))

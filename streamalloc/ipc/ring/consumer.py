@@ -17,8 +17,7 @@ from streamalloc.ipc.importer.imported import Announcement, ImportedBuffer
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
-from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import deadline_after, left
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError, deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
 # Seconds between two checks that the producer is alive. The channel does not show it, because a forked child may keep a

@@ -41,8 +41,7 @@ from streamalloc.ipc.ring.protocol import (
     SlotMemory,
     importer_in,
 )
-from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import deadline_after, left
+from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError, deadline_after, left
 from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import math
 import operator
 import os
 import resource
@@ -36,7 +37,6 @@ from typing_extensions import Buffer as BytesLike
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 """Address of a :class:`Listener`: a path, or an abstract name that begins with ``@`` or a zero byte."""
@@ -155,6 +155,38 @@ class Message(NamedTuple):
     handles: tuple[Fd, ...]
     """The file descriptors of the message; the receiver owns them."""
 
+
+# -- timeouts in seconds, and deadlines on the monotonic clock -----------------------------------------------
+
+_DAY = 86400.0
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the deadline ``timeout`` seconds from now, in seconds on the monotonic clock; None for none.
+
+    Raises
+    ------
+    ValueError
+        The timeout is negative or not a number.
+    """
+    if timeout is None:
+        return None
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: it must be 0 or more seconds, or None for no limit")
+    return time.monotonic() + timeout
+
+
+def left(deadline: float | None) -> float:
+    """Return the seconds until a deadline, 0 or more; infinite without a deadline."""
+    return math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def milliseconds(deadline: float | None) -> int:
+    """Return the milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
+    return math.ceil(min(left(deadline), _DAY) * 1000)
+
+
+# -- packets --------------------------------------------------------------------------------------------------
 
 # Magic, version, number of descriptors, bytes of data.
 _HEADER = struct.Struct("<4sHHI")

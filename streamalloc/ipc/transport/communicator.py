@@ -36,10 +36,12 @@ from streamalloc.ipc.transport.channel import (
     Packet,
     PeerGoneError,
     ProtocolError,
+    deadline_after,
+    left,
+    milliseconds,
     number_of,
     packets_of,
 )
-from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
 
 class Collective(enum.IntEnum):
