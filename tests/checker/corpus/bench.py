@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -322,6 +323,7 @@ _ACTS: dict[str, Callable[..., Any]] = {
     "write": lambda memory, stream: memory.used(stream),
     "add": lambda memory, stream: memory.used(stream, atomic=True),
     "evict_after": lambda memory, stream: memory.evict(after=stream),
+    "auto_free": lambda graph: graph.instantiate(auto_free_on_launch=True),
     "call": lambda stream: stream.launch_host_func(lambda: None),
     "poll": lambda event: [*iter(event.query, True)],
 }
@@ -346,7 +348,8 @@ class Steps:
     """Runs a program of steps, which semicolons separate.
 
     A step is a call of the driver (``cuMemFree x``), an act of the tables above, or a method of its first argument
-    (``free x a`` is ``x.free(a)``). ``x = step`` gives the result a name; ``a > b`` orders stream b after stream a.
+    (``free x a`` is ``x.free(a)``). ``x = step`` gives the result a name; ``a > b`` orders stream b after stream a;
+    ``elsewhere step`` runs the step in a thread of its own.
     Only the right program has the steps after ``+``, only the wrong one those after ``-``. Of ``one|other`` the right
     program has the first word, the wrong one the second.
     """
@@ -372,6 +375,9 @@ class Steps:
     def _do(self, act: str, *words: str) -> Any:
         if words[:1] == (">",):
             return self.b.order(self.named[act], self.named[words[1]])
+        if act == "elsewhere":
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(self._do, *words).result()
         if act.startswith("cu"):
             return self.b.raw(act, *map(self._raw, words))
         if act in RAW_ACTS:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import RAW_ACTS, Bench, hazard, programs
+from tests.checker.corpus.bench import RAW_ACTS, SIZE, THINGS, Bench, programs
 
 
 def _batch(b: Bench, order: int, nbytes: int, *targets_and_sources: int) -> None:
@@ -41,6 +41,8 @@ def _box(b: Bench, order: int, nbytes: int, target: int, source: int, stream: An
 
 # Orders of a copy's source are 1, that of the stream; 2, during the call; 3, any.
 RAW_ACTS.update(batch=_batch, columns=_columns, box=_box)
+for _dtype in ("float32", "int32", "float64", "int64"):
+    THINGS[_dtype] = lambda b, dtype=_dtype: np.zeros(SIZE // np.dtype(dtype).itemsize, dtype)
 programs(
     """
 race
@@ -88,6 +90,11 @@ uninitialized
     copied_before_anything_is_written: x = new a; y = new a; + fill x 1 a; copy_to x y a
     a_part_is_not_written: x = new a; y = new a; fill x[:4032] 1 a; copy_to x[:4032]|x y[:4032]|y a
     a_kernel_reads_what_nobody_has_written: x = new a; + write x a; read x a
+    what_the_owner_before_has_written: x = new a; y = new a; fill x 1 a; - free x; - x = new a; copy_from y x a
+another type
+    read_as_another_type: x = new a; f = float32; i = int32; copy_from x f a; copy_to x f|i a
+    copied_and_read_as_another_type: x = new a; y = new a; i = int64; f = float64; copy_from x i a; copy_from y x a;
+        + fill y[8:] 0 a; copy_to y[8:] f[1:] a
 """
 )
 programs(
@@ -122,33 +129,3 @@ race
 """,
     simulated="on hardware, another library may wait for the device unseen",
 )
-
-
-# -- what nobody has written -------------------------------------------------------------------------------------
-
-
-@hazard("another type")
-def read_as_another_type(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    x.copy_from(np.zeros(x.nbytes // 4, np.float32), b.a)
-    x.copy_to(np.zeros(x.nbytes // 4, np.float32 if right else np.int32), b.a)
-
-
-@hazard("another type")
-def copied_and_read_as_another_type(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    x.copy_from(np.zeros(x.nbytes // 8, np.int64), b.a)
-    y.copy_from(x, b.a)
-    if right:
-        y[8:].fill(0, b.a)
-    y[8:].copy_to(np.zeros(y.nbytes // 8 - 1, np.float64), b.a)
-
-
-@hazard("uninitialized")
-def what_the_owner_before_has_written(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    x.fill(1, b.a)
-    if not right:
-        x.free()
-        x = b.new(b.a)
-    y.copy_from(x, b.a)

@@ -51,6 +51,12 @@ out of bounds
 )
 programs(
     """
+out of bounds
+    a_kernel_writes_its_neighbour: x = new a 512; y = new a 512; at x a 512|513
+"""
+)
+programs(
+    """
 race
     a_variable_is_copied_to_while_it_is_read: m = module; v = variable m; cuMemsetD8Async v 1 4096 a; + a > b; look v b;
         synchronize device; cuModuleUnload m
@@ -122,14 +128,6 @@ testing.device_global("corpus_table", SIZE)
 RAW_ACTS["kernel"] = _launch
 RAW_ACTS["module"] = lambda b: b.raw("cuModuleLoadData", b"\x7fELF")
 RAW_ACTS["variable"] = lambda b, module: int(b.raw("cuModuleGetGlobal", module, b"corpus_table"))
-
-
-@hazard("out of bounds")
-def a_kernel_writes_its_neighbour(b: Bench, right: bool) -> None:
-    """Both allocations are there: nothing else is wrong."""
-    x, y = b.new(b.a, 512), b.new(b.a, 512)
-    low = min(x.address, y.address)
-    b.at(low, b.a, nbytes=abs(x.address - y.address) + 1 if not right else 512)
 
 
 @hazard("race", simulated="hardware crashes at host memory in its own address range")

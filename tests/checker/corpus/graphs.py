@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import SIZE, Bench, hazard, programs
-from tests.checker.corpus.nodes import Graph, fill_params
+from tests.checker.corpus.bench import Bench, hazard, programs
+from tests.checker.corpus.nodes import Graph
 
 programs(
     """
@@ -23,6 +23,9 @@ use before allocation
         - launch g a; free x a
     memory_of_a_graph_is_used_elsewhere: begin a; x = of_current_pool a; g = end; launch g a; + a > b; write x b; b > a;
         free x a
+free racing a use
+    memory_is_freed_by_the_next_launch: begin a; x = of_current_pool a; g = end; auto_free g; launch g a; a > b; at x b;
+        + b > a; launch g a; cuMemFreeAsync x a
 unmap while in use
     unmapped_while_a_graph_runs: m = mapped; begin a; at m a; g = end; launch g b; + synchronize b; unmap m;
         synchronize device
@@ -37,19 +40,6 @@ release while in use
 """,
     simulated="a free of hardware waits there, which nobody has promised",
 )
-
-
-@hazard("free racing a use")
-def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
-    with b.a.capture() as graph:
-        x = b.pool.allocate(SIZE, b.a)
-    b.keep(graph).instantiate(auto_free_on_launch=True)
-    graph.launch(b.a)
-    b.order(b.a, b.b)
-    b.at(x.address, b.b)
-    b.order(b.b, b.a, right)
-    graph.launch(b.a)
-    b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
 
 
 # -- functions of the host in graphs ---------------------------------------------------------------------------
@@ -122,7 +112,7 @@ def the_other_node_of_a_graph_was_changed(b: Bench, right: bool) -> None:
     nodes = b.raw("cuGraphGetNodes", captured, 2)
     (changed,) = (one for one in nodes if int(b.raw("cuGraphMemsetNodeGetParams", one).dst) == x.address)
     made = b.raw("cuGraphInstantiate", captured, 0)
-    b.raw("cuGraphExecMemsetNodeSetParams", made, changed, fill_params(z.address), graph.context)
+    graph.change(made, changed, z.address)
     b.raw("cuGraphLaunch", made, stream)
     (x if right else y).fill(2, b.b)
     b.done(*buffers)

@@ -14,6 +14,7 @@ class Graph:
     def __init__(self, b: Bench) -> None:
         self.b = b
         self.handle = b.raw("cuGraphCreate", 0)
+        self.allocated = 0
         with b.device.current():
             self.context = b.driver.cuCtxGetCurrent()[1]
         b._stack.callback(lambda: b.raw("cuGraphDestroy", self.handle))
@@ -21,17 +22,23 @@ class Graph:
     def add(self, kind: str, after: list[Any], *params: Any) -> Any:
         return self.b.raw(f"cuGraphAdd{kind}Node", self.handle, after, len(after), *params)
 
+    def change(self, runs: Any, node: Any, address: int) -> None:
+        """Let a node of a graph that was instantiated fill other memory."""
+        self.b.raw("cuGraphExecMemsetNodeSetParams", runs, node, fill_params(address), self.context)
+
     def fill(self, address: int, *after: Any, nbytes: int = SIZE) -> Any:
         return self.add("Memset", list(after), fill_params(address, nbytes), self.context)
 
-    def allocate(self, *after: Any) -> tuple[Any, int]:
+    def allocate(self) -> Any:
+        """A node that allocates, whose memory is the latest of the graph."""
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
         params.poolProps.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         params.poolProps.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         params.poolProps.location.id = 0
         params.bytesize = SIZE
-        node = self.add("MemAlloc", list(after), params)
-        return node, int(params.dptr)
+        node = self.add("MemAlloc", [], params)
+        self.allocated = int(params.dptr)
+        return node
 
     def free(self, address: int, *after: Any) -> Any:
         return self.add("MemFree", list(after), cuda.CUdeviceptr(address))
@@ -56,6 +63,11 @@ def fill_params(address: int, nbytes: int = SIZE) -> Any:
 
 THINGS["graph"] = Graph
 RAW_ACTS["node"] = lambda b, graph, address, *after: graph.fill(address, *after)
+RAW_ACTS["change"] = lambda b, graph, *args: graph.change(*args)
+RAW_ACTS["change_node"] = lambda b, node, address: b.raw("cuGraphMemsetNodeSetParams", node, fill_params(address))
+RAW_ACTS["recording"] = lambda b, graph, event, *after: graph.add("EventRecord", list(after), event)
+THINGS["empty"] = lambda b, graph: graph.add("Empty", [])
+THINGS["allocated"] = lambda b, graph: graph.allocated
 RAW_ACTS["child"] = lambda b, graph, inner: graph.add("ChildGraph", [], inner.handle)
 programs(
     """
@@ -68,6 +80,16 @@ race
         cuGraphDestroyNode m; launch g a; + a > b; fill x 2 b
     a_node_of_a_graph_is_switched_off_and_on: x = ready; g = graph; n = node g x; r = launchable g;
         cuGraphNodeSetEnabled r n 0; write x b; - cuGraphNodeSetEnabled r n 1; cuGraphLaunch r a
+    a_node_was_given_other_memory: x = ready; y = ready; z = ready; g = graph; n = node g x; node g z; r = launchable g;
+        change g r n y; write x b; cuGraphLaunch r a; change_node n x|z; b > a; launch g a
+    an_event_that_a_node_records: x = ready; e = event; g = graph; + n = node g x; + recording g e n; - recording g e;
+        - node g x; launch g a; wait b e; - record a e; write x b
+use before allocation
+    a_node_uses_memory_that_another_allocates: g = graph; m = allocate g; x = allocated g; n = empty g;
+        u = node g x m|n; free g x u m; launch g a; synchronize a
+free racing a use
+    a_node_frees_what_another_uses: g = graph; m = allocate g; x = allocated g; u = node g x m; free g x u|m;
+        launch g a; synchronize a
 """
 )
 
@@ -81,23 +103,6 @@ def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
     with b.device.current():
         rest = ([cuda.CUgraphEdgeData()], 1) if hasattr(cuda, "CUgraphEdgeData") and _takes_data() else (1,)
         b.driver.cuGraphAddDependencies(graph.handle, [first if right else other], [second], *rest)
-    graph.launch(b.a)
-
-
-@hazard("race")
-def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
-    """In the graph that was instantiated, and in the graph itself."""
-    x, y, z = (b.new(b.a) for _ in range(3))
-    b.a.synchronize()
-    graph = Graph(b)
-    first = graph.fill(x.address)
-    graph.fill(z.address)
-    made = graph.launchable()
-    b.raw("cuGraphExecMemsetNodeSetParams", made, first, fill_params(y.address), graph.context)
-    b.write(x, b.b)
-    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
-    b.raw("cuGraphMemsetNodeSetParams", first, fill_params(x.address if right else z.address))
-    b.order(b.b, b.a)
     graph.launch(b.a)
 
 
@@ -116,41 +121,3 @@ def captured_beside_a_node_of_the_graph(b: Bench, right: bool) -> None:
 def _takes_data() -> bool:
     """Whether edges have data in these bindings, from 13 on."""
     return "edgeData" in (cuda.cuGraphAddDependencies.__doc__ or "").split("\n")[0]
-
-
-@hazard("use before allocation")
-def a_node_uses_memory_that_another_allocates(b: Bench, right: bool) -> None:
-    graph = Graph(b)
-    made, address = graph.allocate()
-    before = graph.add("Empty", [])
-    used = graph.fill(address, made if right else before)
-    graph.free(address, used, made)
-    graph.launch(b.a)
-    b.a.synchronize()
-
-
-@hazard("free racing a use")
-def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
-    graph = Graph(b)
-    made, address = graph.allocate()
-    used = graph.fill(address, made)
-    graph.free(address, used if right else made)
-    graph.launch(b.a)
-    b.a.synchronize()
-
-
-@hazard("race")
-def an_event_that_a_node_records(b: Bench, right: bool) -> None:
-    x, event = b.new(b.a), b.event()
-    b.a.synchronize()
-    graph = Graph(b)
-    if right:
-        graph.add("EventRecord", [graph.fill(x.address)], cuda.CUevent(event.handle))
-    else:
-        graph.add("EventRecord", [], cuda.CUevent(event.handle))
-        graph.fill(x.address)
-    graph.launch(b.a)
-    b.b.wait(event)
-    if not right:
-        b.a.record(event)  # too late
-    b.write(x, b.b)

@@ -31,6 +31,7 @@ race
     an_earlier_value_satisfies_the_wait: w = flag; x = ready; put a w 1; write x a; put a w 2; until b w 2|1; write x b
     a_word_is_set_by_a_fill: w = flag; x = ready; + fill x 1 a; cuMemsetD32Async w 1 1 a; - fill x 1 a; until b w 1;
         fill x 2 b
+    work_of_another_thread: x = ready; elsewhere write x b; + elsewhere synchronize b; write x c
     the_word_of_one_of_two_writers: w = word; x = ready; y = ready; fill x 1 a; put a w 1; fill y 1 b; put b w+4 1;
         until c w 1 2; + until c w+4 1 2; fill x 2 c; fill y 2 c
 free racing a use
@@ -78,18 +79,6 @@ def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
 
     _in_thread(other)
     b.write(x, mine)
-
-
-@hazard("race")
-def work_of_another_thread(b: Bench, right: bool) -> None:
-    x = b.ready()
-
-    def other() -> None:
-        b.write(x, b.b)
-        b.wait(b.b, right)
-
-    _in_thread(other)
-    b.write(x, b.c)
 
 
 # -- more streams, threads and devices -------------------------------------------------------------------------

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
-from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import Bench, hazard, programs
-from tests.checker.corpus.nodes import Graph, fill_params
+from tests.checker.corpus.bench import programs
 
 programs(
     """
@@ -59,6 +55,7 @@ race
         cuMemsetD2D8Async x+32 64 1 32 8 b
 free racing a use
     a_batch_is_freed_on_the_stream_that_loaded_it: x = new a; fill x 1 a; a > b; read x b; + b > a; free x a
+    a_worker_hands_back_memory_that_its_stream_uses: x = ready; elsewhere write x b; + elsewhere synchronize b; free x a
     freed_after_an_event_between_two_uses: x = ready; e = event; read x b; record b e; read x b; + record b e; wait a e;
         free x a
     a_view_outlives_its_buffer: x = ready; look x+1024 b 16; + b > a; free x a
@@ -72,6 +69,8 @@ use after free
     a_loop_frees_what_the_next_step_uses: x = new a; at x a; - free x a; at x a; + free x a
     a_graph_is_replayed_after_its_input_was_dropped: x = ready; begin a; fill x 1 a; g = end; launch g a; - free x a;
         launch g a
+    a_node_is_given_memory_that_is_freed: x = ready; y = ready; g = graph; n = node g x; r = launchable g;
+        change g r n y; - free y; - synchronize a; cuGraphLaunch r a
     a_kernel_uses_a_page_that_was_unmapped: m = mapped; - unmap m; at m a
 unmap while in use
     a_page_is_mapped_elsewhere_beside_a_kernel: m = mapped; at m a; + synchronize a; unmap m; synchronize device; map m
@@ -90,34 +89,3 @@ free racing a use
 """,
     gpus=2,
 )
-
-
-# -- frees -----------------------------------------------------------------------------------------------------
-
-
-@hazard("free racing a use")
-def a_worker_hands_back_memory_that_its_stream_uses(b: Bench, right: bool) -> None:
-    memory = b.ready()
-
-    def work() -> None:
-        b.write(memory, b.b)
-        b.wait(b.b, right)
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result()
-    memory.free(b.a)
-
-
-# -- graphs ----------------------------------------------------------------------------------------------------
-
-
-@hazard("use after free")
-def a_node_is_given_memory_that_is_freed(b: Bench, right: bool) -> None:
-    graph, one, other = Graph(b), b.ready(), b.ready()
-    node = graph.fill(one.address)
-    runs = graph.launchable()
-    b.raw("cuGraphExecMemsetNodeSetParams", runs, node, fill_params(other.address), graph.context)
-    if not right:
-        other.free()
-        b.a.synchronize()
-    b.raw("cuGraphLaunch", runs, cuda.CUstream(b.a.handle))
