@@ -14,7 +14,7 @@ from streamalloc.cli.profile import read_profile
 from streamalloc.driver import real, simulated
 from tests.facts.support import Rig, value
 from tests.processes import Peer, There, rig_of
-from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram, on_two_devices
+from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram
 from tests.simulator.random_steps.make import Maker
 from tests.simulator.random_steps.run import Program
 from tests.simulator.support import new_rig, rig_on
@@ -93,7 +93,7 @@ def same(programs: Sequence[Program], steps: list[str]) -> None:
 @pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(10)), (10, 200)])
 def test_two_drivers_agree_on_two_devices(raw: Any, own_profile: Path, seed: int, steps: int) -> None:
     own: Any = simulated(devices=value(raw.cuDeviceGetCount()), profile=str(own_profile))
-    programs = [DevicesProgram(Rig(raw)), DevicesProgram(on_two_devices(own))]
+    programs = [DevicesProgram(Rig(raw)), DevicesProgram(rig_on(own))]
     try:
         same(programs, DevicesMaker(seed).make(steps))
     finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.facts.enums import DEVICE, NO_ACCESS, READ, READWRITE
-from tests.facts.support import Rig, said, value
+from tests.facts.support import said, value
 from tests.simulator.random_steps.make import Maker, MiB
 from tests.simulator.random_steps.run import Program
 
@@ -172,20 +172,20 @@ class DevicesProgram(Program):
         if a not in self.live:
             return "SKIP"
         byte = 1 + len(self.known) + 16 * self.homes[a]
-        answer = said(self.rig.raw.cuMemsetD8Async(self.live[a], byte, _LOOKED_AT, self._stream(s)))
+        answer = said(self.rig.raw.cuMemsetD8Async(self.live[a], byte, _LOOKED_AT, self.stream(s)))
         return f"{answer} {self._look(a, answer)}"
 
     def do_move(self, dst: str, src: str, s: str) -> str:
         if dst not in self.live or src not in self.live:
             return "SKIP"
-        answer = said(self.rig.raw.cuMemcpyDtoDAsync(self.live[dst], self.live[src], _LOOKED_AT, self._stream(s)))
+        answer = said(self.rig.raw.cuMemcpyDtoDAsync(self.live[dst], self.live[src], _LOOKED_AT, self.stream(s)))
         return f"{answer} {self._look(dst, answer, src)}"
 
     def do_peer(self, dst: str, src: str, s: str) -> str:
         if dst not in self.live or src not in self.live:
             return "SKIP"
         ends = [(self.live[one], self.contexts[self.homes[one]]) for one in (dst, src)]
-        answer = said(self.rig.raw.cuMemcpyPeerAsync(*ends[0], *ends[1], _LOOKED_AT, self._stream(s)))
+        answer = said(self.rig.raw.cuMemcpyPeerAsync(*ends[0], *ends[1], _LOOKED_AT, self.stream(s)))
         return f"{answer} {self._look(dst, answer, src)}"
 
     def _look(self, name: str, answer: str, source: str | None = None) -> str:
@@ -207,10 +207,3 @@ class DevicesProgram(Program):
         for name in [name for name in self.live if name[0] == "m"]:
             self.do_plain_free(name)
         super().finish()
-
-
-def on_two_devices(raw: Any) -> Rig:
-    """A rig with device 0's primary context current."""
-    value(raw.cuInit(0))
-    value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-    return Rig(raw)

@@ -69,6 +69,7 @@ class Program:
     words: int | None = None
 
     def __post_init__(self) -> None:
+        self.raw = self.rig.raw
         self._rank_legacy()
         self.gate = self.rig.gate()
         self.streams = {"LEG": self.rig.raw.CUstream(0), "PTDS": self.rig.raw.CUstream(2)}
@@ -88,9 +89,9 @@ class Program:
     def run(self, line: str) -> str:
         """Carry out a step; what the driver answered."""
         name, arguments = parse(line)
-        step: Callable[..., str] = getattr(self, f"do_{name}")
         self.used.clear()
-        answer = step(**arguments)
+        step = getattr(self, f"do_{name}", None)
+        answer = said(CALLS[name](self, **arguments)) if step is None else step(**arguments)
         for stream in sorted(self.used):
             if stream in self.streams:
                 self._settle(stream)
@@ -122,7 +123,7 @@ class Program:
                 pool.shown = now
         return words
 
-    def _stream(self, name: str) -> Any:
+    def stream(self, name: str) -> Any:
         self.used.add(name)
         return self.streams[name]
 
@@ -139,21 +140,9 @@ class Program:
         self.streams[n] = self.rig.stream(flags)
         return "SUCCESS"
 
-    def do_stream_destroy(self, s: str) -> str:
-        return said(self.rig.raw.cuStreamDestroy(self.rig.disown(self.streams.pop(s))))
-
-    def do_ssync(self, s: str) -> str:
-        return said(self.rig.raw.cuStreamSynchronize(self.streams[s]))
-
-    def do_squery(self, s: str) -> str:
-        return said(self.rig.raw.cuStreamQuery(self.streams[s]))
-
-    def do_csync(self) -> str:
-        return said(self.rig.raw.cuCtxSynchronize())
-
     def do_gate_close(self, s: str) -> str:
         self.closed = True
-        self.gate.hold(self._stream(s))
+        self.gate.hold(self.stream(s))
         time.sleep(0.001)  # pools know of earlier frees once the device has reached the gate: up to 0.3 ms on an H200
         self.held.add(s)
         return "SUCCESS"
@@ -168,15 +157,6 @@ class Program:
     def do_event(self, n: str, flags: int) -> str:
         self.events[n] = self.rig.event(flags)
         return "SUCCESS"
-
-    def do_record(self, e: str, s: str) -> str:
-        return said(self.rig.raw.cuEventRecord(self.events[e], self._stream(s)))
-
-    def do_wait_event(self, s: str, e: str, flags: int) -> str:
-        return said(self.rig.raw.cuStreamWaitEvent(self._stream(s), self.events[e], flags))
-
-    def do_esync(self, e: str) -> str:
-        return said(self.rig.raw.cuEventSynchronize(self.events[e]))
 
     # -- pools
 
@@ -196,16 +176,13 @@ class Program:
         attribute = self.rig.pool_attribute(attr)
         return said(self.rig.raw.cuMemPoolSetAttribute(self.pools[p].handle, attribute, given))
 
-    def do_trim(self, p: str, keep: int) -> str:
-        return said(self.rig.raw.cuMemPoolTrimTo(self.pools[p].handle, keep))
-
     def do_access(self, p: str, descs: list[tuple[str, int, int]]) -> str:
         wanted = [self.rig.access(_LOCATIONS.index(loc), id, flags) for loc, id, flags in descs]
         return said(self.rig.raw.cuMemPoolSetAccess(self.pools[p].handle, wanted, len(wanted)))
 
     def do_alloc(self, n: str, p: str, size: int, s: str) -> str:
         pool = self.pools[p]
-        answer = self.rig.raw.cuMemAllocFromPoolAsync(size, pool.handle, self._stream(s))
+        answer = self.rig.raw.cuMemAllocFromPoolAsync(size, pool.handle, self.stream(s))
         if said(answer) != "SUCCESS":
             return said(answer)
         address = int(answer[1])
@@ -218,7 +195,7 @@ class Program:
     def do_free(self, a: str, s: str) -> str:
         if a not in self.live:
             return "SKIP"
-        return self._free(a, self.rig.raw.cuMemFreeAsync(self.live[a], self._stream(s)))
+        return self._free(a, self.rig.raw.cuMemFreeAsync(self.live[a], self.stream(s)))
 
     def do_memfree(self, a: str) -> str:
         return self._free(a, self.rig.raw.cuMemFree(self.live[a]))
@@ -228,25 +205,13 @@ class Program:
             self.freed[name] = self.live.pop(name)
         return said(answer)
 
-    def do_free_again(self, a: str, s: str) -> str:
-        return said(self.rig.raw.cuMemFreeAsync(self.freed[a], self._stream(s)))
-
-    def do_free_at(self, a: str, off: int, s: str) -> str:
-        return said(self.rig.raw.cuMemFreeAsync(self.live[a] + off, self._stream(s)))
-
-    def do_free_null(self, s: str) -> str:
-        return said(self.rig.raw.cuMemFreeAsync(0, self._stream(s)))
-
-    def do_free_bogus(self, s: str) -> str:
-        return said(self.rig.raw.cuMemFreeAsync(UNRESERVED, self._stream(s)))
-
     # -- planes, words, graphs
 
     def do_plane(self, a: str, at: int, pitch: int, w: int, h: int, element: int, s: str) -> str:
         """Zeros, and a fill of rows over them."""
         if a not in self.live:
             return "SKIP"
-        raw, stream, size = self.rig.raw, self._stream(s), min(self.sizes[a], _LOOKED_AT)
+        raw, stream, size = self.rig.raw, self.stream(s), min(self.sizes[a], _LOOKED_AT)
         zeros = said(raw.cuMemsetD8Async(self.live[a], 0, size, stream))
         fill = getattr(raw, f"cuMemsetD2D{8 * element}Async")
         return f"{zeros} {said(fill(self.live[a] + at, pitch, 0x5A, w, h, stream))} {self._contents(a)}"
@@ -254,7 +219,7 @@ class Program:
     def do_box(self, dst: str, src: str, e: list[int], p: list[int], r: list[int], o: list[int], s: str) -> str:
         if dst not in self.live or src not in self.live:
             return "SKIP"
-        raw, stream = self.rig.raw, self._stream(s)
+        raw, stream = self.rig.raw, self.stream(s)
         words = []
         for name, value_ in ((dst, 0), (src, 7)):
             words.append(said(raw.cuMemsetD8Async(self.live[name], value_, min(self.sizes[name], _LOOKED_AT), stream)))
@@ -279,7 +244,7 @@ class Program:
             entry = struct.pack("=i4xQQQ", kind, self.words + at if kind != _BARRIER else 0, number, 0)
             ctypes.memmove(int(one.getPtr()), entry, len(entry))
             batch.append(one)
-        answer = said(self.rig.raw.cuStreamBatchMemOp(self._stream(s), len(batch), batch, 0))
+        answer = said(self.rig.raw.cuStreamBatchMemOp(self.stream(s), len(batch), batch, 0))
         value(self.rig.raw.cuStreamSynchronize(self.streams[s]))
         return f"{answer} {ctypes.string_at(self.words, 64).hex()}"
 
@@ -313,7 +278,7 @@ class Program:
         return " ".join(words)
 
     def _run_graph(self, graph: Any, flags: int, s: str, addresses: list[int], words: list[str]) -> None:
-        raw, stream = self.rig.raw, self._stream(s)
+        raw, stream = self.rig.raw, self.stream(s)
         instance = raw.cuGraphInstantiate(graph, flags)
         words.append(said(instance))
         if said(instance) == "SUCCESS":
@@ -330,3 +295,20 @@ class Program:
         for address in self.live.values():
             value(self.rig.raw.cuMemFreeAsync(address, 0))
         self.rig.close()
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "ssync": lambda p, s: p.raw.cuStreamSynchronize(p.streams[s]),
+    "squery": lambda p, s: p.raw.cuStreamQuery(p.streams[s]),
+    "stream_destroy": lambda p, s: p.raw.cuStreamDestroy(p.rig.disown(p.streams.pop(s))),
+    "csync": lambda p: p.raw.cuCtxSynchronize(),
+    "record": lambda p, e, s: p.raw.cuEventRecord(p.events[e], p.stream(s)),
+    "wait_event": lambda p, s, e, flags: p.raw.cuStreamWaitEvent(p.stream(s), p.events[e], flags),
+    "esync": lambda p, e: p.raw.cuEventSynchronize(p.events[e]),
+    "trim": lambda program, p, keep: program.raw.cuMemPoolTrimTo(program.pools[p].handle, keep),
+    "free_again": lambda p, a, s: p.raw.cuMemFreeAsync(p.freed[a], p.stream(s)),
+    "free_at": lambda p, a, off, s: p.raw.cuMemFreeAsync(p.live[a] + off, p.stream(s)),
+    "free_null": lambda p, s: p.raw.cuMemFreeAsync(0, p.stream(s)),
+    "free_bogus": lambda p, s: p.raw.cuMemFreeAsync(UNRESERVED, p.stream(s)),
+}
+"""Steps that are one call."""
