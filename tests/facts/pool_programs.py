@@ -4,8 +4,9 @@ A program is a line of steps, behind the reuse policies of the pool (follow even
 allow internal dependencies) and its maximum size: ``010/32: a=s1:20``.
 
 ``a=s1:20`` allocates 20 MiB in stream s1 and names that a; ``s1:20!`` is out of memory; ``a>s2`` frees a in s2; ``fill
-s1`` is other work; ``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets the
-release threshold, ``trim 0`` trims; ``end s1`` and ``drop e`` destroy; ``hold s1`` holds the stream at a gate until
+s1`` is other work, ``use s1`` a short allocation, ``elsewhere
+s1`` one of another pool; ``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets
+the release threshold, ``trim 0`` trims; ``end s1`` and ``drop e`` destroy; ``hold s1`` holds the stream at a gate until
 ``open``. While it is closed, ``held s2`` says that s2 waits, too, ``executes s2`` that it does not, ``idle s2`` that it
 has no work; ``pending e`` and ``done e`` are the answers of a query.
 
@@ -120,6 +121,13 @@ class Program:
 
     def do_fill(self, stream: str) -> None:
         value(self.rig.raw.cuMemsetD8Async(self.rig.plain(64), 1, 64, self.stream(stream)))
+
+    def do_use(self, stream: str, pool: Any = None) -> None:
+        """Allocate a few bytes and free them."""
+        self.rig.free(self.rig.allocate(pool or self.pool, 512, self.stream(stream)), self.stream(stream))
+
+    def do_elsewhere(self, stream: str) -> None:
+        self.do_use(stream, self.rig.pool())
 
     def do_keep(self, mib: str) -> None:
         self.rig.set_threshold(self.pool, int(mib) * MiB)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, UNTIMED
+from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA
 from tests.facts.pool_programs import Program, run
 from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
@@ -201,109 +201,92 @@ class TestAllPools:
         program.run("sync s2 =128")
 
 
-class TestStreamsInOrder:
+def order_of(rig: Rig, pool: Any, *streams: Any) -> list[int]:
+    """The streams whose memory another stream gets, one after the other."""
+    taken = []
+    for stream in streams:
+        taken.append(rig.allocate(pool, 2 * MiB, stream))
+        rig.allocate(pool, 512, streams[0])
+    for stream, pointer in zip(streams, taken, strict=True):
+        rig.free(pointer, stream)
+        assert rig.executed(stream)
+    asking = rig.stream()
+    return [taken.index(rig.allocate(pool, 2 * MiB, asking)) for _ in streams]
+
+
+# Streams in the order in which they are made; steps; streams that free memory; the order in which another gets that.
+RANKS: dict[str, tuple[str, str, str, list[int]]] = {
+    "used in another pool": ("s t u", "elsewhere u, sync_all", "t s u", [2, 0, 1]),
+    "the place of one that was destroyed": ("s t", "use s, use t, end s", "u v t", [0, 2, 1]),
+    "work in a blocking stream": ("b s", "use L, fill b", "s b", [1, 0]),
+    "work in the per-thread stream": ("s", "use L, fill T, executes T", "s T", [1, 0]),
+    "a record in a blocking stream": ("b s", "use L, b>e", "s b", [0, 1]),
+    "a wait for an event of several processes": ("b s", "use L, shared>b", "s b", [1, 0]),
+    "a wait for one that was recorded": ("b s", "use L, s>shared, sync s, shared>b", "s b", [1, 0]),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.simulated_only("elsewhere it has its place already")] * ("T" in row[2]))
+        for name, row in RANKS.items()
+    ],
+)
+def test_rank(rig: Rig, name: str) -> None:
     """Streams are ordered by their first use of any pool, not of this one. A blocking stream comes into the order with
     its first work, where the legacy stream is in it.
     """
+    made, steps, frees, expected = RANKS[name]
+    program = Program(rig, policies="010")
+    for stream in made.split():
+        program.stream(stream)
+    program.run(steps)
+    streams = [program.stream(stream) for stream in frees.split()]
+    assert order_of(rig, program.pool, *streams) == expected
 
-    def order(self, rig: Rig, pool: Any, *streams: Any) -> list[int]:
-        """The streams whose memory another stream gets, one after the other."""
-        taken = []
-        for stream in streams:
-            taken.append(rig.allocate(pool, 2 * MiB, stream))
-            rig.allocate(pool, 512, streams[0])
-        for stream, pointer in zip(streams, taken, strict=True):
-            rig.free(pointer, stream)
-            assert rig.executed(stream)
-        asking = rig.stream()
-        return [taken.index(rig.allocate(pool, 2 * MiB, asking)) for _ in streams]
 
-    def use(self, rig: Rig, pool: Any, stream: Any) -> None:
-        rig.free(rig.allocate(pool, 512, stream), stream)
-        assert rig.executed(stream)
+def test_a_launch_of_an_empty_graph(rig: Rig) -> None:
+    blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+    legacy = rig.raw.CUstream(1)
+    rig.free(rig.allocate(pool, 512, legacy), legacy)
+    assert rig.executed(legacy)
+    rig.begin_capture(one)
+    value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(one))), blocking))
+    assert rig.executed(blocking)
+    assert order_of(rig, pool, one, blocking) == [0, 1]
 
-    def test_used_in_another_pool(self, rig: Rig) -> None:
-        one, two, three, pool = rig.stream(), rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, rig.pool(), three)
-        value(rig.raw.cuCtxSynchronize())
-        assert self.order(rig, pool, two, one, three) == [2, 0, 1]
 
-    def test_the_place_of_one_that_was_destroyed(self, rig: Rig) -> None:
-        gone, one, pool = rig.disown(rig.stream()), rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, pool, gone)
-        self.use(rig, pool, one)
-        value(rig.raw.cuStreamDestroy(gone))
-        new, other = rig.stream(), rig.stream()
-        assert self.order(rig, pool, new, other, one) == [0, 2, 1]
+def test_a_free_of_memory_of_no_pool(rig: Rig) -> None:
+    freeing, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
+    rig.free(value(rig.raw.cuMemAlloc(512)), freeing)
+    assert rig.executed(freeing)
+    assert order_of(rig, pool, one, freeing) == [1, 0]
 
-    @pytest.mark.parametrize(
-        "per_thread",
-        [
-            pytest.param(False, id="made"),
-            pytest.param(True, id="per thread", marks=pytest.mark.simulated_only("elsewhere it has its place already")),
-        ],
-    )
-    def test_work_in_a_blocking_stream(self, rig: Rig, per_thread: bool) -> None:
-        blocking = rig.per_thread if per_thread else rig.stream(BLOCKING)
-        one, pool = rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, pool, rig.raw.CUstream(1))
-        value(rig.raw.cuMemsetD8Async(rig.plain(64), 0, 64, blocking))
-        assert rig.executed(blocking)
-        assert self.order(rig, pool, one, blocking) == [1, 0]
 
-    def test_a_record_in_a_blocking_stream(self, rig: Rig) -> None:
-        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, pool, rig.raw.CUstream(1))
-        value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
-        assert self.order(rig, pool, one, blocking) == [0, 1]
-
-    def test_a_launch_of_an_empty_graph(self, rig: Rig) -> None:
-        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, pool, rig.raw.CUstream(1))
-        rig.begin_capture(one)
-        value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(one))), blocking))
-        assert rig.executed(blocking)
-        assert self.order(rig, pool, one, blocking) == [0, 1]
-
-    @pytest.mark.parametrize("recorded", [False, True])
-    def test_a_wait_for_an_event_of_several_processes(self, rig: Rig, recorded: bool) -> None:
-        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
-        self.use(rig, pool, rig.raw.CUstream(1))
-        event = rig.event(UNTIMED | 4)
-        if recorded:
-            value(rig.raw.cuEventRecord(event, one))
-            value(rig.raw.cuStreamSynchronize(one))
-        value(rig.raw.cuStreamWaitEvent(blocking, event, 0))
-        assert self.order(rig, pool, one, blocking) == [1, 0]
-
-    def test_a_free_of_memory_of_no_pool(self, rig: Rig) -> None:
-        freeing, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
-        rig.free(value(rig.raw.cuMemAlloc(512)), freeing)
+@pytest.mark.parametrize("frees", [False, True], ids=["and a free of it elsewhere", "and frees"])
+def test_a_launch_that_allocates(rig: Rig, frees: bool) -> None:
+    captured, launching, freeing, one = (rig.stream() for _ in range(4))
+    rig.begin_capture(captured)
+    memory = value(rig.raw.cuMemAllocAsync(512, captured))
+    if frees:
+        rig.free(memory, captured)
+    value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(captured))), launching))
+    assert rig.executed(launching)
+    ranked = launching
+    if not frees:
+        rig.free(memory, freeing)
         assert rig.executed(freeing)
-        assert self.order(rig, pool, one, freeing) == [1, 0]
+        ranked = freeing
+    assert order_of(rig, rig.pool(UINT64_MAX, "010"), one, ranked) == [1, 0]
 
-    @pytest.mark.parametrize("frees", [False, True], ids=["and a free of it elsewhere", "and frees"])
-    def test_a_launch_that_allocates(self, rig: Rig, frees: bool) -> None:
-        captured, launching, freeing, one = (rig.stream() for _ in range(4))
-        rig.begin_capture(captured)
-        memory = value(rig.raw.cuMemAllocAsync(512, captured))
-        if frees:
-            rig.free(memory, captured)
-        value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(captured))), launching))
-        assert rig.executed(launching)
-        ranked = launching
-        if not frees:
-            rig.free(memory, freeing)
-            assert rig.executed(freeing)
-            ranked = freeing
-        assert self.order(rig, rig.pool(UINT64_MAX, "010"), one, ranked) == [1, 0]
 
-    def test_a_captured_allocation(self, rig: Rig) -> None:
-        captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
-        rig.begin_capture(captured)
-        value(rig.raw.cuMemAllocAsync(512, captured))
-        value(rig.end_capture(captured))
-        assert self.order(rig, pool, one, captured) == [1, 0]
+def test_a_captured_allocation(rig: Rig) -> None:
+    captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
+    rig.begin_capture(captured)
+    value(rig.raw.cuMemAllocAsync(512, captured))
+    value(rig.end_capture(captured))
+    assert order_of(rig, pool, one, captured) == [1, 0]
 
 
 STEP = 32 * MiB
