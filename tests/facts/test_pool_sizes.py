@@ -110,6 +110,13 @@ LINES: dict[str, str] = {
         "111: keep 64, a=s:32, c=s:32, d=s:32, a>s, c>s, d>s, sync s, e=s:64 @0, f=s:32 @64 =96"
     ),
     "a trim keeps a step for less": "111: a=s:100, a>s, sync s, trim 10 =32/0^128/100",
+    "a maximum of a step": "111/32: a=s:20, s:20! =32/20^32/20",
+    "a maximum of a step and a bit": "111/33: a=s:40, b=s:20, s:20! =64/60^64/60",
+    "a maximum of two steps": "111/64: a=s:20, b=s:20, c=s:20, s:10! =64/60^64/60",
+    "a maximum of two steps that are split": "111/64: a=s:40, s:40! =64/40^64/40",
+    "a maximum of more than a step, for a larger one": "111/40: a=s:33, s:33! =64/33^64/33",
+    "a failed allocation keeps what the pool has grown by": "111/64: s:100! =64/0^64/0",
+    "a failed allocation applies the release threshold": "111/64: keep 0, s:100! =0/0^64/0",
     "a trim around a live allocation": "111: a=s:100, a>s, sync s, c=s:1 @0, trim 0 =32/1^128/100, d=s:40 @1 =64/41",
 }
 
@@ -158,31 +165,6 @@ def test_one_behind_the_other(rig: Rig) -> None:
     places = [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB, 10 * MiB + 512, 10 * MiB + 512 + 1024]
     assert offsets(pointers) == places
     assert rig.stats(pool)[::2] == (32 * MiB, sum(sizes))
-
-
-@pytest.mark.parametrize(
-    ("max_size", "sizes", "results", "reserved", "used"),
-    [
-        (32, (20, 20), "SO", 32, 20),
-        (33, (40, 20, 20), "SSO", 64, 60),
-        (64, (20, 20, 20, 10), "SSSO", 64, 60),
-        (64, (40, 40), "SO", 64, 40),
-        (40, (33, 33), "SO", 64, 33),
-        (64, (100,), "O", 64, 0),
-    ],
-)
-def test_max_size(rig: Rig, max_size: int, sizes: tuple[int, ...], results: str, reserved: int, used: int) -> None:
-    pool, stream = rig.pool(UINT64_MAX, max_size=max_size * MiB), rig.stream()
-    answers = [said(rig.try_allocate(pool, size * MiB, stream)) for size in sizes]
-    assert answers == [{"S": "SUCCESS", "O": "OUT_OF_MEMORY"}[result] for result in results]
-    assert rig.stats(pool) == Stats(reserved * MiB, reserved * MiB, used * MiB, used * MiB)
-
-
-@pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (UINT64_MAX, 64)])
-def test_a_failed_allocation_applies_the_release_threshold(rig: Rig, threshold: int, kept: int) -> None:
-    pool = rig.pool(threshold, max_size=64 * MiB)
-    assert said(rig.try_allocate(pool, 100 * MiB, rig.stream())) == "OUT_OF_MEMORY"
-    assert rig.stats(pool) == Stats(kept * MiB, 64 * MiB, 0, 0)
 
 
 class TestPlainFreeOfPoolMemory:
