@@ -91,11 +91,7 @@ def _hold_past_it(bench: Bench, stream: Any, word: int) -> None:
 
 
 # Calls of the other code, past the checker.
-RAW_ACTS.update(
-    order_past_it=_order_past_it,
-    hold_past_it=_hold_past_it,
-    finish_past_it=lambda bench, stream: bench.driver.wrapped.cuStreamSynchronize(stream),
-)
+RAW_ACTS.update(order_past_it=_order_past_it, hold_past_it=_hold_past_it)
 HELD = "x = ready; t = their_stream; w = word; hold_past_it t w; at x t; "
 PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "it orders streams": (

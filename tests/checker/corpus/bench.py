@@ -325,6 +325,7 @@ _ACTS: dict[str, Callable[..., Any]] = {
     "evict_after": lambda memory, stream: memory.evict(after=stream),
     "auto_free": lambda graph: graph.instantiate(auto_free_on_launch=True),
     "call": lambda stream: stream.launch_host_func(lambda: None),
+    "lend": lambda stream: stream.handle,
     "poll": lambda event: [*iter(event.query, True)],
 }
 RAW_ACTS: dict[str, Callable[..., Any]] = {
@@ -336,10 +337,11 @@ RAW_ACTS: dict[str, Callable[..., Any]] = {
     "open": lambda b, word: ctypes.memset(word, 1, 1),
     "open_soon": lambda b, word: threading.Timer(0.05, ctypes.memset, (word, 1, 1)).start(),
     "seen": lambda b, word: [*iter(lambda: ctypes.c_uint32.from_address(word).value, 1)],
+    "finish_past_it": lambda b, stream: b.driver.wrapped.cuStreamSynchronize(stream),
     "put": lambda b, stream, word, value: b.raw("cuStreamWriteValue32", stream, word, value, 0),
     "until": lambda b, stream, word, value, flags=0: b.raw("cuStreamWaitValue32", stream, word, value, flags),
 }
-"""Acts with addresses and handles. ``poke`` is a write by the host that no call shows."""
+"""Acts with addresses and handles. ``poke`` is a write by the host that no call shows, ``past it`` past the checker."""
 # A name or a number; a part of memory, as in Python; and bytes to add to an address.
 _WORD = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?(?:\+(\d+))?")
 
