@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -221,44 +220,6 @@ def test_an_event_of_another_library_may_have_been_recorded() -> None:
     calls.driver.cuStreamWaitEvent(calls.b, own, 0)
     calls.use(0)
     assert "race" in calls.kinds()
-
-
-@pytest.mark.parametrize("external", [True, False])
-def test_an_event_that_each_launch_records(external: bool) -> None:
-    calls = Calls()
-    event = calls.make(cuda.CUevent(0x98), "cuEventCreate", 0)
-    calls.driver.cuStreamBeginCapture(calls.a, 0)
-    calls.driver.used(1 << 20, 8, calls.a, True)
-    calls.driver.cuEventRecordWithFlags(event, calls.a, int(external))
-    graph = calls.make(cuda.CUgraph(0x30), "cuStreamEndCapture", calls.a)
-    calls.driver.cuGraphLaunch(calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0), calls.a)
-    calls.driver.cuStreamWaitEvent(calls.b, event, 0)
-    calls.use(0)
-    assert calls.kinds() == ([] if external else ["race"])
-
-
-def test_words_in_a_capture_order_each_launch() -> None:
-    calls = Calls()
-    word = calls.make(cuda.CUdeviceptr(8 << 20), "cuMemAlloc", 64)
-    calls.driver.cuStreamBeginCapture(calls.a, 0)
-    calls.driver.used(1 << 20, 8, calls.a, True)
-    calls.driver.cuStreamWriteValue32(calls.a, word, 1, 0)
-    graph = calls.make(cuda.CUgraph(0x30), "cuStreamEndCapture", calls.a)
-    calls.driver.cuGraphLaunch(calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0), calls.a)
-    calls.driver.cuStreamWaitValue32(calls.b, word, 1, 0)
-    calls.use(0)
-    assert calls.kinds() == []
-
-
-def test_addresses_are_those_of_ordinary_memory_again() -> None:
-    calls = Calls()
-    array = np.zeros(64, np.uint8)
-    calls.driver.cuMemHostRegister(array.ctypes.data, 64, 0)
-    calls.driver.cuMemHostUnregister(array.ctypes.data)
-    calls.driver.cuMemcpyHtoDAsync(cuda.CUdeviceptr(1 << 20), array.ctypes.data, 64, calls.a)
-    assert calls.kinds() == []
-    calls.driver.used(array.ctypes.data, 64, calls.a, False)
-    assert calls.kinds() == ["use after free"]
 
 
 def _array_copy(array: Any, memory: int, into: bool, first: int = 0) -> Any:

@@ -15,6 +15,10 @@ race
         g = end; launch g a
     the_host_writes_pageable_memory_that_a_graph_reads: x = ready; h = pageable; begin a; cuMemcpyHtoDAsync x h 4096 a;
         g = end; launch g a; + synchronize a; poke h; synchronize a
+    an_event_is_recorded_by_the_capture_alone: x = ready; e = event; begin a; write x a; cuEventRecordWithFlags e a 1|0;
+        g = end; launch g a; cuStreamWaitEvent b e 0; write x b
+    a_word_is_written_by_a_graph_too_early: x = ready; w = word; begin a; + write x a; put a w 1; - write x a; g = end;
+        launch g a; until b w 1; write x b
 use after free
     a_graph_is_launched_after_its_memory_is_freed: x = ready; begin a; fill x 1; g = end; instantiate g; - free x;
         launch g a

@@ -19,6 +19,8 @@ use after free
     used_after_the_unmap: m = mapped; - unmap m; at m a
     the_middle_of_a_range_was_unmapped: m = mapped; at m+1048576 a 16; synchronize a; unmap m; + map m;
         at m+1048576 b 16
+    host_memory_is_used_after_it_was_unregistered: h = pageable; x = ready; cuMemHostRegister h 4096 0;
+        + look h a; synchronize a; cuMemHostUnregister h; cuMemcpyHtoDAsync x h 4096 a; - look h a; synchronize a
     used_while_it_is_evicted: x = growable; evict x; + restore x; at x a; - restore x; synchronize device
 race
     a_mapping_of_a_handle_that_was_retained: m = mapped; n = another m; h = cuMemRetainAllocationHandle m;
