@@ -36,6 +36,35 @@ def in_new_process(on_cuda: bool) -> Iterator[Callable[..., Any]]:
         yield lambda function, *args: peer.run(_with_rig, function, args)
 
 
+@pytest.fixture(scope="module")
+def process(on_cuda: bool) -> Iterator[Peer]:
+    with Peer(on_cuda) as process:
+        yield process
+
+
+@pytest.fixture
+def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
+    """Another process. At the end what was made there is undone, before the same happens here."""
+    yield process
+    process.rig("open_gates")  # streams of either may wait for the other's
+    rig.settle()
+    process.reset()
+
+
+@pytest.fixture
+def another(on_cuda: bool) -> Iterator[Callable[..., Peer]]:
+    """Makes processes that a test may end or kill; what is left of them is killed at its end."""
+    made: list[Peer] = []
+
+    def make(**given: Any) -> Peer:
+        made.append(Peer(on_cuda, **given))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
 @pytest.fixture
 def python(python: Callable[..., Any]) -> Callable[..., Any]:
     """The same, for programs that may read the free memory."""

@@ -20,35 +20,6 @@ INTERPROCESS = 4
 LAZY_ENABLE_PEER_ACCESS = 1
 
 
-@pytest.fixture(scope="module")
-def process(on_cuda: bool) -> Iterator[Peer]:
-    with Peer(on_cuda) as process:
-        yield process
-
-
-@pytest.fixture
-def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
-    """The other process. At the end what was made there is undone, before the same happens here."""
-    yield process
-    process.rig("open_gates")  # streams of either may wait for the other's
-    rig.settle()
-    process.reset()
-
-
-@pytest.fixture
-def another(on_cuda: bool) -> Iterator[Callable[..., Peer]]:
-    """Makes processes that a test may end or kill; what is left of them is killed at its end."""
-    made: list[Peer] = []
-
-    def make(fresh: bool = False) -> Peer:
-        made.append(Peer(on_cuda, fresh))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.close()
-
-
 # What was read is what the call answered; afterwards such a process aborts or crashes.
 CORRUPTS = "a refused export of a pool as a fabric handle damages the heap of the process, with bindings 13.3"
 
@@ -495,7 +466,7 @@ class TestPlainMemory:
 
     @pytest.mark.parametrize("how", ["kill", "end"])
     def test_of_a_process_that_is_gone(self, peer: Peer, another: Callable[..., Peer], how: str) -> None:
-        owner = another(how == "end")
+        owner = another(fresh=how == "end")
         data = owner.value("cuIpcGetMemHandle", owner.value("cuMemAlloc", 4 * MiB))
         getattr(owner, how)()
         assert self.open(peer, data) == "INVALID_HANDLE"

@@ -32,20 +32,6 @@ def other() -> Iterator[Rig]:
     other.close()
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Peer]:
-    with Peer(False) as process:
-        yield process
-
-
-@pytest.fixture
-def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
-    yield process
-    process.rig("open_gates")
-    rig.settle()
-    process.reset()
-
-
 def descriptors(process: int | str = "self") -> list[str]:
     links = []
     for name in os.listdir(f"/proc/{process}/fd"):
