@@ -86,6 +86,17 @@ def imported(peer: Peer, data: bytes, keep: str = "pointer") -> int:
     return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep))
 
 
+def owner_of_a_pool(process: Peer, size: int = MiB) -> tuple[int, bytes]:
+    """Let the other process share a pool with an allocation of sevens: the descriptor and the pointer's data."""
+    process.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
+    process.rig("stream", keep="stream")
+    process.value("cuMemAllocFromPoolAsync", size, Kept("pool"), Kept("stream"), keep="memory")
+    process.value("cuMemsetD8Async", Kept("memory"), 7, size, Kept("stream"))
+    process.value("cuStreamSynchronize", Kept("stream"))
+    fd = process.fetch(process.value("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0))
+    return fd, process.value("cuMemPoolExportPointer", Kept("memory"))
+
+
 # Of a pool of these properties, or of the default pool.
 EXPORTS: dict[str, tuple[str, dict[str, Any] | None, int, int]] = {
     "flags": ("INVALID_VALUE", {"handle_types": POSIX_FD}, POSIX_FD, 1),
@@ -273,13 +284,7 @@ class TestImportOfAPointer:
     def test_outlives_the_pool(self, another: Callable[..., Peer], rig: Rig) -> None:
         # The owner is a process of its own: hardware was seen to crash some time after a pool in use was destroyed.
         raw, owner = rig.raw, another()
-        owner.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
-        owner.rig("stream", keep="stream")
-        owner.value("cuMemAllocFromPoolAsync", MiB, Kept("pool"), Kept("stream"), keep="memory")
-        owner.value("cuMemsetD8Async", Kept("memory"), 7, MiB, Kept("stream"))
-        owner.value("cuStreamSynchronize", Kept("stream"))
-        fd = owner.fetch(owner.value("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0))
-        data = owner.value("cuMemPoolExportPointer", Kept("memory"))
+        fd, data = owner_of_a_pool(owner)
         pool = value(rig.import_pool(fd))
         os.close(fd)
         struct = opaque(raw.CUmemPoolPtrExportData(), data)

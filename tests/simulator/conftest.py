@@ -15,7 +15,7 @@ __all__ = ["another", "peer", "process"]
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """A rig on a new machine."""
-    rig = new_rig(**getattr(request, "param", {}))
+    """A rig on a new machine, of the arguments ``MACHINE`` of a module, and those of a test."""
+    rig = new_rig(**{**getattr(request.module, "MACHINE", {}), **getattr(request, "param", {})})
     yield rig
     rig.close()

@@ -29,15 +29,11 @@ from tests.support import open_descriptors
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 
+MACHINE = {"devices": 2, "patience": 0.2}
+
+
 def new_rig(**machine: Any) -> Rig:
-    return any_rig(**{"devices": 2, "patience": 0.2, **machine})
-
-
-@pytest.fixture
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = new_rig(**getattr(request, "param", {}))
-    yield rig
-    rig.close()
+    return any_rig(**{**MACHINE, **machine})
 
 
 @pytest.fixture

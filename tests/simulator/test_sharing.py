@@ -14,6 +14,7 @@ import pytest
 from streamalloc.simulator.contexts import TABLE_EVENTS
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
+from tests.facts.test_sharing import imported, owner_of_a_pool
 from tests.processes import FABRIC_HANDLE, FD, OPAQUE_BYTES, Descriptor, Kept, Opaque, Peer, bytes_of, opaque
 from tests.simulator.support import mappings, new_rig
 from tests.support import bytecodes, in_a_thread
@@ -53,10 +54,6 @@ def lend(peer: Peer, fd: int) -> None:
     peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
 
 
-def imported_there(peer: Peer, data: bytes) -> Any:
-    return peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
-
-
 def event_handle(rig: Rig, event: Any) -> bytes:
     return bytes_of(value(rig.raw.cuIpcGetEventHandle(event)))
 
@@ -78,31 +75,20 @@ def allocate(rig: Rig, pool: Any, size: int, byte: int, stream: Any) -> tuple[in
     return address, bytes_of(value(rig.raw.cuMemPoolExportPointer(address)))
 
 
-def owner_of_a_pool(process: Peer, size: int = MiB) -> tuple[int, bytes]:
-    """Let the other process share a pool with an allocation of sevens: the descriptor and the pointer's data."""
-    process.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
-    process.rig("stream", keep="stream")
-    process.value("cuMemAllocFromPoolAsync", size, Kept("pool"), Kept("stream"), keep="memory")
-    process.value("cuMemsetD8Async", Kept("memory"), 7, size, Kept("stream"))
-    process.value("cuStreamSynchronize", Kept("stream"))
-    fd = process.fetch(process.value("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0))
-    return fd, process.value("cuMemPoolExportPointer", Kept("memory"))
-
-
 class TestPools:
     def test_growth_after_the_export(self, peer: Peer, rig: Rig) -> None:
         pool, stream = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.stream()
         lend(peer, rig.exported(pool))
         for byte in range(1, 5):
             _, data = allocate(rig, pool, CHUNK, byte, stream)
-            there = imported_there(peer, data)
+            there = imported(peer, data)
             assert peer.rig("read", there + CHUNK - 4, 4) == [byte] * 4
         assert rig.reserved(pool) == 4 * CHUNK
 
     def test_takes_no_memory_of_the_importer(self, peer: Peer, rig: Rig) -> None:
         pool, free = rig.pool(UINT64_MAX, handle_types=POSIX_FD), peer.rig("device_free")
         lend(peer, rig.exported(pool))
-        imported_there(peer, allocate(rig, pool, CHUNK, 1, rig.stream())[1])
+        imported(peer, allocate(rig, pool, CHUNK, 1, rig.stream())[1])
         assert peer.rig("device_free") == free
 
     @pytest.mark.parametrize("how", ["end", "kill"])
@@ -125,7 +111,7 @@ class TestPools:
         pool, stream = rig.pool(handle_types=POSIX_FD), rig.stream()
         lend(importer, rig.exported(pool))
         address, data = allocate(rig, pool, MiB, 7, stream)
-        there = imported_there(importer, data)
+        there = imported(importer, data)
         importer.value("cuMemsetD8", there, 4, MiB)
         importer.rig("synchronize")
         importer.kill()
@@ -363,7 +349,7 @@ class TestFabric:
             ("memory", "cuMemImportFromShareableHandle", ()),
         ):
             assert importer.said(function, handles[name], FABRIC_HANDLE, *flags, keep=name) == "SUCCESS"
-        there = imported_there(importer, data)
+        there = imported(importer, data)
         assert importer.rig("read", there, 4) == [7] * 4
         assert len(descriptors(importer.pid)) == before + 1  # of the memory
         free = rig.device_free()
@@ -388,7 +374,7 @@ class TestWhatIsLeft:
         pool, event = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.event(SHARED_EVENT)
         lend(peer, rig.exported(pool))
         address, data = allocate(rig, pool, MiB, 1, stream)
-        there = imported_there(peer, data)
+        there = imported(peer, data)
         peer.value("cuMemFree", there)
         handle = Opaque("CUipcEventHandle", event_handle(rig, event))
         peer.value("cuIpcOpenEventHandle", handle, keep="event")
