@@ -173,7 +173,8 @@ class Intervals(Runs[bool]):
         self.change(start, end, lambda _: False)
 
     def covers(self, start: int, end: int) -> bool:
-        return all(self.over(start, end))
+        at = bisect_right(self._starts, start) - 1
+        return self._values[at] and self._starts[at + 1] >= end
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         runs = zip(self._starts, self._starts[1:], self._values, strict=False)

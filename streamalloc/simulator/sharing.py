@@ -165,7 +165,8 @@ class Sharing:
         """Record a free of plain memory. Nobody can open its handle any more, except while the memory is open."""
         if allocation.device is not None:
             physical, _ = self.devices[allocation.device].heap.locate(allocation.base)
-            lock(physical.fd, allocation.id, fcntl.F_UNLCK)
+            if physical.kept:
+                lock(physical.fd, allocation.id, fcntl.F_UNLCK)
 
     def open_memory(self, data: bytes, context: Context) -> int:
         """Open memory of another process, and count the open. The whole block is mapped. Memory in an open block can be

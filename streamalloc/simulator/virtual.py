@@ -112,9 +112,9 @@ class VirtualMemory:
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
         # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
         # takes low addresses (observed on H200: test_physical_memory).
-        ranges = [one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange)]
-        near = sum(one.size for one in ranges if not one.is_placed)
-        low = max(size, alignment) >= CHUNK or near + size > max(self.profile.context_free, default=0)
+        ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
+        near = (one.size for one in ranges if not one.is_placed)
+        low = max(size, alignment) >= CHUNK or sum(near) + size > max(self.profile.context_free, default=0)
         found = ReservedRange(size, alignment, low=low, hint=hint)
         if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
