@@ -381,8 +381,7 @@ class Memory:
             else:
                 continue
             sums[held.line] -= held.nbytes
-        for device in torch.devices():
-            rows += _rows_of(device, "PyTorch", torch.split(device))
+        rows += _rows_of_torch(torch)
         blocks = {address: (nbytes, line.place) for address, (line, nbytes) in self._blocks.items()}
         for device, found in segments.items():
             rows += _rows_of(device, "CuPy", split(found, blocks))
@@ -406,8 +405,7 @@ class Memory:
         theirs = [line for line in sums if _is_segment(line, "PyTorch")]
         torch = now.at_most(*span, sum(sums[line] for line in theirs))
         if torch is not None:
-            for device in torch.devices():
-                rows += _rows_of(device, "PyTorch", torch.split(device))
+            rows += _rows_of_torch(torch)
             for line in theirs:
                 del sums[line]
         free: Counter[int] = Counter()
@@ -517,6 +515,10 @@ def _rows_of(device: int, library: str, found: Split) -> list[Row]:
         Row(device, library, CACHED, (), found.cached),
         Row(device, library, FRAGMENTS, (), found.fragments),
     ]
+
+
+def _rows_of_torch(torch: Torch) -> list[Row]:
+    return [row for device in torch.devices() for row in _rows_of(device, "PyTorch", torch.split(device))]
 
 
 _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {

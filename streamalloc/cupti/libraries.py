@@ -159,11 +159,8 @@ class Libraries:
             self._record(clear_history=True)
         found = []
         for segment in snapshot.get("segments", ()) if live else ():
-            at, stream = segment["address"], segment["stream"]
-            for block in segment["blocks"]:
-                if block["state"].startswith("active"):
-                    found.append(Event(0, ALLOCATED, at, block["size"], stream, "PyTorch", tuple))
-                at += block["size"]
+            for address, block in live_blocks(segment):
+                found.append(Event(0, ALLOCATED, address, block["size"], segment["stream"], "PyTorch", tuple))
         for entry in (one for trace in traces for one in trace if one["action"] in _ACTIONS):
             time, kind = int(entry["time_us"]) * 1000, _ACTIONS[entry["action"]]
             place = functools.partial(place_in_history, entry.get("frames") or ())
@@ -301,6 +298,15 @@ class _Following(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._then(module)
+
+
+def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the live blocks of a segment of a snapshot, each with its address."""
+    address: int = segment["address"]
+    for block in segment["blocks"]:
+        if block["state"].startswith("active"):
+            yield address, block
+        address += block["size"]
 
 
 def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.cupti.libraries import place_in_history
+from streamalloc.cupti.libraries import live_blocks, place_in_history
 from streamalloc.driver.internal import Stack
 
 Blocks = dict[int, tuple[int, Any]]
@@ -53,11 +53,8 @@ class Torch:
         for segment in snapshot.get("segments", ()):
             self.segments[segment["address"]] = segment["total_size"]
             self.device_of[segment["address"]] = segment["device"]
-            at = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"].startswith("active"):
-                    self.blocks[at] = block["size"], _Origin(block.get("frames") or ())
-                at += block["size"]
+            for address, block in live_blocks(segment):
+                self.blocks[address] = block["size"], _Origin(block.get("frames") or ())
         self._bases = sorted(self.segments)
         traces = enumerate(snapshot.get("device_traces", ()))
         found = [one | {"device": device} for device, trace in traces for one in trace if one["action"] in _SIGNS]

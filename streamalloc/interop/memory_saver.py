@@ -1,12 +1,12 @@
-"""The interface of ``torch_memory_saver`` over sleep groups: memory of PyTorch that is released and restored by tags.
+"""Interface of ``torch_memory_saver`` over sleep groups: memory of PyTorch is released and restored by tags.
 
 Replace ``from torch_memory_saver import torch_memory_saver`` by
-``from streamalloc.interop.memory_saver import torch_memory_saver``; :doc:`/docs/recipes/memory-saver` has programs. No
-library is preloaded: a region routes the allocations of its thread to a ``torch.cuda.MemPool``
-(:mod:`streamalloc.interop.torch`). So memory of other threads, and ``cudaMalloc`` of other libraries, is not paused.
+``from streamalloc.interop.memory_saver import torch_memory_saver``; :doc:`/docs/recipes/memory-saver` has programs.
 
-Each pool of PyTorch has one tag and one kind of backup. In the sleep group of its device its buffers have the tag
-``"tag:kind"``.
+No library is preloaded. A region routes the allocations of its thread to a ``torch.cuda.MemPool``
+(:mod:`streamalloc.interop.torch`). So memory of other threads is not paused, nor memory of ``cudaMalloc`` by other
+libraries. A pool of PyTorch has one tag and one kind of backup. In the sleep group of its device its buffers have the
+tag ``"tag:kind"``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_m
 _HOOK_MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
 _NONE, _DISK = "none", "disk"
-_SLOTS, _MOST_BLOCK = 16, 64 << 20  # Slots in the staging memory of a DiskTier.
+_SLOTS, _MOST_BLOCK = 16, 64 << 20  # number of slots in the staging memory of a DiskTier, and most bytes of a slot
 _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 
 
@@ -49,8 +49,9 @@ class TorchMemorySaver:
         torch_memory_saver.pause("weights")     # the bytes are in host memory, the device memory is free
         torch_memory_saver.resume("weights")    # same address, same bytes
 
-    Where ``torch_memory_saver`` ends the process, an error is raised here, and nothing has changed. Its environment
-    variables are read at the first use. ``TMS_INIT_ENABLE=1`` begins a region without end on the thread of that use.
+    Where ``torch_memory_saver`` ends the process, this class raises an error, and nothing has changed. The environment
+    variables of ``torch_memory_saver`` are read at the first use. ``TMS_INIT_ENABLE=1`` begins a region on the thread
+    of that use, which lasts until the process ends.
 
     Parameters
     ----------
@@ -68,11 +69,11 @@ class TorchMemorySaver:
         self._groups: dict[int, SleepGroup] = {}
         """Sleep groups by device ordinal."""
         self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
-        """Bridges by device, tag and kind. For graphs the key also has the pool that the bridge stands in for."""
+        """Bridges by device, by ``"tag:kind"``, and for graphs by the pool of PyTorch that the bridge replaces."""
         self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostMemory] = weakref.WeakKeyDictionary()
-        """Backups in host memory, while they exist."""
+        """Backups in host memory."""
         self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
-        """Backups on disk. A backup is removed with its buffer."""
+        """Files of backups on disk. A file is removed with its buffer."""
         self._disks: dict[tuple[Device, Path], DiskTier] = {}
 
     def _ensure_initialized(self) -> None:
@@ -86,7 +87,7 @@ class TorchMemorySaver:
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
             whole.__enter__()
-            # The regions end before the interpreter exits, because PyTorch's pools cannot be used then.
+            # The region ends before the interpreter's finalization, in which PyTorch's pools cannot be used.
             atexit.register(whole.__exit__, None, None, None)
 
     @contextlib.contextmanager
@@ -162,19 +163,19 @@ class TorchMemorySaver:
             raise EvictedError(f"graphs of tag={tag!r} are paused: resume() them before another is captured")
         graphs = {key: bridge for key, bridge in self._bridges.items() if key[2] is not None}
         for key, bridge in graphs.items():
-            if bridge.pool.use_count() == 1:  # the graphs of the pool are gone
+            if bridge.pool.use_count() == 1:  # No graph of the pool is left.
                 self._bridges.pop(key).close()
         ours = next((one for one in graphs.values() if one.pools and one.pool.id == pool), None)
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # PyTorch allocates from the first of several active pools, which would be the pool of a region.
+        # Of several active pools PyTorch takes the first, which would be that of a region.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Allocate from PyTorch's own memory in a ``with`` block inside a region. Unused memory is released at its end.
+        """Allocate from PyTorch's own memory in a ``with`` block inside a region. At its end unused memory is released.
 
         Raises
         ------
@@ -253,7 +254,7 @@ class TorchMemorySaver:
             group.device.synchronize()
             for buffer in () if self._retain else buffers:
                 self._hosts.pop(buffer, None)
-            work(session_of(group))  # This releases the host memory.
+            work(session_of(group))  # a point of work, which releases the host memory
 
     @property
     def enabled(self) -> bool:
@@ -262,7 +263,7 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> str:
-        """``"preload"`` or ``"torch"``: both route by pools of PyTorch."""
+        """``"preload"`` or ``"torch"``. It makes no difference: both route by pools of PyTorch."""
         return self._hook_mode
 
     @hook_mode.setter
@@ -340,7 +341,7 @@ class TorchMemorySaver:
         self._folder = Path(path)
 
     def _kind(self, tag: str, on_host: bool, on_disk: bool, backend: str | None) -> str:
-        """Check the arguments of a region; return its tag in the sleep group."""
+        """Check the arguments of a region, and return its tag in the sleep group."""
         if backend is not None and not on_host:
             raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
         if on_host and on_disk:
@@ -355,9 +356,7 @@ class TorchMemorySaver:
         return f"{tag}:{(backend or self._backend) if on_host else _DISK if on_disk else _NONE}"
 
     def _bridge(self, tag: str, of: object = None) -> TorchBridge:
-        """Return the bridge of a tag for the current device. ``of``: the pool of graphs that the bridge
-        stands in for.
-        """
+        """Return the bridge of a tag for the current device. ``of``: the pool of graphs that the bridge replaces."""
         ordinal = int(library("torch").cuda.current_device())
         device = Device(ordinal, driver=self._driver)
         group = self._groups.get(ordinal) or self._groups.setdefault(ordinal, SleepGroup(device))
@@ -380,12 +379,12 @@ class TorchMemorySaver:
         return found
 
     def _evict(self, buffers: dict[VirtualBuffer, str]) -> None:
-        """Undo the wake of buffers. Their backups in host memory still exist."""
+        """Put buffers to sleep again, to undo their wake. Their backups in host memory are still there."""
         for buffer, tag in buffers.items():
             buffer.evict(self._place({}, buffer, tag))
 
     def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
-        """Return new host memory for buffers of one device, as far as they need some."""
+        """Make host memory for those buffers of one device that need some, and return it."""
         made: dict[VirtualBuffer, HostMemory] = {}
         for kind in _BACKENDS:
             new = [one for one, tag in buffers.items() if tag.endswith(f":{kind}") and one not in self._hosts]
@@ -395,13 +394,13 @@ class TorchMemorySaver:
         return made
 
     def _place(self, made: dict[VirtualBuffer, HostMemory], buffer: VirtualBuffer, tag: str) -> Any:
-        """Return the place for the bytes of a buffer. ``made`` has new host memory."""
+        """Return the place for the bytes of a buffer; None to lose them. ``made`` has new host memory."""
         kind = tag.rpartition(":")[2]
         if kind == _NONE:
             return None
         if kind == _DISK:
             return self._on_disk(buffer)
-        if buffer not in made and buffer not in self._hosts:  # Another thread has made it since.
+        if buffer not in made and buffer not in self._hosts:  # Another thread has allocated the buffer since.
             made |= self._made({buffer: tag})
         return (self._hosts.get(buffer) or made[buffer]).slots[0]
 
@@ -422,7 +421,7 @@ class TorchMemorySaver:
 
 
 class _Source(Tagged):
-    """Allocator of buffers with one tag of a group, which leaves the saver's margin free."""
+    """Allocator of buffers with one tag of a group. It leaves the saver's margin free."""
 
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
         super().__init__(group, tag)
@@ -454,7 +453,7 @@ def _remove(path: Path, process: int) -> None:
 
 
 torch_memory_saver = TorchMemorySaver()
-"""The saver of this process."""
+"""Saver of this process."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""The interface of vLLM's ``CuMemAllocator`` over a sleep group, and a sleep-mode backend with it.
+"""Interface of vLLM's ``CuMemAllocator`` over a sleep group, and a backend of vLLM's sleep mode with it.
 
-With ``STREAMALLOC_VLLM=1`` vLLM's sleep mode uses it (:func:`register`, an entry point of vLLM's plugins);
+With ``STREAMALLOC_VLLM=1`` in the environment vLLM's sleep mode uses it: vLLM calls :func:`register` as a plugin.
 :doc:`/docs/recipes/vllm-sleep` has programs.
 """
 
@@ -23,21 +23,21 @@ from streamalloc.vmm import SleepGroup, VirtualBuffer
 __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
 
 _INTERNAL = ("runtime", "cudagraph")
-"""Tags whose bytes each sleep keeps."""
+"""Tags whose bytes are kept by each sleep."""
 _DEFERRABLE = ("weights", "kv_cache")
-"""Tags that stay asleep in a wake that names only other tags."""
+"""Tags that a wake must name. Memory of all others wakes in any case."""
 _NAME = "streamalloc"
 _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
 
 
 class AllocationData:
-    """A live view of one segment of PyTorch. :attr:`CuMemAllocator.pointer_to_data` gives them."""
+    """Segment of PyTorch, as it is now. :attr:`CuMemAllocator.pointer_to_data` gives them."""
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        self._buffer = weakref.ref(buffer)  # a kept view must not keep the memory
+        self._buffer = weakref.ref(buffer)  # This object must not keep the memory.
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
-        """Device ordinal, size in bytes, address, and 0 in place of the driver's handle, which the package keeps."""
+        """Device ordinal, bytes, address, and 0 in place of the driver's handle, which belongs to the package."""
         self.tag: str = tag
         """Tag of the memory."""
 
@@ -49,7 +49,7 @@ class AllocationData:
 
     @property
     def cpu_backup_tensor(self) -> Any:
-        """The kept bytes as a tensor in pinned host memory; None if the memory is awake, or the bytes were not kept."""
+        """Kept bytes as a tensor in pinned host memory; None if the memory is awake, or its bytes are lost."""
         buffer = self._buffer()
         return None if buffer is None else self._allocator._kept.get(buffer)
 
@@ -60,7 +60,7 @@ class AllocationData:
 class CuMemAllocator:
     """Memory of PyTorch that sleeps and wakes by tags, with the interface of vLLM's ``CuMemAllocator``.
 
-    Memory of one device, the one that is current at the first use. ::
+    It has memory of one device: that which is current at the first use. ::
 
         allocator = CuMemAllocator.get_instance()
         with allocator.use_memory_pool(tag="weights"):
@@ -96,14 +96,14 @@ class CuMemAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
-        """The present segments by address. Memory that PyTorch has freed is released first."""
+        """Present segments by address. Memory that PyTorch has freed is released first."""
         collect()
         buffers = self.group.buffers
         return {buffer.address: AllocationData(self, buffer, tag) for buffer, tag in buffers.items()}
 
     @property
     def allocator_and_pools(self) -> dict[str, list[tuple[Any, Any]]]:
-        """PyTorch's pools by tag, each paired with its bridge (vLLM pairs it with an allocator)."""
+        """Pools of PyTorch by tag, each with its bridge (with its allocator in vLLM)."""
         return {tag: [(pool, one) for pool in one.pools.values()] for tag, one in self._bridges.items()}
 
     def get_current_usage(self) -> int:
@@ -164,7 +164,7 @@ class CuMemAllocator:
         tag = self.cudagraph_tag
         if asleep(tag, [self.group]):
             raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
-        # PyTorch allocates from the first of several active pools, which would be the pool of an outer block.
+        # Of several active pools PyTorch takes the first, which would be that of an outer block.
         with self._tagged(tag), unrouted():
             yield self._bridge(tag).pool.id
 
