@@ -62,19 +62,17 @@ class Kind(enum.Enum):
     """A reserved range of addresses."""
 
 
-_latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
-
-
 def _fence_since(session: Session, dropped: int) -> Fence:
     """Return a fence behind all work that known streams had queued at a time of ``time.monotonic_ns``; it may include
     later work.
 
     Items dropped before it was made share it, so a thousand items need one record per stream.
     """
-    latest = _latest_fence(session)
-    if not latest or latest[0].began <= dropped:
-        latest[:] = [Fence(session)]
-    return latest[0]
+    allocations = allocations_of(session)
+    latest = allocations.latest_fence
+    if latest is None or latest.began <= dropped:
+        allocations.latest_fence = latest = Fence(session)
+    return latest
 
 
 class Node:
@@ -334,6 +332,8 @@ class Allocations:
         """All reserved address ranges."""
         self.lock: AbstractContextManager[bool] = RLock()
         """Held to move a handle from a mapping to an object, to change the watchers, and to begin a release."""
+        self.latest_fence: Fence | None = None
+        """The latest fence behind all known streams; nodes that were dropped before share it."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""

@@ -99,6 +99,7 @@ class TilePool(Closes):
         self.tiles: int = self.memory.nbytes // _TILE
         """Number of tiles of 64 KiB."""
         self._free: deque[_FreeTile] = deque((tile, None, None) for tile in range(self.tiles))
+        """Free tiles; the tile that has been free longest is the first."""
 
     @property
     def free_tiles(self) -> int:
@@ -121,7 +122,8 @@ class TilePool(Closes):
         if self.memory.closed:
             return
         if len(self._free) < self.tiles:
-            raise ValueError(f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays")
+            mapped = f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays"
+            raise ValueError(f"{mapped}: unmap them, or close the arrays")
         for fence in {fence for *_, fence in self._free if fence is not None}:
             fence.synchronize()
         self.memory.close()
