@@ -208,7 +208,6 @@ class Sources:
         pooled = (MemoryPool, CachingAllocator)
         self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
         """Whether a source releases dropped memory at points of work only, as it does virtual memory."""
-        self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         self._last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
 

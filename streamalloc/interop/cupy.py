@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy.typing as npt
 
@@ -13,6 +13,7 @@ from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.core.session import GLOBAL, RELAXED, session_of
 from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
+from streamalloc.pool import MemoryPool
 
 __all__ = ["array", "memory", "use"]
 
@@ -39,21 +40,20 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     ValueError
         The thread is inside ``cupy.cuda.using_allocator``.
     """
-    given = Sources(sources)
-    return (CuPyCallback if callbacks or given.pools is None else CuPyHandles)(given).start()
+    return CuPyBridge(Sources(sources), callbacks).start()
 
 
-class CuPyHandles(Bridge):
-    """Bridge with CuPy's own ``MemoryAsyncPool`` over the handles of the pools.
+class CuPyBridge(Bridge):
+    """Bridge that replaces CuPy's allocator. :func:`use` makes it.
 
-    CuPy makes the pools current, and sets their release thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default:
-    never release). It does so on each device, also with the current pools of devices without a source. :meth:`stop`
-    restores the current pools and their thresholds.
+    With callbacks CuPy calls Python for each allocation, on CuPy's current stream.
 
+    With handles CuPy's own ``MemoryAsyncPool`` allocates. CuPy makes the pools current, and sets their release
+    thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). It does so on each device, also with
+    the current pools of devices without a source. :meth:`stop` restores the current pools and their thresholds.
     Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no capture. On
     a captured stream, as inside ``torch.cuda.graph``, the memory belongs to the graph; on other streams it is ordinary.
-
-    It has these limits, and :class:`CuPyCallback` has not:
+    Handles have these limits, and callbacks have not:
 
     * CuPy frees in the thread's own capture mode. Dropping an array of another stream invalidates a capture in global
       mode.
@@ -62,24 +62,26 @@ class CuPyHandles(Bridge):
     """
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        cupy = library("cupy", self.sources.session)
-        pools = self.sources.pools or {}
-        current = []
+        cupy, pools = library("cupy", self.sources.session), self.sources.pools
+        before = cupy.cuda.get_allocator()
+        by_handles = pools is not None and not self._callbacks
+        cupy.cuda.set_allocator(self._by_handles(cupy, undo) if by_handles else _allocator(cupy, self.sources))
+        undo.callback(cupy.cuda.set_allocator, before)
+
+    def _by_handles(self, cupy: Any, undo: contextlib.ExitStack) -> Callable[[int], Any]:
+        """Make the pools current, and return CuPy's function that allocates from them, in relaxed capture mode."""
+        pools, current = self.sources.pools or {}, []
         for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
-            device = self.sources.device(ordinal)
-            pool = pools.get(ordinal) or type(next(iter(pools.values()))).current(device)
+            pool = pools.get(ordinal) or MemoryPool.current(self.sources.device(ordinal))
             undo.callback(setattr, pool.attributes, "release_threshold", pool.attributes.release_threshold)
             undo.enter_context(pool.make_current())
             current.append(pool.handle)
-        before = cupy.cuda.get_allocator()
-        malloc = cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc
-        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, malloc))
-        undo.callback(cupy.cuda.set_allocator, before)
+        return _in_relaxed_mode(self.sources, cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc)
 
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
     """Return ``malloc`` in relaxed capture mode."""
-    exchange = sources.exchange
+    exchange = cast(Any, sources.session.driver).cuThreadExchangeStreamCaptureMode
 
     def allocate(nbytes: int) -> Any:
         mode = GLOBAL
@@ -90,19 +92,6 @@ def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable
             exchange(mode or GLOBAL)  # The mode is None if the driver has refused the change.
 
     return allocate
-
-
-class CuPyCallback(Bridge):
-    """Bridge by which CuPy calls Python for each allocation, on CuPy's current stream.
-
-    :func:`use` makes it with ``callbacks=True``, and for allocators that are no pools.
-    """
-
-    def _install(self, undo: contextlib.ExitStack) -> None:
-        cupy = library("cupy", self.sources.session)
-        before = cupy.cuda.get_allocator()
-        cupy.cuda.set_allocator(_allocator(cupy, self.sources))
-        undo.callback(cupy.cuda.set_allocator, before)
 
 
 def _allocator(cupy: Any, sources: Sources) -> Any:
