@@ -472,7 +472,10 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-# Eviction and restore of several buffers: each is a list of steps, which :func:`run` does or undoes as a whole.
+# Eviction and restore of several buffers: each is a list of steps, which :func:`run` does or undoes as a whole. A step
+# is made when those before it are done, because it may need what they found: a hook may close a buffer, and a copy
+# needs the memory. Whatever cannot be undone comes after :func:`run`: released memory could be another process's at
+# once, and the room of a dropped backup could have other bytes.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
 """An act and its undo. The undo is also called for a step that failed, so it checks what was done."""
@@ -609,14 +612,14 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
         with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
             for buffer in buffers:
                 yield functools.partial(create, buffer, move), functools.partial(release, buffer)
-    yield note_copies, nothing
+    yield note_copies, nothing  # From now on a range that is dropped waits for the copies.
     frozen = kept_of(evictions)
     if frozen:
-        yield stream.synchronize, nothing  # The copies write the memory.
+        yield stream.synchronize, nothing  # The copies write to the memory, which is protected after them.
         for buffer in frozen:
             yield functools.partial(protect, buffer, buffer.rights), nothing
     for buffer, eviction in evictions.items():
-        if eviction.held:
+        if eviction.held:  # A sleep and its undo failed, so the bytes are still in the old memory.
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
     yield functools.partial(wake, {}), functools.partial(wake, evictions)
 
