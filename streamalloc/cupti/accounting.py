@@ -153,8 +153,7 @@ class Memory:
 
     def __init__(self, driver: Any = cuda) -> None:
         self._driver = driver
-        self.libraries: Libraries = Libraries(self._library_has, "alloc", splits_rmm=False)
-        self.libraries.most_entries = _MOST_ENTRIES
+        self.libraries: Libraries = Libraries(self._library_has, "alloc", splits_rmm=False, most_entries=_MOST_ENTRIES)
         self.failure: BaseException | None = None
         """Error of this object, apart from the errors of the subscription."""
         self._subscription: Subscription | None = None

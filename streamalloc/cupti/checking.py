@@ -133,8 +133,7 @@ class Check:
         self._seen.addresses = self._recorder.state.addresses
         self._recorder.state.on_use = self._used
         self._recorder.state.streams.foreign.may_write = True  # The driver does not tell which bytes a kernel writes.
-        self._libraries = Libraries(stacks=None)
-        self._libraries.most_entries = _FEW_ENTRIES
+        self._libraries = Libraries(stacks=None, most_entries=_FEW_ENTRIES)
         self._blocks = Blocks(self._recorder.state)
         self._operators: Operators | None = None
         """Dispatch mode of PyTorch; None until the program makes a stream, because on one stream no order can be
@@ -167,8 +166,7 @@ class Check:
         """Whether a library may have allocated a segment since its history was read."""
         self._was_read = False
         """Whether uses were judged before. The first time, PyTorch is asked for its live blocks, too."""
-        functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
-        self._subscription: Subscription = Subscription(self._called, functions)
+        self._subscription: Subscription = Subscription(self._called, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
         self._libraries.gate = gate = self._subscription.gate
         self._recorder.state.judge.sees_grants = lambda: not gate.has_left_out
 

@@ -41,6 +41,7 @@ class Libraries:
         take: Callable[[Event], object] | None = None,
         stacks: str | None = "all",
         splits_rmm: bool = True,
+        most_entries: int = _MOST_ENTRIES,
     ) -> None:
         self.torch: Any = None
         """PyTorch, once the program has imported it."""
@@ -49,7 +50,8 @@ class Libraries:
         self._events: list[Event] = []
         self._take = take or self._events.append
         self._stacks = stacks
-        self.most_entries: int = _MOST_ENTRIES
+        self.most_entries: int = most_entries
+        """Most entries of the history that PyTorch records."""
         self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
 

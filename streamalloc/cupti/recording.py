@@ -23,8 +23,7 @@ class Recording:
     """The allocations of this process in the block of :meth:`running`."""
 
     def __init__(self) -> None:
-        self.libraries: Libraries = Libraries(stacks=None)
-        self.libraries.most_entries = _MOST_ENTRIES
+        self.libraries: Libraries = Libraries(stacks=None, most_entries=_MOST_ENTRIES)
         self.failure: BaseException | None = None
         """The error that ended the recording early; None if there was none."""
         self._calls: list[Call] = []

@@ -197,6 +197,11 @@ class ExporterMark:
 class ControlBlock:
     """A control block mapped into this process: by :meth:`create` in the exporter, by :meth:`attach` in importers."""
 
+    opened: Words
+    closing: Words
+    closed: Words
+    """Words by slot and importer."""
+
     def __init__(self, session: Session, fd: Fd, name: bytes) -> None:
         self.session: Session = session
         self.fd: Fd = fd
@@ -219,10 +224,6 @@ class ControlBlock:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         kinds = len(_IMPORTER_WORDS)
         words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
-        # words by slot and importer
-        self.opened: Words
-        self.closing: Words
-        self.closed: Words
         self.opened, self.closing, self.closed = words.reshape(kinds, SLOTS, IMPORTERS)
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
