@@ -197,21 +197,14 @@ class Things:
         if self._settled:
             self.raw.cuMemPoolDestroy(pool)
 
-    def pool_props(
-        self,
-        location: int = DEVICE,
-        id: int = 0,
-        allocation_type: int = PINNED,
-        handle_types: int = NO_HANDLE,
-        max_size: int = 0,
-        usage: int = 0,
-    ) -> Any:
+    def pool_props(self, allocation_type: int = PINNED, max_size: int = 0, usage: int = 0, **place: int) -> Any:
+        """``place``: arguments of :meth:`_placed`."""
         props = self.raw.CUmemPoolProps()
         props.allocType = self.raw.CUmemAllocationType(allocation_type)
         props.maxSize, props.usage = max_size, usage
-        return self._placed(props, location, id, handle_types)
+        return self._placed(props, **place)
 
-    def _placed(self, props: Any, location: int, id: int, handle_types: int) -> Any:
+    def _placed(self, props: Any, location: int = DEVICE, id: int = 0, handle_types: int = NO_HANDLE) -> Any:
         if handle_types & FABRIC:
             self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
         props.location = self.location(location, id)
@@ -273,15 +266,9 @@ class Things:
     # --- virtual memory
 
     def memory_props(
-        self,
-        location: int = DEVICE,
-        id: int = 0,
-        allocation_type: int = PINNED,
-        handle_types: int = NO_HANDLE,
-        compression: int = 0,
-        rdma: int = 0,
-        usage: int = 0,
+        self, allocation_type: int = PINNED, compression: int = 0, rdma: int = 0, usage: int = 0, **place: int
     ) -> Any:
+        """``place``: arguments of :meth:`_placed`."""
         if compression:
             self.need("GENERIC_COMPRESSION_SUPPORTED")
         if rdma:
@@ -291,7 +278,7 @@ class Things:
         props.allocFlags.compressionType = compression
         props.allocFlags.gpuDirectRDMACapable = rdma
         props.allocFlags.usage = usage
-        return self._placed(props, location, id, handle_types)
+        return self._placed(props, **place)
 
     def create_memory(self, size: int = PAGE, **props: int) -> Answer:
         return self.keep_memory(self.raw.cuMemCreate(size, self.memory_props(**props), 0))
