@@ -30,7 +30,7 @@ _IN_HOST_FUNCTIONS = re.compile(
     r"cuInit|cuDriverGetVersion|cuGetError\w+|cuThreadExchangeStreamCaptureMode|cuLaunchHostFunc|cuGraphLaunch"
     r"|cuMemset\w+Async|cu(Stream|Event)(?!Create)\w+"
 )
-"""Calls that a host function may make (observed on H200: test_host_functions)."""
+"""Calls that a host function may make (observed on H200: test_streams)."""
 
 
 def call(parameters: str, body: Method, *first: Any) -> Any:

@@ -109,7 +109,7 @@ class StreamCalls(Calls):
         self._not_captured(hStream)
         head = hStream.operations[0] if hStream.operations else None
         if isinstance(head, HostFunction) and head.ident == self._machine.scheduler.caller.ident:
-            raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_host_functions
+            raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_streams
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
         # Pools release nothing for a stream that nothing was allocated or freed on (observed on H200: test_placements).
