@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Clock, Obstacle, Timeline, TrackedStream
+from tests.checker.test_oracle import Oracle
 
 STREAMS, EVENTS = 5, 3  # 0 is the legacy stream, 1 and 2 take turns with it, 3 and 4 do not
 STEPS = some.lists(
@@ -20,26 +21,6 @@ STEPS = some.lists(
 )
 
 
-class Graph:
-    """Operations, and which come right before which."""
-
-    def __init__(self) -> None:
-        self.before: list[set[int]] = []
-
-    def add(self, *before: int | None) -> int:
-        self.before.append({one for one in before if one is not None})
-        return len(self.before) - 1
-
-    def reaches(self, first: int, last: int) -> bool:
-        seen, todo = {last}, [last]
-        while todo:
-            for one in self.before[todo.pop()]:
-                if one not in seen:
-                    seen.add(one)
-                    todo.append(one)
-        return first in seen
-
-
 def streams_of(timeline: Timeline) -> list[TrackedStream]:
     legacy = timeline.stream("legacy")
     return [legacy, *(timeline.stream(str(n), legacy=legacy if n < 3 else None) for n in range(1, STREAMS))]
@@ -48,7 +29,7 @@ def streams_of(timeline: Timeline) -> list[TrackedStream]:
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_clocks_say_what_the_graph_says(steps: list[tuple[str, int, int]]) -> None:
-    timeline, graph = Timeline(), Graph()
+    timeline, graph = Timeline(), Oracle()
     streams = streams_of(timeline)
     last: list[int | None] = [None] * STREAMS
     marks: list[tuple[Obstacle, int] | None] = [None] * EVENTS
@@ -85,7 +66,7 @@ def test_clocks_say_what_the_graph_says(steps: list[tuple[str, int, int]]) -> No
     for first, where, time, _ in done:
         for other, there, _, clock in done:
             if first < other:
-                expected = where == there or graph.reaches(first, other)
+                expected = where == there or first in graph.reached(other)
                 found = timeline.order(clock, streams[where].number, time)
                 assert (found == CERTAIN) == expected, (steps, first, other)
 

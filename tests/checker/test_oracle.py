@@ -46,7 +46,7 @@ class Oracle:
         self.uses.append(uses or [])
         return len(self.before) - 1
 
-    def _reached(self, last: int) -> set[int]:
+    def reached(self, last: int) -> set[int]:
         found, todo = {last}, [last]
         while todo:
             fresh = self.before[todo.pop()] - found
@@ -56,7 +56,7 @@ class Oracle:
 
     def racing(self) -> bool:
         using = [number for number, uses in enumerate(self.uses) if uses]
-        reached = {number: self._reached(number) for number in using}
+        reached = {number: self.reached(number) for number in using}
         return any(
             one not in reached[other] and other not in reached[one] and self._clash(one, other)
             for one in using

@@ -89,11 +89,6 @@ def test_without_a_context(scene: Scene, expected: str) -> None:
     in_new_thread(call)
 
 
-def test_pools_of_a_device_that_is_not_there(raw: Any) -> None:
-    assert said(raw.cuDeviceGetDefaultMemPool(99)) == "INVALID_DEVICE"
-    assert said(raw.cuDeviceGetMemPool(99)) == "INVALID_VALUE"
-
-
 def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
     raw, stream, pool = rig.raw, rig.stream(), rig.pool()
     pointer = rig.allocate(pool, 64, stream)
@@ -218,10 +213,6 @@ def test_attribute_behind_the_last(raw: Any) -> None:
     assert said(raw.cuDeviceGetAttribute(attribute, 0)) == "INVALID_VALUE"
 
 
-def test_attribute_of_a_device_that_is_not_there(raw: Any) -> None:
-    assert said(raw.cuDeviceGetAttribute(raw.CUdevice_attribute(1), 99)) == "INVALID_DEVICE"
-
-
 @pytest.mark.usefixtures("same_gpu", "all_devices")
 def test_multicast_needs_a_second_device(raw: Any) -> None:
     count = value(raw.cuDeviceGetCount())
@@ -269,6 +260,9 @@ def test_uuid(raw: Any) -> None:
 
 def test_device_that_is_not_there(raw: Any) -> None:
     assert [said(raw.cuDeviceGet(ordinal)) for ordinal in (-1, 99)] == ["INVALID_DEVICE"] * 2
+    assert said(raw.cuDeviceGetAttribute(raw.CUdevice_attribute(1), 99)) == "INVALID_DEVICE"
+    assert said(raw.cuDeviceGetDefaultMemPool(99)) == "INVALID_DEVICE"
+    assert said(raw.cuDeviceGetMemPool(99)) == "INVALID_VALUE"
 
 
 def test_init_again(raw: Any) -> None:
