@@ -307,19 +307,19 @@ def test_before_init(machine: Any) -> None:
     [(4096.0, 4096), (4096.5, 4096), (True, 1), (np.int64(64), 64), (64, 64)],
     ids=["float", "fraction", "bool", "numpy", "int"],
 )
-def test_size(rig: Rig, size: Any, used: int) -> None:
+def test_size_of_an_allocation(rig: Rig, size: Any, used: int) -> None:
     pool = rig.pool(UINT64_MAX)
     rig.allocate(pool, size, rig.stream())
     assert rig.used(pool) == used
 
 
-def test_size_of_zero_as_a_float(rig: Rig) -> None:
+def test_size_of_an_allocation_of_zero_as_a_float(rig: Rig) -> None:
     size: Any = 0.0
     assert int(rig.allocate(rig.pool(UINT64_MAX), size, rig.stream())) == 0
 
 
 @pytest.mark.parametrize("size", [1 << 63, UINT64_MAX])
-def test_size_beyond_any_memory(rig: Rig, size: int) -> None:
+def test_size_of_an_allocation_beyond_any_memory(rig: Rig, size: int) -> None:
     assert said(rig.try_allocate(rig.pool(), size, rig.stream())) == "OUT_OF_MEMORY"
 
 
@@ -333,17 +333,17 @@ def test_size_beyond_any_memory(rig: Rig, size: int) -> None:
     ],
     ids=["negative", "too large", "str", "None"],
 )
-def test_size_that_is_refused(rig: Rig, size: Any, error: type[Exception], message: str) -> None:
+def test_size_of_an_allocation_that_is_refused(rig: Rig, size: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}$"):
         rig.raw.cuMemAllocFromPoolAsync(size, rig.pool(), rig.stream())
 
 
 @pytest.mark.parametrize("pool", [None, 0])
-def test_no_pool(rig: Rig, pool: Any) -> None:
+def test_allocation_from_no_pool(rig: Rig, pool: Any) -> None:
     assert said(rig.raw.cuMemAllocFromPoolAsync(64, pool, rig.stream())) == "INVALID_VALUE"
 
 
-def test_stream_that_is_none(rig: Rig) -> None:
+def test_allocation_on_what_is_no_stream(rig: Rig) -> None:
     with pytest.raises(TypeError, match=r"^an integer is required$"):
         rig.raw.cuMemAllocFromPoolAsync(64, rig.pool(), "x")
 

@@ -273,14 +273,14 @@ def batch(rig: Rig) -> Batch:
     return Batch(rig)
 
 
-def test_ends(batch: Batch) -> None:
+def test_ends_of_a_batch(batch: Batch) -> None:
     for pair in ("plain other", "plain pageable", "pageable plain", "pinned plain", "pool plain", "plain readable"):
         assert batch.copy(pair) == "SUCCESS"
     for pair in ("null other", "end other", "readable other", "untouchable other", "plain untouchable"):
         assert batch.copy("plain other", pair) == "INVALID_VALUE"
 
 
-def test_counts(batch: Batch) -> None:
+def test_counts_of_a_batch(batch: Batch) -> None:
     one, other = batch.attributes(), batch.attributes(ANY)
     assert batch.copy() == "INVALID_VALUE"
     assert batch.copy("plain other", size=0) == "INVALID_VALUE"
@@ -298,13 +298,13 @@ ATTRIBUTES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_attributes(batch: Batch) -> None:
+def test_attributes_of_a_batch(batch: Batch) -> None:
     for expected, all_given in ATTRIBUTES.items():
         for given in all_given:
             assert batch.copy("plain pageable", attributes=[batch.attributes(**given)]) == expected, given
 
 
-def test_streams(batch: Batch) -> None:
+def test_streams_of_a_batch(batch: Batch) -> None:
     assert batch.copy("plain other", stream=LEGACY) == "INVALID_VALUE"
     assert batch.copy("plain other", stream=1) == "INVALID_VALUE"
     assert batch.copy("plain other", stream=batch.rig.per_thread) == "SUCCESS"
@@ -330,7 +330,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("pair", WAITS)
-def test_which_are_waited_for(batch: Batch, pair: str) -> None:
+def test_which_batches_are_waited_for(batch: Batch, pair: str) -> None:
     rig, gate = batch.rig, batch.rig.gate()
     for order, waits in zip((IN_STREAM, AT_CALL, ANY), WAITS[pair], strict=True):
         gate.hold(batch.stream)
@@ -340,7 +340,7 @@ def test_which_are_waited_for(batch: Batch, pair: str) -> None:
         rig.synchronize()
 
 
-def test_pageable_memory_is_read_before_the_call_returns(batch: Batch) -> None:
+def test_pageable_memory_of_a_batch_is_read_before_the_call_returns(batch: Batch) -> None:
     gate, plain = batch.rig.gate(), batch.places["plain"]
     for order in (AT_CALL, ANY):
         value(batch.raw.cuMemsetD8(plain, 0, 64))

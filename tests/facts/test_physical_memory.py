@@ -387,7 +387,7 @@ HINTS: dict[str, tuple[int, ...]] = {
 }
 
 
-def test_sizes(rig: Rig) -> None:
+def test_sizes_of_ranges(rig: Rig) -> None:
     for expected, sizes in RANGE_SIZES.items():
         for size in sizes:
             answer = rig.try_reserve(size)
@@ -403,7 +403,7 @@ def test_addresses_run_out(rig: Rig) -> None:
     assert said(rig.try_reserve(1 << 46)) == "OUT_OF_MEMORY"
 
 
-def test_alignments(rig: Rig) -> None:
+def test_alignments_of_ranges(rig: Rig) -> None:
     for expected, alignments in ALIGNMENTS.items():
         for alignment in alignments:
             answer = rig.try_reserve(PAGE, alignment)
@@ -416,7 +416,7 @@ def test_ranges_lie_apart(rig: Rig) -> None:
     assert all(second - first >= PAGE for first, second in itertools.pairwise(starts))
 
 
-class TestHint:
+class TestHintOfARange:
     """A hint is a wish: whether it is followed differs, and the answer is the same."""
 
     def test_addresses(self, rig: Rig) -> None:
@@ -439,7 +439,7 @@ class TestHint:
             del view
 
 
-class TestFree:
+class TestFreeOfARange:
     def test_of_what_is_no_range(self, rig: Rig) -> None:
         start = rig.reserve(16 * PAGE)
         for address, size in ((start, 8 * PAGE), (start + PAGE, PAGE), (start, 0), (0, PAGE), (UNRESERVED, PAGE)):

@@ -365,7 +365,7 @@ def mapped(rig: Rig) -> int:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "host NUMA pool", "registered"])
-def test_attributes(rig: Rig, kind: str) -> None:
+def test_pointer_attributes(rig: Rig, kind: str) -> None:
     like = {"host NUMA pool": "host pool", "registered": "pinned"}.get(kind, kind)
     readings = COMMON | {name: row[KINDS.index(like)] for name, row in READINGS.items()}
     if kind == "registered":
@@ -379,7 +379,7 @@ def test_attributes(rig: Rig, kind: str) -> None:
         assert rig.pointer_attributes(address, expected) == expected
 
 
-def test_of_what_is_no_allocation(rig: Rig) -> None:
+def test_pointer_attributes_of_what_is_no_allocation(rig: Rig) -> None:
     memory, pool, stream, start = np.zeros(64, np.uint8), rig.pool(), rig.stream(), mapped(rig)
     rig.allocate(pool, 1000, stream)
     freed = int(rig.allocate(pool, 4096, stream))
@@ -389,13 +389,13 @@ def test_of_what_is_no_allocation(rig: Rig) -> None:
         assert rig.pointer_attributes(address, NAMES) == dict.fromkeys(NAMES, BAD)
 
 
-def test_of_a_mapping_without_access(rig: Rig) -> None:
+def test_pointer_attributes_of_a_mapping_without_access(rig: Rig) -> None:
     start = mapped(rig)
     expected = WITHOUT_ACCESS | {"RANGE_START_ADDR": start}
     assert rig.pointer_attributes(start + 3 * PAGE, expected) == expected
 
 
-def test_of_a_mapping_are_the_memory_s(rig: Rig) -> None:
+def test_pointer_attributes_of_a_mapping_are_the_memory_s(rig: Rig) -> None:
     plain, special = rig.mapping(handle_types=POSIX_FD), rig.mapping(PAGE, OWN, rdma=1)
     assert rig.pointer_attribute(plain, "ALLOWED_HANDLE_TYPES") == POSIX_FD
     assert rig.pointer_attribute(special, "IS_GPU_DIRECT_RDMA_CAPABLE") == 1
@@ -440,7 +440,7 @@ def test_host_pool_has_a_device_pointer_once_granted(rig: Rig) -> None:
     assert said(rig.raw.cuMemHostGetDevicePointer(pointer, 0)) == "INVALID_VALUE"
 
 
-def test_many_at_once(rig: Rig) -> None:
+def test_many_pointer_attributes_at_once(rig: Rig) -> None:
     pooled, memory = int(rig.allocate(rig.pool(), 1000, rig.stream())), np.zeros(64, np.uint8)
     wanted = [attribute(rig.raw, name) for name in ("MEMORY_TYPE", "DEVICE_ORDINAL", "RANGE_SIZE")]
     for address, expected in ((pooled, [2, 0, 1000]), (memory.ctypes.data, [0, 0])):

@@ -346,7 +346,7 @@ def map_tail(arrays: Arrays, mipmap: Any, tiles: Any, tail: tuple[int, int] = TA
     return arrays.submit(arrays.region(mipmap, tail=tail, layer=layer, pool=tiles, offset=4 * PAGE))
 
 
-def test_tiling(arrays: Arrays, mipmap: Any, layered: Any) -> None:
+def test_tiling_of_mipmaps(arrays: Arrays, mipmap: Any, layered: Any) -> None:
     assert [arrays.tiling(mipmap), arrays.tiling(layered)] == [TILING, TILING]
 
 
@@ -400,18 +400,18 @@ class TestTail:
         assert not arrays.read(last, (1, 4)).any()
 
 
-def test_memory_requirements(arrays: Arrays) -> None:
+def test_memory_requirements_of_a_sparse_mipmap(arrays: Arrays) -> None:
     """A sparse array has none."""
     answer = arrays.raw.cuMipmappedArrayGetMemoryRequirements(arrays.mipmap(9, 256, 256), 0)
     assert said(answer) == "INVALID_VALUE"
 
 
-def test_destroyed_while_mapped(arrays: Arrays, mipmap: Any, tiles: Any) -> None:
+def test_a_mipmap_destroyed_while_mapped(arrays: Arrays, mipmap: Any, tiles: Any) -> None:
     assert arrays.map(mipmap, extent(0), tiles) == "SUCCESS"
     value(arrays.raw.cuStreamSynchronize(arrays.stream))
     assert arrays.destroy(mipmap) == "SUCCESS"
 
 
-def test_destroyed_after_the_array_of_a_level(arrays: Arrays, mipmap: Any) -> None:
+def test_a_mipmap_destroyed_after_the_array_of_a_level(arrays: Arrays, mipmap: Any) -> None:
     assert said(arrays.raw.cuArrayDestroy(level_array(arrays, mipmap, 0))) == "SUCCESS"
     assert arrays.destroy(mipmap) == "SUCCESS"

@@ -271,7 +271,7 @@ def on_both(rig: Rig, check: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.usefixtures("same_architecture")
-def test_defaults(rig: Rig) -> None:
+def test_default_attributes(rig: Rig) -> None:
     """Also of a default stream; other attributes are those of launches."""
 
     def check(stream: Any) -> None:
@@ -299,7 +299,7 @@ REFUSED: dict[int, list[tuple[float, ...]]] = {
 
 
 @pytest.mark.usefixtures("same_architecture")
-def test_what_can_be_set(rig: Rig) -> None:
+def test_attributes_that_can_be_set(rig: Rig) -> None:
     def check(stream: Any) -> None:
         for number, given, kept in ACCEPTED:
             assert write(rig, stream, number, *given) == "SUCCESS"
@@ -311,14 +311,14 @@ def test_what_can_be_set(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("same_architecture")
-def test_what_cannot_be_set(rig: Rig) -> None:
+def test_attributes_that_cannot_be_set(rig: Rig) -> None:
     stream = rig.stream()
     for number, wrong in REFUSED.items():
         assert [write(rig, stream, number, *given) for given in wrong] == ["INVALID_VALUE"] * len(wrong)
         assert read(rig, stream, number) == DEFAULTS[number]
 
 
-def test_copies_of_all(rig: Rig) -> None:
+def test_copies_of_all_attributes(rig: Rig) -> None:
     raw, source, target = rig.raw, rig.stream(), rig.stream()
     write(rig, source, POLICY, 3)
     write(rig, source, PRIORITY, -2)
@@ -334,7 +334,7 @@ def test_copies_of_all(rig: Rig) -> None:
     value(raw.cuCtxDestroy(other))
 
 
-def test_neither_a_context_nor_a_capture_matters(rig: Rig) -> None:
+def test_neither_a_context_nor_a_capture_matters_to_attributes(rig: Rig) -> None:
     raw, stream, other = rig.raw, rig.stream(), rig.stream()
 
     def outside() -> None:
@@ -444,7 +444,7 @@ def calls(rig: Rig) -> Calls:
     return Calls(rig)
 
 
-def test_calls(calls: Calls) -> None:
+def test_calls_in_a_host_function(calls: Calls) -> None:
     for text, expected in ((MADE, "SUCCESS"), (NOT_PERMITTED, "NOT_PERMITTED")):
         for call in text.split(","):
             assert calls.call(*call.split()) == expected, call
@@ -456,12 +456,12 @@ def test_arguments_of_refused_calls_are_not_looked_at(calls: Calls) -> None:
     assert calls.inside(lambda: said(calls.raw.cuMemsetD8Async(0, 1, 64, calls.stream))) == "INVALID_VALUE"
 
 
-def test_its_own_stream_is_not_ready(calls: Calls) -> None:
+def test_the_stream_of_a_host_function_is_not_ready(calls: Calls) -> None:
     assert calls.inside(lambda: said(calls.raw.cuStreamQuery(calls.own))) == "NOT_READY"
 
 
 @pytest.mark.simulated_only("the real driver waits for ever")
-def test_waiting_for_its_own_stream(calls: Calls) -> None:
+def test_a_host_function_that_waits_for_its_own_stream(calls: Calls) -> None:
     def wait() -> str:
         with pytest.raises(DeadlockError, match="own stream"):
             calls.raw.cuStreamSynchronize(calls.own)

@@ -285,7 +285,7 @@ def test_memory_is_taken_from_its_own_device(mapped: MappedPair) -> None:
     assert free - mapped.rig.device_free() == 64 * MiB
 
 
-class TestAccess:
+class TestAccessToMappings:
     def test_of_one_device_to_both(self, mapped: MappedPair) -> None:
         assert mapped.set_access(FIRST) == "SUCCESS"
         assert mapped.flags(1)[1] == NO_ACCESS
@@ -325,7 +325,7 @@ class TestAccess:
         assert [mapped.flags(page)[1] for page in (0, 1)] == [NO_ACCESS] * 2
 
 
-class TestCopies:
+class TestCopiesOfMappings:
     @pytest.fixture(autouse=True)
     def own_access(self, mapped: MappedPair) -> None:
         """Each device's access to its own page, and no more."""

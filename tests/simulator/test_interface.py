@@ -135,6 +135,6 @@ for word in sys.argv[1].split():
     ],
     ids=["pools", "ranges", "graphs"],
 )
-def test_as_in_a_fresh_process_with_an_h200(words: str, expected: str) -> None:
+def test_addresses_are_those_of_a_fresh_process_with_an_h200(words: str, expected: str) -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM, words], capture_output=True, text=True, check=True)
     assert run.stdout.split() == expected.split()
