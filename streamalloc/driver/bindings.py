@@ -167,31 +167,17 @@ def prop_bytes(prop: Any) -> bytes:
 
 # Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings hide them.
 _OPAQUE_BYTES = 64
-_Opaque = ctypes.c_char * _OPAQUE_BYTES
 
 
 def opaque_bytes(struct: Any) -> bytes:
     """The bytes of a 64-byte struct: a shareable handle, a pointer's export data, an attribute's value."""
-    return _Opaque.from_address(struct.getPtr()).raw
-
-
-class OpaqueStruct:
-    """An opaque struct whose bytes can be set repeatedly."""
-
-    __slots__ = ("_bytes", "struct")
-
-    def __init__(self, name: str) -> None:
-        self.struct: Any = getattr(cuda, name)()
-        self._bytes = _Opaque.from_address(self.struct.getPtr())
-
-    def filled(self, data: bytes) -> Any:
-        """Set the bytes of the struct and return it."""
-        if len(data) != _OPAQUE_BYTES:
-            raise ValueError(f"a {type(self.struct).__name__} has {_OPAQUE_BYTES} bytes, not {len(data)}")
-        self._bytes.raw = data
-        return self.struct
+    return ctypes.string_at(struct.getPtr(), _OPAQUE_BYTES)
 
 
 def opaque_struct(name: str, data: bytes) -> Any:
     """An opaque struct with these bytes; ``name`` is its class in the bindings."""
-    return OpaqueStruct(name).filled(data)
+    if len(data) != _OPAQUE_BYTES:
+        raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")
+    struct = getattr(cuda, name)()
+    ctypes.memmove(struct.getPtr(), data, _OPAQUE_BYTES)
+    return struct

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from streamalloc.driver.account import COUNTED, SETTLERS, HandleCounts
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
-    OpaqueStruct,
     c_signature,
     check_name,
     cuda,
