@@ -18,6 +18,7 @@ from typing import Any
 from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.checker.report import Notes
 from streamalloc.driver.reports import Stack, function_of
+from streamalloc.formats.ranges import Extent, RangeMap
 from streamalloc.formats.sizes import size_text
 
 NEVER = 1 << 62
@@ -218,7 +219,7 @@ class AwaitedPart:
 
 
 @dataclass(eq=False)
-class Range:
+class Range(Extent):
     """Addresses that refer to bytes, from allocation to free."""
 
     base: int
@@ -266,11 +267,6 @@ class Range:
     divided: bool = False
     """Whether an allocator gives out blocks of the range."""
 
-    @property
-    def end(self) -> int:
-        """First address after the range."""
-        return self.base + self.size
-
     def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
         """The bytes behind the addresses from ``low`` to ``high``."""
         start, end = low - self.base + self.offset, high - self.base + self.offset
@@ -300,29 +296,28 @@ Pieces = list[tuple[Piece, bool]]
 """Parts of ranges, and whether they are written."""
 
 
-class AddressMap:
+class AddressMap(RangeMap[Range]):
     """The ranges of an address space. A freed range stays until another range takes its addresses."""
 
     def __init__(self, notes: Notes | None = None) -> None:
+        super().__init__()
         self._notes = Notes() if notes is None else notes
-        self._at: dict[int, Range] = {}
-        self._bases: list[int] = []
         self._verdicts: dict[tuple[int, ...], bool] = {}
         """Answers of :meth:`any_whole` since the ranges last changed. Programs launch the same kernels again
         and again.
         """
         self._most = _MANY_RANGES
 
-    def add(self, made: Range) -> None:
+    def add(self, made: Range) -> Range:
         """Add a range in place of those it overlaps. Other parts of freed ranges stay."""
-        same = self._at.get(made.base)
+        self._verdicts.clear()
+        same = self.at.get(made.base)
         if same is not None and same.size == made.size and same.ended is not None:
             made.previous, same.previous = (same,), ()
-            self._at[made.base] = made
-            self._verdicts.clear()
-            return
+            self.at[made.base] = made
+            return made
         for old in self.overlapping(made.base, made.end):
-            self.remove(old.base)
+            self.remove(old)
             if old.ended is None:
                 continue
             made.previous += (old,)
@@ -330,32 +325,17 @@ class AddressMap:
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:
-                    self._insert(replace(old, base=low, size=high - low, offset=old.offset + low - old.base))
-        if len(self._at) > self._most:
+                    super().add(replace(old, base=low, size=high - low, offset=old.offset + low - old.base))
+        if len(self.at) > self._most:
             self._notes.add("freed")
-            for old in [one for one in self._at.values() if one.ended is not None]:
-                self.remove(old.base)
-            self._most = max(_MANY_RANGES, 2 * len(self._at))
-        self._insert(made)
+            for old in [one for one in self.at.values() if one.ended is not None]:
+                self.remove(old)
+            self._most = max(_MANY_RANGES, 2 * len(self.at))
+        return super().add(made)
 
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def _insert(self, made: Range) -> None:
-        self._at[made.base] = made
+    def remove(self, extent: Range) -> None:
+        super().remove(extent)
         self._verdicts.clear()
-        at = bisect_left(self._bases, made.base)
-        if self._bases[at : at + 1] != [made.base]:
-            self._bases.insert(at, made.base)
-
-    def remove(self, base: int) -> None:
-        """Remove the range that begins at an address."""
-        # An exception of a signal handler between these lines leaves a base without a range. Look-ups skip it.
-        self._at.pop(base, None)
-        self._verdicts.clear()
-        at = bisect_left(self._bases, base)
-        if self._bases[at : at + 1] == [base]:
-            del self._bases[at]
 
     def divide(self, segment: Range) -> None:
         """Record that an allocator gives out blocks of a segment."""
@@ -376,25 +356,11 @@ class AddressMap:
             found = self._verdicts[addresses] = any(map(self.whole, addresses))
         return found
 
-    def find(self, address: int) -> Range | None:
-        """The range that contains an address."""
-        found = self._at.get(address)
-        if found is not None:
-            return found
-        at = bisect_right(self._bases, address) - 1
-        found = self._at.get(self._bases[at]) if at >= 0 else None
-        return found if found is not None and address < found.end else None
-
-    def overlapping(self, start: int, end: int) -> list[Range]:
-        """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
-        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
-        return [one for base in bases if (one := self._at.get(base)) is not None and one.end > start]
-
     def pieces(self, start: int, size: int) -> list[Piece]:
         """The parts of ranges within ``size`` addresses from ``start`` on."""
         if not size:
             return []
-        found = self._at.get(start)
+        found = self.at.get(start)
         if found is not None and size <= found.size:
             return [(found, start, start + size)]
         end = start + size
@@ -402,10 +368,10 @@ class AddressMap:
 
     def vacate(self, which: Callable[[Range], bool]) -> None:
         """Mark freed ranges whose addresses the driver may now give to other memory."""
-        for one in self._at.values():
+        for one in self.at.values():
             if one.ended is not None and which(one):
                 one.vacated = True
 
     def living(self) -> list[Range]:
         """The ranges that are not freed."""
-        return [one for one in self._at.values() if one.ended is None]
+        return [one for one in self.at.values() if one.ended is None]

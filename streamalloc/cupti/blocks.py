@@ -264,7 +264,7 @@ class Blocks:
                 return None
             previous = [one for one in self._gone.overlapping(event.address, end) if one.ended is not None]
             for one in previous:
-                self._gone.remove(one.base)
+                self._gone.remove(one)
             is_fresh = event.time > self._known_from
             found = self._live[event.address] = _Block(event, self._stream(event.stream), previous, is_fresh)
         return found if found is not None and address < found.end else None

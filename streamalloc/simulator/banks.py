@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from streamalloc.formats.ranges import RangeMap
 from streamalloc.simulator.allocator import HEAP, USED, Block, PoolAddresses, Shelf
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK, round_up
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.files import Usage
-from streamalloc.simulator.memory import Physical, RangeMap, ReservedExtent, is_accessible, keep_readable
+from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible, keep_readable
 
 
 class Bank:
@@ -96,7 +97,7 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        self.at, self._sorted = {}, []  # a kernel that still runs finds no memory that is gone
+        self.at, self._bases = {}, []  # a kernel that still runs finds no memory that is gone
         for one in owned:
             one.close()
 

@@ -14,7 +14,7 @@ import fcntl
 import functools
 import mmap
 import os
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from ctypes import c_int, c_long, c_size_t, c_void_p
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.processes import mapped_ranges
+from streamalloc.formats.ranges import Extent
 from streamalloc.simulator.constants import CHUNK
 from streamalloc.simulator.errors import undo_by
 
@@ -318,18 +319,6 @@ _code = Intervals()
 """Ranges that were found to be executable."""
 
 
-class Extent:
-    """A range of addresses."""
-
-    base: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        """First address after the range."""
-        return self.base + self.size
-
-
 class ReservedExtent(Extent):
     """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
     lowest free addresses with ``low``, else by the system. With a file, all of it is mapped, from ``offset`` on.
@@ -450,44 +439,6 @@ _addresses = Addresses()
 def window(fd: int, offset: int, size: int) -> ReservedExtent:
     """A mapping of physical memory outside of simulated addresses."""
     return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
-
-
-E = TypeVar("E", bound=Extent)
-
-
-class RangeMap(Generic[E]):
-    """Finds the extent that contains an address."""
-
-    def __init__(self) -> None:
-        self.at: dict[int, E] = {}
-        """Extents by first byte; most look-ups use it."""
-        self._sorted: list[int] = []
-
-    def add(self, extent: E) -> E:
-        """Add an extent, and return it."""
-        self.at[extent.base] = extent
-        insort(self._sorted, extent.base)
-        return extent
-
-    def remove(self, extent: E) -> None:
-        del self.at[extent.base]
-        del self._sorted[bisect_left(self._sorted, extent.base)]
-
-    def find(self, address: int) -> E | None:
-        """The extent that contains an address."""
-        found = self.at.get(address)
-        if found is None:
-            at = bisect_right(self._sorted, address) - 1
-            if at >= 0 and address < self.at[self._sorted[at]].end:
-                found = self.at[self._sorted[at]]
-        return found
-
-    def overlapping(self, start: int, end: int) -> list[E]:
-        """The extents that overlap a range, in order."""
-        first = bisect_right(self._sorted, start) - 1
-        if first < 0 or self.at[self._sorted[first]].end <= start:
-            first += 1
-        return [self.at[base] for base in self._sorted[first : bisect_left(self._sorted, end)]]
 
 
 def view_address(source: Any) -> int:

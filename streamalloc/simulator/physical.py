@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from streamalloc.formats.ranges import Extent
 from streamalloc.simulator.banks import Arenas, Bank
 from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
 from streamalloc.simulator.errors import NotModelled, Result, check
-from streamalloc.simulator.memory import Extent, Physical, ReservedExtent, ReservedRange, window
+from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange, window
 
 
 @dataclass(frozen=True)

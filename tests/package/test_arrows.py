@@ -30,7 +30,7 @@ ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring store"), "multi
 # Modules of core that are faces beside ``internal``: the words in which all areas speak of memory and of failures.
 VOCABULARY = ("errors", "properties", "resource", "session")
 # Modules of other people's formats, which know nothing of ours.
-FORMATS = ("arrays", "html", "lazy_numpy", "locks", "sizes")
+FORMATS = ("arrays", "html", "lazy_numpy", "locks", "ranges", "sizes")
 # They name each other in their types, which no order of files could change; no import at the top goes in a circle.
 KNOW_EACH_OTHER = [{f"streamalloc.core.{name}" for name in names.split()} for names in ("device event graph stream",)]
 

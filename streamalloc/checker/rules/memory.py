@@ -311,12 +311,13 @@ def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _ends_reservation(state: State, name: str, args: Arguments) -> Steps:
     start, size = number_of(args[0]), int(args[1])
-    found = state.reserved.find(start)
-    state.reserved.remove(start)
+    found = state.reserved.at.get(start)
+    if found is not None:
+        state.reserved.remove(found)
     answer = yield
     if not answer[0]:
         state.addresses.vacate(lambda one: start <= one.base < start + size)
-    elif found is not None and found.base == start:
+    elif found is not None:
         state.reserved.add(found)
 
 

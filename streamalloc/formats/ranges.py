@@ -1,0 +1,61 @@
+"""Ranges of addresses, and the look-up of the range that contains an address."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import Generic, TypeVar
+
+
+class Extent:
+    """A range of addresses."""
+
+    base: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """First address after the range."""
+        return self.base + self.size
+
+
+E = TypeVar("E", bound=Extent)
+
+
+class RangeMap(Generic[E]):
+    """Ranges that do not overlap, by their addresses."""
+
+    # An exception of a signal handler in ``add`` or ``remove`` may leave a base without a range, which look-ups skip.
+
+    def __init__(self) -> None:
+        self.at: dict[int, E] = {}
+        """Ranges by first address; most look-ups use it."""
+        self._bases: list[int] = []
+
+    def add(self, extent: E) -> E:
+        """Add a range, and return it. It replaces the range that begins at the same address."""
+        self.at[extent.base] = extent
+        at = bisect_left(self._bases, extent.base)
+        if self._bases[at : at + 1] != [extent.base]:
+            self._bases.insert(at, extent.base)
+        return extent
+
+    def remove(self, extent: E) -> None:
+        """Remove the range that begins where this one does."""
+        self.at.pop(extent.base, None)
+        at = bisect_left(self._bases, extent.base)
+        if self._bases[at : at + 1] == [extent.base]:
+            del self._bases[at]
+
+    def find(self, address: int) -> E | None:
+        """The range that contains an address."""
+        found = self.at.get(address)
+        if found is not None:
+            return found
+        at = bisect_right(self._bases, address) - 1
+        found = self.at.get(self._bases[at]) if at >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def overlapping(self, start: int, end: int) -> list[E]:
+        """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
+        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
+        return [one for base in bases if (one := self.at.get(base)) is not None and one.end > start]
