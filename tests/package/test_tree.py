@@ -52,6 +52,16 @@ def test_a_module_says_what_it_is() -> None:
         assert (importlib.import_module(name).__doc__ or "").strip(), name
 
 
+def test_a_class_has_400_lines_and_a_function_45() -> None:
+    """At most, without its own docstring, and with those of its methods."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                own = (ast.get_docstring(node, clean=False) or "").splitlines()
+                lines = (node.end_lineno or 0) - node.lineno + 1 - len(own)
+                assert lines <= (400 if isinstance(node, ast.ClassDef) else 45), f"{_relative(path)}: {node.name}"
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name != "streamalloc.testing"])
 def test_a_public_package_exports_all_that_it_imports_and_nothing_else(name: str) -> None:
     module = importlib.import_module(name)
