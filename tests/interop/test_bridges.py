@@ -357,15 +357,15 @@ class TestOrder:
     @pytest.mark.parametrize(
         "refused", ["cuThreadExchangeStreamCaptureMode", "cuEventRecord", "cuStreamWaitEvent", "cuMemFreeAsync"]
     )
-    def test_a_free_after_all_work_that_is_refused_is_made_later(self, machine: Any, refused: str) -> None:
-        driver = sd.faulty(machine, refused, 1, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with sa.MemoryPool(device) as pool:
-            buffer = pool.allocate(N, device.default_stream)
-            interop.bridge.free_after_all(FreeAfterAll(buffer))
-            assert driver.failed == [refused]
-            device.synchronize()
-            assert buffer.freed and pool.statistics().used == 0
+    def test_a_free_after_all_work_that_is_refused_is_made_later(
+        self, faults: Faults, device: sa.Device, pool: sa.MemoryPool, refused: str
+    ) -> None:
+        faults.fail(refused, result="CUDA_ERROR_UNKNOWN")
+        buffer = pool.allocate(N, device.default_stream)
+        interop.bridge.free_after_all(FreeAfterAll(buffer))
+        assert faults.failed == [refused]
+        device.synchronize()
+        assert buffer.freed and pool.statistics().used == 0
 
 
 class TestOutOfMemory:
@@ -453,24 +453,19 @@ class TestKindsOfMemory:
         library.finish(bridge)
         device.synchronize()
 
-    def test_the_cache_serves_streams_of_libraries(
-        self, get: Get, machine: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        traced: Any = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
-        with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
-            library = get("cupy")
-            with library.use(cache, callbacks=False):
-                for stream, asks in ((library.stream(), ["cuStreamIsCapturing"]), (None, [])):
+    def test_the_cache_serves_streams_of_libraries(self, get: Get, traced: Any, cache: sa.CachingAllocator) -> None:
+        library = get("cupy")
+        with library.use(cache, callbacks=False):
+            for stream, asks in ((library.stream(), ["cuStreamIsCapturing"]), (None, [])):
+                library.make(100_000, stream)
+                for _ in range(2):
                     library.make(100_000, stream)
-                    for _ in range(2):
-                        library.make(100_000, stream)
-                        del traced.calls[:]
-                    array = library.make(100_000, stream)
-                    address = array.data.ptr
-                    del array
-                    assert library.make(100_000, stream).data.ptr == address
-                    assert [call.name for call in traced.calls] == 2 * asks
+                    del traced.calls[:]
+                array = library.make(100_000, stream)
+                address = array.data.ptr
+                del array
+                assert library.make(100_000, stream).data.ptr == address
+                assert [call.name for call in traced.calls] == 2 * asks
 
     @pytest.mark.parametrize("freed_asleep", [False, True])
     def test_virtual_memory(self, library: Library, device: sa.Device, freed_asleep: bool) -> None:
@@ -737,23 +732,22 @@ def test_a_process_ends_with_live_arrays(get: Get, python: Callable[..., Any]) -
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and names
 
 
-def test_a_capture_mode_that_the_driver_refuses(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_mode_that_the_driver_refuses(
+    faults: Faults, stream: sa.Stream, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a finaliser or the library raises then is what it would raise."""
     raised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
-    faults = Faults(machine)
-    device = sa.Device(0, driver=faults)
-    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-        sources = Sources([pool])
-        held = sources.hold(sources.allocate(512, 0, stream.handle))
-        faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
-        del held
-        stream.synchronize()
-        assert used(pool) == 0 and raised == []
-        faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
-        allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0)
-        with pytest.raises(ZeroDivisionError):
-            allocate(512)
+    sources = Sources([pool])
+    held = sources.hold(sources.allocate(512, 0, stream.handle))
+    faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
+    del held
+    stream.synchronize()
+    assert used(pool) == 0 and raised == []
+    faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
+    allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0)
+    with pytest.raises(ZeroDivisionError):
+        allocate(512)
 
 
 NAMES = {"cupy": "CuPy", "torch": "PyTorch", "numba": "Numba", "rmm": "RMM", "cuda_core": "cuda.core", "jax": "JAX"}
@@ -790,23 +784,22 @@ def test_memory_of_a_simulated_driver_is_refused(
     assert used(pool) == 0
 
 
-def test_all_of_them_at_once_under_a_checked_driver(get: Get, device: sa.Device) -> None:
+def test_all_of_them_at_once_under_a_checked_driver(
+    get: Get, checker: Any, device: sa.Device, pool: sa.MemoryPool
+) -> None:
     """Each allocates from one pool while the others do; nothing is left, and nothing is freed twice."""
     libraries = [get(name) for name in ("cupy", "torch", "numba")]
-    checked = sd.checked(device.driver)
-    ours = sa.Device(0, driver=checked)
-    with sa.MemoryPool(ours, release_threshold=1 << 40) as pool:
-        bridges = [library.use(pool, callbacks=True) for library in libraries]
-        streams = [library.stream() for library in libraries]
-        for value in range(3):
-            arrays = [library.make(MiB, stream) for library, stream in zip(libraries, streams, strict=True)]
-            for library, stream, array in zip(libraries, streams, arrays, strict=True):
-                library.fill(array, value, stream)
-            for library, stream, array in zip(libraries, streams, arrays, strict=True):
-                assert library.holds(array, value, stream)
-            del array, arrays
-        gc.collect()
-        for library, bridge in zip(libraries, reversed(bridges), strict=True):
-            library.finish(bridge)
-        ours.synchronize()
-        assert pool.statistics().used == 0
+    bridges = [library.use(pool, callbacks=True) for library in libraries]
+    streams = [library.stream() for library in libraries]
+    for value in range(3):
+        arrays = [library.make(MiB, stream) for library, stream in zip(libraries, streams, strict=True)]
+        for library, stream, array in zip(libraries, streams, arrays, strict=True):
+            library.fill(array, value, stream)
+        for library, stream, array in zip(libraries, streams, arrays, strict=True):
+            assert library.holds(array, value, stream)
+        del array, arrays
+    gc.collect()
+    for library, bridge in zip(libraries, reversed(bridges), strict=True):
+        library.finish(bridge)
+    device.synchronize()
+    assert pool.statistics().used == 0

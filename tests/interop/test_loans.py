@@ -31,6 +31,15 @@ def used(pool: sa.MemoryPool, device: sa.Device) -> int:
     return pool.statistics().used
 
 
+def waits(theirs: Any, gate: Gate) -> None:
+    """A library's stream comes to its end once the gate is open."""
+    with gate.device.create_stream() as probe:
+        probe.wait(theirs)
+        assert pending(probe)
+        gate.open()
+        probe.synchronize()
+
+
 LEND: dict[str, Callable[[Any, Any], Any]] = {
     "cupy": lambda library, memory: interop.cupy.array(memory),
     "torch": lambda library, memory: interop.torch.tensor(memory),
@@ -82,11 +91,7 @@ class TestLent:
         buffer.fill(1)
         array = interop.cupy.array(buffer, stream=theirs)
         library.fill(array, 2, theirs)
-        with device.create_stream() as probe:
-            probe.wait(theirs)
-            assert pending(probe)
-            gate.open()
-            probe.synchronize()
+        waits(theirs, gate)
         assert holds(buffer, 2)
 
     @pytest.mark.parametrize("use", ["fill", "record", "free", "cached", "allocate", "dropped with it"])
@@ -230,7 +235,7 @@ class TestBorrowed:
 
     def test_the_library_waits_for_us_at_the_end(self, get: Get, stream: sa.Stream, gate: Gate) -> None:
         library = get("cupy")
-        device, theirs = gate.device, library.stream()
+        theirs = library.stream()
         array = library.make(4096, theirs)
         with theirs:
             memory = interop.cupy.memory(array, stream)
@@ -238,11 +243,7 @@ class TestBorrowed:
         memory.fill(1)
         memory.close()
         library.fill(array, 2, theirs)
-        with device.create_stream() as probe:
-            probe.wait(theirs)
-            assert pending(probe)
-            gate.open()
-            probe.synchronize()
+        waits(theirs, gate)
         assert library.holds(array, 2, theirs)
 
     @pytest.mark.parametrize("name", ["cupy", "torch", "numba"])

@@ -72,6 +72,14 @@ def saver(make: Make) -> TorchMemorySaver:
     return make()
 
 
+def made(torch: Library, saver: TorchMemorySaver, value: int, **region: Any) -> Any:
+    """A tensor of a region, filled."""
+    with saver.region(**region):
+        tensor = torch.make(N)
+    torch.fill(tensor, value)
+    return tensor
+
+
 def mapped(saver: TorchMemorySaver) -> int:
     collect()
     settle()
@@ -303,9 +311,7 @@ class TestMemory:
         saver.pause("tag")
         del gone
         gc.collect()
-        with saver.region(tag="tag", enable_cpu_backup=True):
-            later = torch.make(N)
-        torch.fill(later, 4)
+        later = made(torch, saver, 4, tag="tag", enable_cpu_backup=True)
         with pytest.raises(sa.EvictedError, match="already"):
             saver.pause("tag")
         assert torch.holds(later, 4)
@@ -501,9 +507,7 @@ class TestRefused:
 
     def test_a_pause_during_a_capture(self, torch: Library, saver: TorchMemorySaver) -> None:
         cuda = torch.module.cuda
-        with saver.region(tag="tag", enable_cpu_backup=True):
-            tensor = torch.make(N)
-        torch.fill(tensor, 5)
+        tensor = made(torch, saver, 5, tag="tag", enable_cpu_backup=True)
         graph = cuda.CUDAGraph()
         with saver.cuda_graph(graph):
             tensor.fill_(6)
@@ -517,9 +521,7 @@ class TestRefused:
     def test_a_pause_during_a_capture_of_ours(
         self, torch: Library, saver: TorchMemorySaver, stream: sa.Stream, pool: sa.MemoryPool
     ) -> None:
-        with saver.region(tag="tag", enable_cpu_backup=True):
-            tensor = torch.make(N)
-        torch.fill(tensor, 5)
+        tensor = made(torch, saver, 5, tag="tag", enable_cpu_backup=True)
         with pool.allocate(64, stream) as buffer:
             with stream.capture() as graph:
                 buffer.fill(1)
@@ -533,9 +535,7 @@ class TestRefused:
     def test_a_forked_child_leaves_what_is_its_parent_s(
         self, torch: Library, saver: TorchMemorySaver, tmp_path: Path
     ) -> None:
-        with saver.region(enable_disk_backup=True):
-            tensor = torch.make(N)
-        torch.fill(tensor, 5)
+        tensor = made(torch, saver, 5, enable_disk_backup=True)
         saver.pause()
         child = fork()
         if not child:

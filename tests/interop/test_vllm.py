@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.interop import vllm
 from streamalloc.interop.vllm import CuMemAllocator, SleepModeBackend
 from streamalloc.testing import Faults, settle
@@ -94,24 +93,22 @@ def backend(engine: dict[str, Any], allocator: CuMemAllocator) -> SleepModeBacke
 
 
 class TestTheirs:
-    def test_python_error(self, torch: Library, clean: None, machine: Any) -> None:
+    def test_python_error(self, torch: Library, clean: None, faults: Faults) -> None:
         """A wake without memory raises, and all sleeps on with its bytes."""
-        faults = Faults(machine)
-        with sd.use(faults):
-            allocator = CuMemAllocator.get_instance()
-            with allocator.use_memory_pool():
-                kept, other = torch.make(N), torch.make(N)
-            torch.fill(kept, 3)
-            torch.fill(other, 4)
-            allocator.sleep()
-            faults.fail("cuMemCreate", nth=2)
-            with pytest.raises(RuntimeError):
-                allocator.wake_up()
-            faults.stop()
-            data = allocator.pointer_to_data.values()
-            assert all(one.is_asleep and one.cpu_backup_tensor is not None for one in data)
+        allocator = CuMemAllocator.get_instance()
+        with allocator.use_memory_pool():
+            kept, other = torch.make(N), torch.make(N)
+        torch.fill(kept, 3)
+        torch.fill(other, 4)
+        allocator.sleep()
+        faults.fail("cuMemCreate", nth=2)
+        with pytest.raises(RuntimeError):
             allocator.wake_up()
-            assert torch.holds(kept, 3) and torch.holds(other, 4)
+        faults.stop()
+        data = allocator.pointer_to_data.values()
+        assert all(one.is_asleep and one.cpu_backup_tensor is not None for one in data)
+        allocator.wake_up()
+        assert torch.holds(kept, 3) and torch.holds(other, 4)
 
     def test_discard_tags(self, torch: Library, allocator: CuMemAllocator) -> None:
         with allocator.use_memory_pool("weights"):

@@ -171,6 +171,14 @@ class TestFreedAfterPut:
             queue.join_thread()
 
     @pytest.fixture
+    def answers(self, run: Callable[..., Any], context: Any, queue: Any) -> Any:
+        """Where another process answers with the values of what it gets from the queue, until that is None."""
+        here, there = context.Pipe()
+        run(_answer_values, there, queue)
+        yield here
+        queue.put(None)
+
+    @pytest.fixture
     def fed_later(self, queue: Any) -> Iterator[threading.Event]:
         """The thread that feeds the queue comes to nothing before this is set."""
         go = threading.Event()
@@ -209,18 +217,14 @@ class TestFreedAfterPut:
     )
     def test_arrives(
         self,
-        run: Callable[..., Any],
-        context: Any,
         queue: Any,
+        answers: Any,
         fed_later: threading.Event,
         fill: Callable[[int], sa.Buffer],
         pool: sa.MemoryPool,
-        stream: sa.Stream,
         packed: str,
         end: str,
     ) -> None:
-        here, there = context.Pipe()
-        run(_answer_values, there, queue)
         buffer = fill(7)
         queue.put(self.PACKED[packed](buffer))
         if end != "drop":
@@ -229,40 +233,31 @@ class TestFreedAfterPut:
         with fill(1):
             # What was freed would be the same memory.
             fed_later.set()
-            assert received(here) == "late"
-            assert received(here) == [7]
-        queue.put(None)
+            assert received(answers) == "late"
+            assert received(answers) == [7]
         assert eventually(lambda: pool.statistics().used == 0)
 
     def test_what_an_object_hides_raises_over_there(
         self,
-        run: Callable[..., Any],
-        context: Any,
         queue: Any,
+        answers: Any,
         fed_later: threading.Event,
         fill: Callable[[int], sa.Buffer],
         capfd: pytest.CaptureFixture[str],
     ) -> None:
-        here, there = context.Pipe()
-        run(_answer_values, there, queue)
         buffer = fill(7)
         queue.put(Hides(buffer))
         buffer.free()
         queue.put(fill(8))
         fed_later.set()
-        assert received(here) == "late"
-        kind, text = received(here)
+        assert received(answers) == "late"
+        kind, text = received(answers)
         assert kind == "ClosedError" and "freed" in text and "ipc.share(buffer, hold=True)" in text
-        assert received(here) == [8]
-        queue.put(None)
+        assert received(answers) == [8]
         assert "ClosedError" in capfd.readouterr().err
 
-    def test_what_cannot_be_shared(
-        self, run: Callable[..., Any], context: Any, queue: Any, device: sa.Device, stream: sa.Stream
-    ) -> None:
+    def test_what_cannot_be_shared(self, queue: Any, answers: Any, device: sa.Device, stream: sa.Stream) -> None:
         """The error is raised where the object is put, or where it is received, never in a thread of the queue."""
-        here, there = context.Pipe()
-        run(_answer_values, there, queue)
         with sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
             freed = pool.allocate(64, stream)
             freed.free()
@@ -276,8 +271,7 @@ class TestFreedAfterPut:
                     with pytest.raises(kind):
                         queue.put(packed)
                 queue.put(Hides(thing))
-                assert received(here)[0] == kind.__name__
-        queue.put(None)
+                assert received(answers)[0] == kind.__name__
 
     def test_a_queue_that_is_full(
         self, context: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool, stream: sa.Stream
@@ -344,18 +338,15 @@ class TestFreedAfterPut:
                 assert workers.submit(_value_in_a_worker, other).result(SECONDS) == [3]
 
     def test_shared_twice(
-        self, run: Callable[..., Any], context: Any, queue: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool
+        self, queue: Any, answers: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool
     ) -> None:
         """A result of ``share`` holds the memory in each message, even if it did not hold it before."""
-        here, there = context.Pipe()
         buffer = fill(7)
         shared = ipc.share(buffer)
         queue.put(shared)
         queue.put(shared)
         buffer.free()
-        run(_answer_values, there, queue)
-        assert received(here) == received(here) == [7]
-        queue.put(None)
+        assert received(answers) == received(answers) == [7]
         assert eventually(lambda: pool.statistics().used == 0)
 
 

@@ -237,16 +237,6 @@ class TestAgreement:
 class TestHandleTypes:
     """Fabric handles are used if all ranks can make them, and descriptors otherwise."""
 
-    def test_fabric(self) -> None:
-        def use(rank: Rank) -> tuple[Any, bool]:
-            with rank.memory() as memory:
-                return memory.handle_type, reaches_all(rank, memory)
-
-        with Crew(3, fabric=True) as crew:
-            assert crew.run(use) == [(FABRIC, True)] * 3
-            assert all(rank.calls("cuMemCreate") == ["cuMemCreate"] for rank in crew.ranks)
-            assert crew.left == [{}] * 3
-
     def test_without_an_imex_channel(self) -> None:
         with Crew(3) as crew:
             assert crew.run(lambda rank: _closed(rank.memory()).handle_type) == [POSIX] * 3
@@ -256,8 +246,8 @@ class TestHandleTypes:
                 assert "NotPermittedError" in error.reason and "IMEX channel" in error.reason
             assert crew.left == [{}] * 3
 
-    @pytest.mark.parametrize("who", [0, 2])
-    def test_one_rank_without_a_channel(self, who: int) -> None:
+    @pytest.mark.parametrize("who", [None, 0, 2])
+    def test_a_rank_without_a_channel(self, who: int | None) -> None:
         def use(rank: Rank) -> tuple[Any, bool]:
             if rank.number == who:
                 rank.fail("cuMemCreate", result="CUDA_ERROR_NOT_PERMITTED")
@@ -265,7 +255,8 @@ class TestHandleTypes:
                 return memory.handle_type, reaches_all(rank, memory)
 
         with Crew(3, fabric=True) as crew:
-            assert crew.run(use) == [(POSIX, True)] * 3
+            assert crew.run(use) == [(FABRIC if who is None else POSIX, True)] * 3
+            assert who is not None or all(rank.calls("cuMemCreate") == ["cuMemCreate"] for rank in crew.ranks)
             assert crew.left == [{}] * 3
 
     @pytest.mark.parametrize("kind", [POSIX, FABRIC])

@@ -269,18 +269,21 @@ class TestOutOfMemory:
             assert names(traced, *hidden) == []
             assert names(traced).count("cuMemAllocFromPoolAsync") == 1
 
-    def test_another_failure_is_another_error(self, faults: Faults, device: sa.Device, stream: sa.Stream) -> None:
-        faults.fail("cuMemAllocFromPoolAsync", result="CUDA_ERROR_ILLEGAL_ADDRESS")
+    @pytest.mark.parametrize(
+        ("call", "answer", "error"),
+        [
+            ("cuMemAllocFromPoolAsync", "ILLEGAL_ADDRESS", sa.DeviceLostError),
+            ("cuMemAllocAsync", "OUT_OF_MEMORY", sa.OutOfMemoryError),
+        ],
+    )
+    def test_the_call_that_failed_is_named(
+        self, faults: Faults, device: sa.Device, stream: sa.Stream, call: str, answer: str, error: type[sa.CudaError]
+    ) -> None:
         with sa.MemoryPool(device, on_oom="sync-trim-retry") as pool:
-            with pytest.raises(sa.DeviceLostError) as caught:
-                pool.allocate(64, stream)
-            assert caught.value.call == "cuMemAllocFromPoolAsync"
-
-    def test_the_call_that_failed_is_named(self, faults: Faults, stream: sa.Stream) -> None:
-        faults.fail("cuMemAllocAsync", times=2)
-        with pytest.raises(sa.OutOfMemoryError) as caught:
-            sa.allocate(64, stream)
-        assert caught.value.call == "cuMemAllocAsync"
+            faults.fail(call, times=2, result=f"CUDA_ERROR_{answer}")
+            with pytest.raises(error) as caught:
+                (sa if call == "cuMemAllocAsync" else pool).allocate(64, stream)
+            assert caught.value.call == call
 
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -171,16 +171,19 @@ class TestPart:
         pages.set_access({device: NONE}, stop=2 * PAGE)
         assert [mapping.access(device) for mapping in pages.mappings] == [NONE, NONE, READ]
 
-    @pytest.mark.parametrize(("start", "stop"), [(0, None), (2, 4), (3, 4), (0, 4)])
-    def test_with_a_hole(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int | None) -> None:
-        with pytest.raises(ValueError, match="nothing is mapped"):
-            pages.set_access(device, start=start * PAGE, stop=None if stop is None else stop * PAGE)
-        assert all(mapping.access(device) == NONE for mapping in pages.mappings)
-
-    @pytest.mark.parametrize(("start", "stop"), [(0, PAGE + 1), (1, 2 * PAGE), (0, PAGE // 2), (PAGE - 1, PAGE)])
-    def test_that_cuts(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int) -> None:
-        with pytest.raises(ValueError, match="cuts a mapping"):
-            pages.set_access(device, start=start, stop=stop)
+    @pytest.mark.parametrize(
+        ("part", "says"),
+        [
+            *(
+                (part, "nothing is mapped")
+                for part in [(0, None), (2 * PAGE, 4 * PAGE), (3 * PAGE, 4 * PAGE), (0, 4 * PAGE)]
+            ),
+            *((part, "cuts a mapping") for part in [(0, PAGE + 1), (1, 2 * PAGE), (0, PAGE // 2), (PAGE - 1, PAGE)]),
+        ],
+    )
+    def test_that_is_none(self, device: sa.Device, pages: vmm.AddressRange, part: tuple[Any, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            pages.set_access(device, start=part[0], stop=part[1])
         assert all(mapping.access(device) == NONE for mapping in pages.mappings)
 
     def test_of_mappings_with_different_access(self, device: sa.Device, pages: vmm.AddressRange) -> None:

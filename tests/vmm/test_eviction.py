@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +19,9 @@ SIZE = 2 * PAGE + 12345
 MAPPED = 3 * PAGE
 
 
-accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-
-
 @pytest.fixture
-def device(machine: Any) -> Iterator[sa.Device]:
+def device(account: Account) -> Iterator[sa.Device]:
     """Device 0, through a driver that keeps account of what is made."""
-    account = Account(machine)
-    accounts[account.driver] = account
     with sd.use(account.driver):
         yield account.device
 
@@ -37,12 +31,6 @@ def buffer(device: sa.Device) -> Iterator[vmm.GrowableBuffer]:
     """A buffer of two and a bit of eight pages, in pieces of a page."""
     with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
         yield buffer
-
-
-def held(device: sa.Device) -> int:
-    """The physical memory that the tests have. Other processes may use the device at the same time."""
-    account: Account = accounts[device.driver]
-    return account.physical_bytes
 
 
 class TestWithoutBackup:
@@ -129,16 +117,16 @@ class TestWithBackup:
         small.free()
 
     def test_freed_meanwhile(
-        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
+        self, account: Account, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
     ) -> None:
         """The restore says so, takes nothing, and can be given up by closing."""
-        backup, before = host.allocate(SIZE, stream), held(device)
+        backup, before = host.allocate(SIZE, stream), account.physical_bytes
         buffer.evict(backup, stream=stream)
         backup.free()
         for _ in range(2):
             with pytest.raises(sa.ClosedError):
                 buffer.restore()
-            assert buffer.evicted and held(device) == before - MAPPED
+            assert buffer.evicted and account.physical_bytes == before - MAPPED
         buffer.close()
 
 

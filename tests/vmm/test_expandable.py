@@ -93,14 +93,14 @@ class TestFreeRanges:
 
 
 class TestMemory:
-    def test_of_a_size_that_repeats_makes_no_call(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
-            for _ in range(3):
-                del traced.calls[:]
-                for buffer in [cache.allocate(size * MiB, stream) for size in (64, 8, 200)]:
-                    buffer.free()
-            assert traced.calls == []
+    def test_of_a_size_that_repeats_makes_no_call(
+        self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        for _ in range(3):
+            del traced.calls[:]
+            for buffer in [cache.allocate(size * MiB, stream) for size in (64, 8, 200)]:
+                buffer.free()
+        assert traced.calls == []
 
     def test_the_peak_outlasts_merges(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for buffer in [cache.allocate(20 * MiB, stream) for _ in range(3)]:
@@ -246,12 +246,13 @@ class TestLimits:
         with cache.allocate(1024 * MiB, stream), cache.allocate(9 * MiB, stream):
             assert cache.statistics().reserved == cache.limit
 
-    def test_copies_without_a_current_context(self, machine: Any, device: sa.Device) -> None:
+    def test_copies_without_a_current_context(
+        self, machine: Any, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
         """The driver refuses a copy beyond one mapping: the stream's context is made current then."""
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
-            (buffer,) = filled(cache, [4], stream)
-            assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
-            buffer.free()
+        (buffer,) = filled(cache, [4], stream)
+        assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
+        buffer.free()
 
 
 class TestOwners:

@@ -25,21 +25,16 @@ class TestMap:
         assert mapping.rights == {device.location: READWRITE}
         assert repr(memory) in repr(mapping) and f"offset {3 * PAGE}" in repr(mapping)
 
-    @pytest.mark.parametrize("offset", [1, 4096, PAGE // 2, PAGE - 1, PAGE + 1])
-    def test_unaligned(
-        self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, offset: int
-    ) -> None:
-        with pytest.raises(ValueError, match=rf"offset={offset}.*2 MiB"):
-            pages.map(memory, offset)
-
-    @pytest.mark.parametrize("offset", [7 * PAGE, 8 * PAGE, 100 * PAGE, (1 << 64) - PAGE])
-    def test_outside(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, offset: int) -> None:
-        with pytest.raises(ValueError, match=f"offset={offset}.*outside"):
-            pages.map(memory, offset)
-
-    @pytest.mark.parametrize("offset", [-PAGE, 1.5, "0", None])
-    def test_no_offset(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, offset: Any) -> None:
-        with pytest.raises((TypeError, ValueError), match="offset"):
+    @pytest.mark.parametrize(
+        ("offset", "says"),
+        [
+            *((offset, f"offset={offset}.*2 MiB") for offset in (1, 4096, PAGE // 2, PAGE - 1, PAGE + 1)),
+            *((offset, f"offset={offset}.*outside") for offset in (7 * PAGE, 8 * PAGE, 100 * PAGE, (1 << 64) - PAGE)),
+            *((offset, "offset") for offset in (-PAGE, 1.5, "0", None)),
+        ],
+    )
+    def test_wrong_offsets(self, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, offset: Any, says: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=says):
             pages.map(memory, offset)
 
     def test_nothing_reaches_the_driver(self, traced: Any, device: sa.Device) -> None:

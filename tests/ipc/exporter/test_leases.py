@@ -97,23 +97,20 @@ class TestFreeWhileItIsOpen:
         opened.close()
         assert uses(pool, 0)
 
-    def test_the_pool_is_closed(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+    def test_the_pool_is_closed(self, traced: Any, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         """It ends when the last lease has, and the importer reads until then."""
-        driver = sd.traced(device.driver)
-        mine = sa.Device(0, driver=driver)
-        with mine.create_stream() as own:
-            pool = shared_pool(mine)
-            buffer = pool.allocate(SIZE, own)
-            filled(buffer, 1)
-            opened = partner.give(buffer)
-            buffer.free()
-            pool.close()
-            own.synchronize()
-            assert opened.shows(1) and names(driver, "cuMemPoolDestroy") == []
-            opened.close()
-            for _ in range(3):
-                own.synchronize()
-            assert names(driver, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+        pool = shared_pool(device)
+        buffer = pool.allocate(SIZE, stream)
+        filled(buffer, 1)
+        opened = partner.give(buffer)
+        buffer.free()
+        pool.close()
+        stream.synchronize()
+        assert opened.shows(1) and names(traced, "cuMemPoolDestroy") == []
+        opened.close()
+        for _ in range(3):
+            stream.synchronize()
+        assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
 
     def test_memory_runs_out(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         """Memory that importers have closed meanwhile is reused before the allocation fails."""
@@ -359,19 +356,17 @@ class TestStreamsThatAreToldOfByTheHost:
         return names
 
     @pytest.mark.parametrize("hold", [False, True])
-    def test_non_blocking(self, machine: Any, hold: bool) -> None:
-        assert "cuStreamWriteValue32" not in self.writes(machine, lambda device: device.create_stream(), hold)
-
-    @pytest.mark.parametrize("hold", [False, True])
-    def test_blocking(self, machine: Any, hold: bool) -> None:
-        """A query does not see the work of the legacy stream, and the host would wait for it."""
-        names = self.writes(machine, lambda device: device.create_stream(blocking=True), hold)
-        assert "cuStreamQuery" not in names and "cuStreamWriteValue32" in names
-
-    @pytest.mark.parametrize("hold", [False, True])
-    def test_legacy(self, machine: Any, hold: bool) -> None:
-        names = self.writes(machine, lambda device: device.default_stream, hold)
-        assert ("cuStreamWriteValue32" in names) == hold
+    @pytest.mark.parametrize("kind", ["non-blocking", "blocking", "legacy"])
+    def test_only_where_it_waits_for_nothing_else(self, machine: Any, kind: str, hold: bool) -> None:
+        """A query of a blocking stream does not see the work of the legacy stream, and the host would wait for it."""
+        streams: dict[str, Callable[[sa.Device], sa.Stream]] = {
+            "non-blocking": lambda device: device.create_stream(),
+            "blocking": lambda device: device.create_stream(blocking=True),
+            "legacy": lambda device: device.default_stream,
+        }
+        names = self.writes(machine, streams[kind], hold)
+        assert ("cuStreamWriteValue32" in names) == (kind == "blocking" or (kind == "legacy" and hold))
+        assert kind != "blocking" or "cuStreamQuery" not in names
 
 
 @pytest.mark.simulated_only("a machine of four devices")

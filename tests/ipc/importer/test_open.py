@@ -33,38 +33,16 @@ def answered(partner: Partner, within: float = 0.02) -> bool:
 # --- what is shared
 
 
-def _buffer(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return pool.allocate(MiB, stream)
-
-
-def _view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return pool.allocate(MiB, stream)[512:8704]
-
-
-def _array(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return pool.allocate(MiB, stream).view_as(np.float32, (-1, 64))
-
-
-def _growable(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=POSIX, stream=stream)
-
-
-def _striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    return vmm.stripe([device], MiB, handle_types=POSIX, stream=stream)
-
-
-def _plain(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
-    """Memory of ``cuMemAlloc``, for which no object of ours has a lease."""
-    return PlainMemory(device, stream)
-
-
-KINDS: dict[str, Callable[..., Any]] = {
-    "buffer": _buffer,
-    "view": _view,
-    "array": _array,
-    "growable": _growable,
-    "striped": _striped,
-    "cuMemAlloc": _plain,
+KINDS: dict[str, Callable[[sa.Device, sa.Stream, sa.MemoryPool], Any]] = {
+    "buffer": lambda device, stream, pool: pool.allocate(MiB, stream),
+    "view": lambda device, stream, pool: pool.allocate(MiB, stream)[512:8704],
+    "array": lambda device, stream, pool: pool.allocate(MiB, stream).view_as(np.float32, (-1, 64)),
+    "growable": lambda device, stream, pool: vmm.GrowableBuffer(
+        device, 64 * MiB, MiB, handle_types=POSIX, stream=stream
+    ),
+    "striped": lambda device, stream, pool: vmm.stripe([device], MiB, handle_types=POSIX, stream=stream),
+    # Of cuMemAlloc, for which no object of ours has a lease.
+    "cuMemAlloc": lambda device, stream, pool: PlainMemory(device, stream),
 }
 
 
@@ -213,36 +191,38 @@ def each(uses: tuple[Any, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("pending_write", "use"), cases, ids=ids, indirect=["pending_write"])
 
 
-@each(READS)
-def test_reads_wait(pending_write: Any, gate: Gate, partner: Partner, use: Any) -> None:
+def opened(pending_write: Any, partner: Partner) -> None:
+    """Have the partner open memory without a stream."""
     shared = ipc.share(pending_write)
     partner.run(_open, bytes(shared), fds=shared.fds)
-    partner.begin(_use, use)
+
+
+def waits(partner: Partner, gate: Gate, function: Callable[..., Any], *args: Any, **fds: Any) -> Any:
+    """The result of a function over there, which comes once the gate is open."""
+    partner.begin(function, *args, **fds)
     assert not answered(partner)
     gate.open()
-    assert partner.result() == {NEW}
+    return partner.result()
+
+
+@each(READS)
+def test_reads_wait(pending_write: Any, gate: Gate, partner: Partner, use: Any) -> None:
+    opened(pending_write, partner)
+    assert waits(partner, gate, _use, use) == {NEW}
 
 
 @each(WRITES)
 def test_writes_wait(pending_write: Any, gate: Gate, stream: sa.Stream, partner: Partner, use: Any) -> None:
-    shared = ipc.share(pending_write)
-    partner.run(_open, bytes(shared), fds=shared.fds)
-    partner.begin(_use, use)
-    assert not answered(partner)
-    gate.open()
-    partner.result()
+    opened(pending_write, partner)
+    waits(partner, gate, _use, use)
     stream.synchronize()
     assert holds(pending_write, THEIRS)
 
 
 @pytest.mark.parametrize("pending_write", ["buffer", "view", "array"], indirect=True)
 def test_closing_waits(pending_write: Any, gate: Gate, partner: Partner) -> None:
-    shared = ipc.share(pending_write)
-    partner.run(_open, bytes(shared), fds=shared.fds)
-    partner.begin(_use, _close)
-    assert not answered(partner)
-    gate.open()
-    partner.result()
+    opened(pending_write, partner)
+    waits(partner, gate, _use, _close)
 
 
 def _close(there: There, memory: Any, stream: sa.Stream) -> None:
@@ -253,8 +233,7 @@ def _close(there: There, memory: Any, stream: sa.Stream) -> None:
 @pytest.mark.parametrize("pending_write", ["buffer", "growable"], indirect=True)
 def test_each_stream_waits(pending_write: Any, gate: Gate, partner: Partner) -> None:
     """Not the first one alone. Nor does the host wait, nor does looking at it."""
-    shared = ipc.share(pending_write)
-    partner.run(_open, bytes(shared), fds=shared.fds)
+    opened(pending_write, partner)
     partner.run(_fill_on_several)
     assert all(partner.run(busy, f"stream {number}") for number in range(3))
     gate.open()
@@ -306,10 +285,7 @@ def test_physical_memory(device: sa.Device, stream: sa.Stream, gate: Gate, partn
     with vmm.PhysicalMemory(device, PAGE, handle_types=POSIX) as memory:
         gate.hold(stream)
         shared = ipc.share(memory, stream)
-        partner.begin(_open, bytes(shared), fds=shared.fds)
-        assert not answered(partner)
-        gate.open()
-        partner.result()
+        waits(partner, gate, _open, bytes(shared), fds=shared.fds)
 
 
 # --- a ring
@@ -325,10 +301,7 @@ def test_items_of_a_ring(pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, par
         gate.hold(stream)
         with ring.next(SECONDS) as slot:
             slot.fill(NEW)
-        partner.begin(_next_item, use)
-        assert not answered(partner)
-        gate.open()
-        assert partner.result() == {NEW}
+        assert waits(partner, gate, _next_item, use) == {NEW}
 
 
 def _next_item(there: There, use: Callable[..., None]) -> set[int]:
@@ -366,8 +339,8 @@ class TestOtherProcesses:
         buffer = pool.allocate(MiB, stream)
         filled(buffer, 3)
         view = buffer.view_as(dtype, shape)
-        opened = partner.give(view, "array")
-        assert opened.kind == "ImportedArray" and opened.shows(3)
+        given = partner.give(view, "array")
+        assert given.kind == "ImportedArray" and given.shows(3)
         assert partner.run(_form, "array") == (dtype, view.shape, (dtype, view.shape), True)
         assert partner.run(_closed, "array") == (True, True)
         buffer.free(still_imported="wait", timeout=10)
@@ -375,8 +348,8 @@ class TestOtherProcesses:
     def test_an_array_in_virtual_memory(self, device: sa.Device, partner: Partner) -> None:
         with vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE, handle_types=POSIX) as buffer:
             filled(buffer, 4)
-            opened = partner.give(buffer.view_as(np.float64, (2, -1)), "array")
-            assert opened.kind == "ImportedArray" and opened.shows(4)
+            given = partner.give(buffer.view_as(np.float64, (2, -1)), "array")
+            assert given.kind == "ImportedArray" and given.shows(4)
             assert partner.run(_form, "array")[:2] == ("<f8", (2, PAGE // 8))
             assert partner.run(_closed, "array") == (True, True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.wrappers import Function, Wrapper
 from streamalloc.ipc.store import store as module
 from streamalloc.ipc.store.manifest import sealed_file
 from streamalloc.ipc.store.protocol import Connection
@@ -20,7 +19,7 @@ from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.ipc.store.test_wire import ABOUT, FLAGS
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, holds, read
+from tests.support import MiB, Replaced, holds, names, read
 
 PAGE = 2 * MiB
 
@@ -136,18 +135,13 @@ def test_addresses_that_are_taken(store: ipc.Store) -> None:
         assert moved.address == weights_at(store) + 64 * PAGE and holds(moved["all"], 1)
 
 
-class KeepsRanges(Wrapper):
-    """A driver that takes ranges below 16 GiB out of larger ones that it has kept, at any address."""
-
-    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if name == "cuMemAddressReserve" and args[0] < 16 << 30:
-            args = (args[0], args[1], 0, *args[3:])
-        return function(*args)
-
-
 def test_addresses_in_a_process_that_has_freed_large_ranges(server: ipc.StoreServer, machine: Any) -> None:
-    kind: Any = KeepsRanges
-    driver = kind(machine)
+    """The driver takes ranges below 16 GiB out of those that it has kept, at any address."""
+
+    def reserve(nbytes: int, alignment: int, address: int, flags: int) -> Any:
+        return machine.cuMemAddressReserve(nbytes, alignment, 0 if nbytes < 16 << 30 else address, flags)
+
+    driver: Any = Replaced(machine, cuMemAddressReserve=reserve)
     with ipc.Store(server.name, driver=driver) as store:
         write(store, "key", 1)
         with store.open("key", at=True) as weights:
@@ -157,18 +151,13 @@ def test_addresses_in_a_process_that_has_freed_large_ranges(server: ipc.StoreSer
     sa.Device(0, driver=driver).synchronize()
 
 
-class HasNoLargeRanges(Wrapper):
-    """A driver without room for ranges of 1 GiB and more."""
-
-    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if name == "cuMemAddressReserve" and args[0] >= 1 << 30:
-            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
-        return function(*args)
-
-
 def test_addresses_elsewhere_need_no_large_range(store: ipc.Store, server: ipc.StoreServer, machine: Any) -> None:
-    kind: Any = HasNoLargeRanges
-    driver = kind(machine)
+    def reserve(nbytes: int, *more: int) -> Any:
+        if nbytes >= 1 << 30:
+            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        return machine.cuMemAddressReserve(nbytes, *more)
+
+    driver: Any = Replaced(machine, cuMemAddressReserve=reserve)
     write(store, "key", 1)
     with store.open("key", at=True), ipc.Store(server.name, driver=driver) as reader:
         weights = reader.open("key")
@@ -292,30 +281,6 @@ TENSORS: dict[str, Any] = {
 }
 
 
-class Counting(Wrapper):
-    """A driver that counts calls by name."""
-
-    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.__dict__.setdefault("counts", {}).setdefault(name, []).append(args)
-        return function(*args)
-
-    def count(self, name: str) -> int:
-        return len(self.__dict__.setdefault("counts", {}).get(name, ()))
-
-
-@pytest.fixture
-def counting(machine: Any) -> Any:
-    kind: Any = Counting
-    return kind(machine)
-
-
-@pytest.fixture
-def counted(counting: Any, server: ipc.StoreServer) -> Iterator[ipc.Store]:
-    with ipc.Store(server.name, driver=counting) as store:
-        yield store
-    sa.Device(0, driver=counting).synchronize()
-
-
 def renew(store: ipc.Store, value: int, **options: Any) -> None:
     """Commit an epoch like the one before, with equal bytes."""
     with store.write("key", like="previous", **options) as weights:
@@ -375,23 +340,25 @@ class TestLike:
             assert (found.epoch, found.metadata, found["a"].address) == (3, {}, address) and has(found, 3)
             assert found.layout is first  # nothing was read by name
 
-    def test_memory_that_nobody_has_is_used_again(self, counted: ipc.Store, counting: Any) -> None:
-        with counted.write("key") as weights:
-            weights.allocate_all(TENSORS)
-        weights.device.synchronize()
-        with counted.open("key") as reader:
-            for value in range(2, 7):
-                created = counting.count("cuMemCreate")
-                renew(counted, value)
-                # Epoch 1 has a reader until that takes epoch 2.
-                assert counting.count("cuMemCreate") - created == (value == 2), value
-                reader.attach(latest=True)
-                assert reader.epoch == value and has(reader, value)
-                assert eventually(lambda: counted.list()[0].spare == reader.nbytes)
-            size = reader.nbytes
-            assert counted.statistics().nbytes == 2 * size
-            assert counted.trim() == size and counted.trim() == 0
-            assert counted.statistics().nbytes == size and has(reader, 6)
+    def test_memory_that_nobody_has_is_used_again(self, server: ipc.StoreServer, traced: Any) -> None:
+        with ipc.Store(server.name, driver=traced) as store:
+            with store.write("key") as weights:
+                weights.allocate_all(TENSORS)
+            weights.device.synchronize()
+            with store.open("key") as reader:
+                for value in range(2, 7):
+                    traced.calls.clear()
+                    renew(store, value)
+                    # Epoch 1 has a reader until that takes epoch 2.
+                    assert len(names(traced, "cuMemCreate")) == (value == 2), value
+                    reader.attach(latest=True)
+                    assert reader.epoch == value and has(reader, value)
+                    assert eventually(lambda: store.list()[0].spare == reader.nbytes)
+                size = reader.nbytes
+                assert store.statistics().nbytes == 2 * size
+                assert store.trim() == size and store.trim() == 0
+                assert store.statistics().nbytes == size and has(reader, 6)
+        sa.Device(0, driver=traced).synchronize()
 
     def test_of_copies_that_are_queued(self, store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
         """An epoch that was replaced before its contents were there is not used again."""

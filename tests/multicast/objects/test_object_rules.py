@@ -21,11 +21,6 @@ MULTICAST = (
 
 
 @pytest.fixture
-def traced(machine: Any) -> Any:
-    return sd.traced(machine)
-
-
-@pytest.fixture
 def devices(traced: Any) -> list[sa.Device]:
     return sa.Device.all(traced)
 

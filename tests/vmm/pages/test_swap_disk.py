@@ -182,6 +182,19 @@ def beside(function: Callable[[], Any], results: list[Any]) -> Iterator[threadin
     assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def moving(
+    space: vmm.PageSpace, tier: vmm.DiskTier, way: str, patch: pytest.MonkeyPatch, error: int = 0
+) -> Iterator[tuple[Held, list[Any]]]:
+    """A block while another thread swaps pages 0 and 1, and is held in the call of the file; what it returns."""
+    if way == "preadv":
+        space.swap_out([0, 1], tier)
+    held, moved = Held(patch, way, error), list[Any]()
+    with beside(lambda: space.swap_out([0, 1], tier) if way == "pwritev" else space.swap_in([0, 1]), moved):
+        assert held.began.wait(30)
+        yield held, moved
+
+
 @pytest.mark.parametrize("way", ["pwritev", "preadv"])
 def test_other_threads_use_other_pages_meanwhile(
     space: vmm.PageSpace, tier: vmm.DiskTier, way: str, monkeypatch: pytest.MonkeyPatch
@@ -189,11 +202,8 @@ def test_other_threads_use_other_pages_meanwhile(
     """Those that change the same pages wait."""
     space.commit(range(4))
     fill(space, range(4))
-    if way == "preadv":
-        space.swap_out([0, 1], tier)
-    held, moved, others = Held(monkeypatch, way), list[Any](), list[Any]()
-    with beside(lambda: space.swap_out([0, 1], tier) if way == "pwritev" else space.swap_in([0, 1]), moved):
-        assert held.began.wait(30)
+    others = list[Any]()
+    with moving(space, tier, way, monkeypatch) as (held, moved):
         space.commit(5)
         space.release(2, after=space.stream)
         assert space.committed.tolist() == [3, 5]
@@ -211,11 +221,7 @@ def test_contents_that_another_thread_drops_keep_their_room_until_the_end(
 ) -> None:
     space.commit(range(4))
     fill(space, range(4))
-    if way == "preadv":
-        space.swap_out([0, 1], tier)
-    held, moved = Held(monkeypatch, way), list[Any]()
-    with beside(lambda: space.swap_out([0, 1], tier) if way == "pwritev" else space.swap_in([0, 1]), moved):
-        assert held.began.wait(30)
+    with moving(space, tier, way, monkeypatch) as (held, moved):
         space.release(1)
         assert tier.used == 2 * PAGE
         held.go()
@@ -232,13 +238,9 @@ def test_a_page_that_is_released_before_its_write_fails(
     """It stays released; the others stay as they were."""
     space.commit(range(3))
     fill(space, range(3))
-    moved = list[Any]()
-    with monkeypatch.context() as patch:
-        held = Held(patch, "pwritev", errno.ENOSPC)
-        with beside(lambda: space.swap_out([0, 1], tier), moved):
-            assert held.began.wait(30)
-            space.release(1)
-            held.go()
+    with monkeypatch.context() as patch, moving(space, tier, "pwritev", patch, errno.ENOSPC) as (held, moved):
+        space.release(1)
+        held.go()
     assert isinstance(moved[0], OSError) and space.committed.tolist() == [0, 2] and tier.used == 0
     space.stream.synchronize()
     assert settled(arena) == (3, 0, 1) and values(space)[:3] == [1, 0, 3]
@@ -250,13 +252,14 @@ def test_a_space_that_is_closed_meanwhile(
     """The close waits for the writes."""
     space = arena.space(4 * PAGE)
     space.commit(range(3))
-    held, moved, closed = Held(monkeypatch, "pwritev"), list[Any](), list[Any]()
-    with beside(lambda: space.swap_out([0, 1], tier), moved):
-        assert held.began.wait(30)
-        with beside(lambda: space.close(after=()), closed) as thread:
-            thread.join(0.05)
-            assert thread.is_alive()
-            held.go()
+    closed = list[Any]()
+    with (
+        moving(space, tier, "pwritev", monkeypatch) as (held, moved),
+        beside(lambda: space.close(after=()), closed) as thread,
+    ):
+        thread.join(0.05)
+        assert thread.is_alive()
+        held.go()
     assert (closed == [None] and moved[0] in (2,)) or isinstance(moved[0], sa.ClosedError)
     assert space.closed and tier.used == 0
 

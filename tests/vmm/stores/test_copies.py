@@ -29,6 +29,12 @@ def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setattr(copies.Kernel, "most", lambda *_: 1 << 30 if way == "kernel" else 0)
 
 
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has blocks of any size go by the kernel."""
+    choose(monkeypatch, "kernel")
+
+
 @pytest.fixture(params=["copies", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     chosen: str = request.param
@@ -138,9 +144,8 @@ class TestBytes:
         assert sorted(found) == sorted(zip(targets.tolist(), sources.tolist(), strict=True))
 
     def test_room_is_used_again_after_the_kernel(
-        self, device: sa.Device, stream: sa.Stream, gate: Gate, monkeypatch: pytest.MonkeyPatch
+        self, device: sa.Device, stream: sa.Stream, gate: Gate, kernel: None
     ) -> None:
-        choose(monkeypatch, "kernel")
         with (
             device.create_stream() as other,
             sa.allocate(64 * 4096, stream) as buffer,
@@ -184,8 +189,7 @@ class TestBytes:
             tier.load(stored, buffer, range(32, 96), stream)
             assert np.array_equal(read(buffer).reshape(96, 4096)[64:], rows[32:64])
 
-    def test_no_call_is_made_for_each_block(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
-        choose(monkeypatch, "kernel")
+    def test_no_call_is_made_for_each_block(self, device: sa.Device, stream: sa.Stream, kernel: None) -> None:
         made: list[int] = []
 
         def count(frame: Any, event: str, _: object) -> None:
@@ -208,8 +212,7 @@ class TestBytes:
                 stream.synchronize()
             assert 100 < made[2] < made[1] + 50  # some depend on what has completed
 
-    def test_a_tier_ends_after_the_kernel(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose(monkeypatch, "kernel")
+    def test_a_tier_ends_after_the_kernel(self, machine: Any, kernel: None) -> None:
         account = Account(machine)
         device = account.device
         with device.create_stream() as stream, sa.allocate(8 * 4096, stream) as buffer, Gate(device) as gate:
@@ -229,8 +232,7 @@ class TestBytes:
 
 
 class TestMemoryThatKernelsMayNotUse:
-    def test_pages_without_memory(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
-        choose(monkeypatch, "kernel")
+    def test_pages_without_memory(self, device: sa.Device, stream: sa.Stream, kernel: None) -> None:
         with (
             vmm.PageArena(device) as arena,
             arena.space(4 * PAGE, stream=stream) as space,
@@ -247,8 +249,7 @@ class TestMemoryThatKernelsMayNotUse:
             found = read(space).reshape(8, half)[:, 0].tolist()
             assert found == [0, 1, 0, 0, 0, 3, 0, 0]
 
-    def test_of_another_device_or_read_only(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
-        choose(monkeypatch, "kernel")
+    def test_of_another_device_or_read_only(self, device: sa.Device, stream: sa.Stream, kernel: None) -> None:
         with vmm.HostTier(device) as tier, vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer:
             buffer.fill(1)
             stored = tier.save(buffer, range(0, 8, 2), 4096, stream)
@@ -349,8 +350,7 @@ class TestFaults:
                 assert in_pairs(buffer)
                 stored.drop()
 
-    def test_a_launch_that_is_refused(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose(monkeypatch, "kernel")
+    def test_a_launch_that_is_refused(self, machine: Any, kernel: None) -> None:
         account = Account(machine)
         faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
@@ -398,9 +398,8 @@ def test_the_kernel_copies_where_single_copies_are_small(
 
 class TestChecker:
     def test_the_kernel_declares_its_uses(
-        self, checker: Any, device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+        self, checker: Any, device: sa.Device, stream: sa.Stream, kernel: None
     ) -> None:
-        choose(monkeypatch, "kernel")
         with device.create_stream() as other, vmm.HostTier(device) as tier, sa.allocate(64 * 4096, stream) as buffer:
             buffer.fill(1)
             stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
