@@ -155,4 +155,4 @@ _SIGNS = {
     "segment_map": 1,
     "segment_unmap": -1,
 }
-"""Whether an action of the history adds memory (1) or removes some (-1)."""
+"""1 for an action of the history that adds memory, -1 for one that removes some."""

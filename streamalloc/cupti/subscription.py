@@ -207,7 +207,7 @@ class Subscription:
         self._listener(made(DriverCall, call))
 
     def _place(self, frame: FrameType | None, depth: int) -> Stack:
-        """Return the innermost frames of the program, from a frame outwards."""
+        """Return the innermost frames of the program that made a call; those of the main thread for a thread of C++."""
         found = frames_of(frame, depth)
         if found or not _is_of_native_thread(frame):
             self._waiting = None

@@ -114,8 +114,8 @@ class CuMemAllocator:
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Give the tensors that this thread makes in a ``with`` block a tag. Blocks nest.
 
-        Memory of the tag without a tensor is released at the begin and at the end of the block. While PyTorch's option
-        ``expandable_segments`` is on, it is off in the block.
+        Memory of the tag without a tensor is released at the beginning and at the end of the block. While PyTorch's
+        option ``expandable_segments`` is on, it is off in the block.
 
         Parameters
         ----------

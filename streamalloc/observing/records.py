@@ -148,7 +148,7 @@ class Phase:
         self.thread: int = threading.get_ident()
         """Thread that began it (``threading.get_ident``)."""
         self.before: int = nbytes
-        """Bytes allocated at the begin."""
+        """Bytes allocated at the beginning."""
         self.after: int | None = None
         """Bytes allocated at the end; None before the end."""
         self.peak: int = nbytes

@@ -287,4 +287,4 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
 WORKLOADS: dict[str, Callable[..., Trace]] = {
     made.__name__: made for made in (training, checkpointing, serving, loading, mixed)
 }
-"""Generators by name."""
+"""Generators of traces, by name."""
