@@ -409,7 +409,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
         return
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # Uses through the object must have ended. The mappings stay.
+    # Uses through the object must have ended, as for an unmap. But the mappings stay, as if the driver had refused it.
     begin(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
     if not answer[0]:  # All mappings share this list.
