@@ -582,17 +582,26 @@ def observe(
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
 
         In a range or buffer that is passed, each mapping counts. For a device, memory counts from its first mapping
-        until that ends, and memory of another process does not count. limit Most bytes allocated at once; 0 for no
-        limit. A larger allocation raises :class:`OutOfMemoryError` before the driver is called. Threads that allocate
-        at the same moment may together exceed the limit. depth Stack frames to record for each allocation. 1: only the
-        line that called the library. 0: none. history Number of allocations and frees to keep; None: all. on_allocate,
-        on_free Functions that are called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed,
-        and the caller of the allocation gets the error. If ``on_free`` raises, the memory is freed, too, and the caller
-        of the free gets the error. For a free by a finaliser, ``on_free`` is called at the next allocation, free, or
-        read of the observer. nvtx True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs
-        ``nvtx``). log A file to which each allocation, free and failure is written at once, so that it is complete even
-        if the process is killed. The format is that of :meth:`Observer.save_rmm`. A free by a finaliser is written with
-        the next line. driver The driver to observe if ``what`` is empty.
+        until that ends, and memory of another process does not count.
+    limit
+        Most bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError` before the
+        driver is called. Threads that allocate at the same moment may together exceed the limit.
+    depth
+        Stack frames to record for each allocation. 1: only the line that called the library. 0: none.
+    history
+        Number of allocations and frees to keep; None: all.
+    on_allocate, on_free
+        Functions that are called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed, and the
+        caller of the allocation gets the error. If ``on_free`` raises, the memory is freed, too, and the caller of the
+        free gets the error. For a free by a finaliser, ``on_free`` is called at the next allocation, free, or read of
+        the observer.
+    nvtx
+        True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
+    log
+        A file to which each allocation, free and failure is written at once, so that it is complete even if the process
+        is killed. The format is that of :meth:`Observer.save_rmm`. A free by a finaliser is written with the next line.
+    driver
+        The driver to observe if ``what`` is empty.
 
     Raises
     ------
