@@ -348,7 +348,7 @@ class SwapSpace(SpaceMemory):
 
         def take_back() -> None:
             if kept:
-                places.locked(lambda: self._forget_stored(kept, parking, ordered))
+                places.locked(lambda: self._forget_stored(kept, parking))
 
         # ``in_use()`` is needed, because another thread may release the pages before the copies are queued.
         with self._alone(ordered, *ends) as parking, stored.in_use():
@@ -363,8 +363,8 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
-        """Move contents in a ``with`` block, which gets a parking. Other calls do not use places parked with it before
-        the block and its work end.
+        """Move contents in a ``with`` block, which gets a parking. Other calls wait for the places that are parked with
+        it until the block and its work have ended. Otherwise they could use a page whose contents are on their way.
         """
         fence = Fence(self._session, ends, queueing=True)
         try:
@@ -372,7 +372,7 @@ class SwapSpace(SpaceMemory):
         finally:
             fence.queueing = 0
 
-    def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
+    def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking) -> dict[int, Kept]:
         """Commit the places of a swap whose contents are still stored, and forget these contents; return them. Call
         within :meth:`Places.locked`.
         """
@@ -430,7 +430,7 @@ class SwapSpace(SpaceMemory):
             return ready
 
         with contextlib.ExitStack() as used, self._alone(ordered) as parking:
-            with undoing(lambda: self._give_back(left, parking, ordered)):
+            with undoing(lambda: self._give_back(left, parking)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
                     # The next batch is mapped while the copies of one batch run. Both take equally long.
@@ -441,12 +441,12 @@ class SwapSpace(SpaceMemory):
                     for stored, indices, mine in by_contents(arrived):
                         with self._named(mine, indices):
                             stored.load(indices, self._addresses(mine), ordered, ordered.device == self.device)
-            moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
+            moved = places.locked(lambda: self._forget_stored(kept, parking))
         drop_contents(moved)
         self._physical.notify_watchers()
         return len(kept)
 
-    def _give_back(self, left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
+    def _give_back(self, left: Mapping[int, Page], parking: Parking) -> None:
         """Release the pages of a swap if their contents could not be copied."""
         places = self._places
         self._physical.drop(left.values())
