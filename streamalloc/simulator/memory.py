@@ -388,7 +388,7 @@ class ReservedExtent(Extent):
 
 
 class ReservedRange(ReservedExtent):
-    """A reservation by the user."""
+    """A reservation of cuMemAddressReserve. Only such a range can be freed and mapped by calls."""
 
 
 FREED = 0xDB

@@ -72,12 +72,16 @@ def _word(number: int) -> Any:
 
 
 class MulticastTable:
-    """A holder's view of a multicast object's table, an anonymous file that all processes with the object map. Owns
-    ``physical``, a file description of its own. Every handle of an object, in any process, is a *holder* of its table,
-    and opens the file again. Holders lock bytes of the file. The bytes have no contents, and most lie beyond the end.
-    One byte is the lock for changes. Each holder has a byte, which is free again when the holder is gone for any
-    reason. One byte is shared by all exported descriptors. So the table shows whether the process of a binding was
-    killed, and whether another process may still add a device.
+    """The table of a multicast object: an anonymous file that all processes with the object map.
+
+    Every handle of the object, in any process, is a *holder* of the table. A holder opens the file again (``physical``)
+    and locks bytes of it. The bytes mean nothing but their locks, and most lie beyond the end of the file:
+
+    * one byte is locked while a holder changes the table;
+    * one byte is locked by each descriptor that was exported;
+    * one byte for each holder is locked as long as it lives. The kernel unlocks it, however the holder ends.
+
+    So the table shows whether the process of a binding was killed, and whether another process may still add a device.
     """
 
     has_fabric_handle = False

@@ -25,7 +25,7 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(PlannedCopy):
-    """Update each replica of a range. No other update, even of another process, runs meanwhile."""
+    """Updates each replica of a range. No other update runs meanwhile, even in another process."""
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -36,8 +36,8 @@ class Update(PlannedCopy):
 
 
 class Gather(PlannedCopy):
-    """Store the result of a function of all replicas of a range. The replicas are in the order in which their devices
-    were added.
+    """Stores the result of a function of all replicas of a range. The function gets them in the order in which their
+    devices were added.
     """
 
     def __init__(
