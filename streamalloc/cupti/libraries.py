@@ -125,7 +125,9 @@ class Libraries:
         The callback of that call waits for the GIL. The thread with the GIL may wait for the mutex, to drop a tensor.
         """
         torch = self.torch
-        settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ.get(_CONF, ""))()
+        # Before PyTorch 2.10 the settings cannot be read, so those of the environment count.
+        given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given)()
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         if change is None:  # before PyTorch 2.9
             change = torch.cuda.memory._set_allocator_settings
@@ -244,7 +246,7 @@ _around_rmm: list[Any] = []
 """Resources with callbacks. They are never freed, because RMM keeps raw pointers to them."""
 
 
-_CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc:True"
+_UNLOCKED = "release_lock_on_cudamalloc:True"
 
 
 _WITH_LOCK = (

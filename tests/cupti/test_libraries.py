@@ -104,11 +104,14 @@ def test_pytorch_is_told_to_release_its_lock(before: str, after: str, monkeypatc
         assert torch.settings[-1] == after
 
 
-def test_an_older_pytorch_is_told_with_the_settings_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_older_pytorch_is_told_with_the_settings_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     torch = Torch()
     torch._C = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv(variable, "max_split_size_mb:64")
     with Libraries().followed():
         assert torch.settings[-1] == "max_split_size_mb:64,release_lock_on_cudamalloc:True"
 
