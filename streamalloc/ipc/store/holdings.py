@@ -54,10 +54,8 @@ class Epoch:
     """Descriptors of the chunks. Before :meth:`Holdings.prepare`, those of reused memory: all of them or none."""
     like: int = 0
     """Bytes of the epoch whose layout the writer got; 0 if it asked for no layout."""
-    ready: tuple[ReadyWord, Fd, str] | None = None
-    """Ready word of the contents, control block, and the text in the commit that names both. None once the contents are
-    complete.
-    """
+    ready: ReadyWord | None = None
+    """Ready word of the contents; None once they are complete."""
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
@@ -385,7 +383,7 @@ class Holdings:
             return
         # Read the end of the writer first. After its end the writer writes nothing.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
-        word = epoch.ready[0]
+        word = epoch.ready
         if word.reached and not word.lost:
             epoch.settle()
             entry.retire(entry.before)

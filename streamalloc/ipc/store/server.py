@@ -378,13 +378,16 @@ class StoreServer(Closes):
             layout = TensorLayout(read_file(files[0]))
             hash, count = layout.hash, _checked(layout, sum(chunks), epoch.entry.current)
         about = Manifest.parse(TensorLayout(), read_file(files[1]))
-        word = announcement(handles[first - 1], ready) if ready else None
+        try:
+            word = ReadyWord(handles[first - 1], ready) if ready else None
+        except ValueError as error:
+            raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
         _check_room(handles[0])
         self._told = False
         self._holdings.prepare(epoch, address, chunks, files, handles[first:])
         epoch.layout, epoch.count = hash, count
         epoch.fabric = bool(about.fabric)
-        epoch.ready = None if word is None else (word, handles[first - 1], ready)
+        epoch.ready = word
         handles.clear()  # From now on the epoch owns them.
         if prepare:
             return {"token": f"{client.number} {id(epoch)}"}
@@ -406,14 +409,14 @@ class StoreServer(Closes):
     def _open(self, client: _Client, key: str) -> dict[str, Any]:
         client.check_new()
         epoch = self._holdings.open(client, key)
-        client.sends = [*epoch.files, *([] if epoch.ready is None else [epoch.ready[1]]), *epoch.handles]
+        client.sends = [*epoch.files, *([] if epoch.ready is None else [epoch.ready.fd]), *epoch.handles]
         return {
             "epoch": epoch.number,
             "device": epoch.device,
             "address": epoch.address,
             "chunks": epoch.chunks,
             "layout": epoch.layout,
-            "ready": "" if epoch.ready is None else epoch.ready[2],
+            "ready": "" if epoch.ready is None else epoch.ready.text,
         }
 
     def _text(self) -> str:
@@ -502,15 +505,6 @@ def _check_room(fd: Fd) -> None:
 
 def _is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def announcement(block: Fd, ready: str) -> ReadyWord:
-    """Return the ready word that a commit names. The text has the control block's id, slot, generation and value."""
-    name, slot, _, value = ready.split()
-    try:
-        return ReadyWord(block, bytes.fromhex(name), int(slot), int(value))
-    except (ValueError, OSError) as error:
-        raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
 
 
 def _locked(name: str, path: Path) -> Fd:

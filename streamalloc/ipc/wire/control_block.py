@@ -490,31 +490,41 @@ def _reopened(file: Fd) -> Fd:
 class ReadyWord:
     """The word ``ready`` of one announcement, for a process that reads it without a driver.
 
+    Parameters
+    ----------
+    fd
+        File of the control block; the word keeps it open.
+    text
+        The control block's id in hexadecimal, slot, generation and value, with spaces between them.
+
     Raises
     ------
     ValueError
         The file is not the control block with this id, or could be truncated, or it has no such slot.
     """
 
-    def __init__(self, fd: Fd, name: bytes, slot: int, value: int) -> None:
-        if not _is_block(fd, name) or slot >= SLOTS:
+    def __init__(self, fd: Fd, text: str) -> None:
+        name, slot, _, value = text.split()
+        if not _is_block(fd, bytes.fromhex(name)) or int(slot) >= SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
-        mapped = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
-        self._ready, self._lost = (
-            np.frombuffer(mapped, np.uint32, 1, _LAYOUT[kind][0] + 4 * slot) for kind in ("ready", "lost")
-        )
-        self.slot: int = slot
-        self._value = value
+        self.fd: Fd = fd
+        self.text: str = text
+        self._slot, self._value = int(slot), int(value)
+
+    def _read(self, kind: str) -> int:
+        begin, step = _LAYOUT[kind]
+        return int.from_bytes(os.pread(self.fd.fileno(), 4, begin + step * self._slot), "little")
 
     @property
     def reached(self) -> bool:
         """Whether the announcement was written by the exporter or for it."""
-        return reached(self._ready[0], self._value)
+        return reached(self._read("ready"), self._value)
 
     @property
     def lost(self) -> bool:
         """Whether the announcement was written for an exporter that died."""
-        return bool(self._lost[0]) and not reached(int(self._ready[0]) - int(self._lost[0]), self._value)
+        lost = self._read("lost")
+        return bool(lost) and not reached(self._read("ready") - lost, self._value)
 
 
 def _is_block(fd: Fd, name: bytes) -> bool:
