@@ -78,6 +78,8 @@ class Fence:
 
     Parameters
     ----------
+    session
+        The session of the streams' driver.
     ends
         Events and streams; None for all known streams. Known are the streams of :meth:`Device.create_stream`, also
         closed and dropped ones, the default streams that were used, and streams of other libraries

@@ -488,6 +488,8 @@ def address_range(
         An address range, or a growable or striped buffer.
     names
         Labels of the physical memory; default: A, B, C.
+    ax
+        Axes to draw on; default: those of a new figure.
     """
     addresses = of.range if isinstance(of, VirtualBuffer) else of
     mappings = addresses.mappings

@@ -78,10 +78,12 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
     """Reduce values into the memory of every device behind a multicast mapping (``multimem.red``).
 
-    Parameters and errors as for :func:`multimem_st`, and these:
+    Errors as for :func:`multimem_st`, and the one below.
 
     Parameters
     ----------
+    stream, address
+        As for :func:`multimem_st`.
     values
         An array: (u)int32 or (u)int64 for all operations, float16 for add, min and max, float32 or float64 for add.
     op
@@ -114,10 +116,16 @@ def multimem_ld_reduce(
 
     Parameters
     ----------
+    stream
+        As for :func:`multimem_st`.
     into
-        Address of the first of ``count`` results, in memory that the stream's device may write.
+        Address of the first result, in memory that the stream's device may write.
     address
         Address of the first values in the multicast memory.
+    count
+        Number of results, and of the values of each device.
+    dtype, op
+        Type of the values, and operation, as for :func:`multimem_red`.
     """
     kind = np.dtype(dtype)
     at = _aligned(address, kind)

@@ -78,7 +78,9 @@ class TilePool(Closes):
     device
         Device of the memory.
     nbytes
-        Size in bytes; rounded up to the granularity if ``round_up``.
+        Size in bytes, a multiple of the granularity.
+    round_up
+        Whether to round the size up to that.
 
     Raises
     ------

@@ -95,6 +95,23 @@ def page(link: str) -> list[Path]:
     return [one for end in (".md", ".ipynb") if (one := ROOT / f"notebooks{link}{end}").exists()]
 
 
+def _with_parameters() -> Iterator[tuple[str, str, inspect.Signature]]:
+    """Name, list and signature of each function whose text lists its parameters."""
+    for (module, *path), text in texts().items():
+        thing = functools.reduce(getattr, path[1:], exported(module)[path[0]])
+        if "Parameters\n----" in text and callable(thing):
+            listed = re.split(r"\n\n\w+\n---", text.partition("Parameters\n----------\n")[2])[0]
+            yield ".".join(path), listed, inspect.signature(thing)
+
+
+def test_lists_of_parameters_are_whole() -> None:
+    wrong = {}
+    for name, listed, signature in _with_parameters():
+        entries = {one for line in re.findall(r"^\S.*$", listed, re.MULTILINE) for one in line.split(", ")}
+        wrong[name] = {one.lstrip("*") for one in entries} ^ ({*signature.parameters} - {"self"})
+    assert len(wrong) > 100 and not any(wrong.values()), {name: left for name, left in wrong.items() if left}
+
+
 def test_links_lead_to_entries() -> None:
     broken = []
     for key, text in texts().items():

@@ -65,6 +65,8 @@ def copy_batch(
 
     Parameters
     ----------
+    targets, sources
+        Addresses.
     sizes
         Bytes of each copy, or of all.
     memory
@@ -72,6 +74,8 @@ def copy_batch(
         one allocation.
     out
         Whether the copies are from the device.
+    stream
+        A stream of the device.
     kernels
         Whether kernels of the stream's device may use all this memory.
     """
