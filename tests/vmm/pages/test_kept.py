@@ -82,33 +82,43 @@ class TestZeros:
             other.synchronize()
         assert before[::PAGE].tolist() == [3, 4] and not after.any()
 
-    def test_are_seen_by_the_stream_of_the_space(
-        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def held(self, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
+        """A gate before the zeros of releases that need not wait."""
+        stream = arena._physical.idle_stream()
+        assert stream is not None
+        gate.hold(stream)
+        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
+        return gate
+
+    def test_are_seen_by_the_stream_of_the_space(self, space: vmm.PageSpace, held: Gate) -> None:
         space.commit(range(PAGES))
         fill(space, range(PAGES))
         space.stream.synchronize()
-        stream = arena._physical.idle_stream()
-        assert stream is not None
-        gate.hold(stream)
-        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
         space.release(range(PAGES), after=())
         assert pending(space.stream)
-        gate.open()
+        held.open()
         assert values(space) == EMPTY
 
-    def test_are_written_before_a_space_ends(
-        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    def test_are_written_before_a_commit(
+        self, space: vmm.PageSpace, arena: vmm.PageArena, device: sa.Device, held: Gate, other: sa.Stream
     ) -> None:
+        """Otherwise they would overwrite what its user writes, on whichever stream."""
         space.commit(1)
-        stream = arena._physical.idle_stream()
-        assert stream is not None
-        gate.hold(stream)
-        monkeypatch.setattr(type(arena._physical), "idle_stream", lambda _: stream)
+        arena.prepare(1).result()  # A commit that is short of memory waits for all zeros.
+        space.release(1, after=())
+        with soon(held.open):
+            space.commit(1)
+            page(space, 1).fill(8, other)
+        device.synchronize()
+        assert values(space)[1] == 8
+
+    def test_are_written_before_a_space_ends(self, space: vmm.PageSpace, arena: vmm.PageArena, held: Gate) -> None:
+        space.commit(1)
         space.release(1, after=())
         space._places.release()
         assert not space.closed and arena.statistics() == (1, 0, 1, 0)
-        gate.open()
+        held.open()
         assert settled(arena) == (1, 0, 1)
 
     @pytest.mark.parametrize("after", [None, "event"])
@@ -301,13 +311,14 @@ class TestAgain:
         space.commit([1, 2])
         gate.hold(other)
         page(space, 1).fill(3, other)
+        arena.prepare(1).result()  # A commit that is short of memory waits for all pages.
         space.release([1, 2], after=other)
         with soon(gate.open):
             space.commit(1)
-        assert other.query() and space.committed.tolist() == [1]
-        page(space, 1).fill(8)
+            assert other.query() and space.committed.tolist() == [1]
+            page(space, 1).fill(8)
         assert values(space)[1] == 8
-        assert settled(arena) == (2, 0, 1) and values(space)[2] == 0
+        assert settled(arena) == (3, 1, 1) and values(space)[2] == 0
 
     def test_a_page_that_is_shared_is_exchanged(
         self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream
@@ -321,7 +332,8 @@ class TestAgain:
         space.release(2, after=other)
         with soon(gate.open):
             space.commit(2)
-        page(space, 2).fill(4)
+            assert other.query()
+            page(space, 2).fill(4)
         assert values(space)[1:3] == [3, 4]
         assert not space.shared([1, 2]).any() and settled(arena) == (2, 0, 0)
 
@@ -393,6 +405,7 @@ class TestEnd:
         else:
             with soon(gate.open):
                 space.close(after=())
+                assert other.query()
         other.synchronize()
         assert settled(arena) == (3, 3, 0)
 

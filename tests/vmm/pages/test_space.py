@@ -264,7 +264,7 @@ class TestCopies:
         page(space, 0).fill(5)
         with soon(gate.open):
             assert space.make_private(1) == 1
-        page(space, 0).fill(6)
+            page(space, 0).fill(6)
         assert values(space)[:2] == [6, 5]
 
     def test_not_in_a_capture(self, space: vmm.PageSpace) -> None:
