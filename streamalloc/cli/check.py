@@ -64,7 +64,7 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # child processes read this variable
+    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # so that child processes are checked, too
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
     ended = _ended(lambda: running.run_on(driver, options))
@@ -74,7 +74,7 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
 
 
 def _ended(program: Callable[[], object]) -> _Ended:
-    """Run the program. Returns its exit, or the error that ended the check."""
+    """Run the program. Return its exit, or the error by which the check has ended it."""
     try:
         program()
     except (SystemExit, DriverMisuseError) as ended:

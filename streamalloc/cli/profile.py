@@ -102,7 +102,7 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
 
 
 def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the value of a call; None if the driver refuses the call, or the simulated driver does not model it."""
+    """Return the value of a call; None if the driver refuses it, or the simulated driver does not model it."""
     try:
         answer = call(*arguments)
     except NotImplementedError:
@@ -111,7 +111,7 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Return the members of an enum by name without prefix, including aliases. Members that only count are left out."""
+    """Yield the members of an enum, aliases too, by name without prefix. Those that only count members are left out."""
     for name, member in getattr(cuda, enum).__members__.items():
         short = name.removeprefix(prefix)
         if short not in ("MAX", "INVALID", "FORCE_UINT"):
@@ -124,13 +124,13 @@ def _attributes(driver: Any, device: int) -> dict[str, int | None]:
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:
-    """Read the default of a limit. The range could be found only by trials. None: the limit is not supported."""
+    """Return the default of a limit; None if it is not supported. Its range could be found by trials only."""
     found = _asked(driver.cuCtxGetLimit, member)
     return None if found is None else [int(found)]
 
 
 def _nodes(driver: Any) -> int | None:
-    """Return how many NUMA nodes support pools, counted from node 0 without a gap. None if there are no such pools."""
+    """Return how many NUMA nodes can have pools, from node 0 on without a gap; None if none can."""
     for node in range(_NODES):
         try:
             sa.MemoryPool(sa.MemLocation.host_numa(node), driver=driver).close()
@@ -140,7 +140,7 @@ def _nodes(driver: Any) -> int | None:
 
 
 def _imex_channel(device: sa.Device) -> int | None:
-    """Whether the driver permits fabric handles, tried with a small allocation. None for an unexpected answer."""
+    """Return 1 if the driver permits fabric handles, and 0 if not, by a small allocation; None for another answer."""
     fabric = sa.MemHandleType.FABRIC
     try:
         vmm.PhysicalMemory(device, vmm.PhysicalMemory.granularity(device), handle_types=fabric).close()
@@ -152,7 +152,7 @@ def _imex_channel(device: sa.Device) -> int | None:
 
 
 def _placement(device: sa.Device) -> dict[str, int]:
-    """Return the growth step of a pool and the distance between its allocations. Empty if there are no pools."""
+    """Return the bytes by which a pool grows, and those between two allocations; empty without pools."""
     if not device.supports.memory_pools:
         return {}
     with device.create_stream() as stream, sa.MemoryPool(device) as pool:
@@ -197,7 +197,7 @@ def _link(driver: Any, source: sa.Device, target: sa.Device) -> dict[str, Any]:
 
 
 def _error_strings(driver: Any) -> Iterator[tuple[str, str | None]]:
-    """Return the driver's error texts; None for errors that the driver does not know."""
+    """Yield the names of errors with the driver's texts; None for an error that the driver does not know."""
     for name, member in cuda.CUresult.__members__.items():
         text = _asked(driver.cuGetErrorString, member)
         yield name, None if text is None else text.decode("ascii", "replace")

@@ -38,7 +38,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from error
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
-    # Without a GPU other libraries are left out, unless the arguments name them.
+    # Without a GPU other libraries are left out, unless --on names them.
     names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]
     found: list[dict[str, Any]] = []
     with terminal.progress(len(names)) as note:
@@ -52,7 +52,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> dict[str, Any] | None:
-    """Replay on one allocator. Returns its figures, or the reason why it cannot run; None to leave out the row."""
+    """Replay on one allocator. Return its figures, or why it cannot run; None to leave it out."""
     entry = traces.ALLOCATORS[name]
     if entry.other and chosen.is_simulated:
         return {"name": entry.title, "unavailable": "it needs a GPU"}
@@ -61,7 +61,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> di
     except ImportError as error:
         return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
     except Exception as error:
-        # An error of another library becomes a row of the table.
+        # An error of another library must not end the command: it is shown in the table.
         if not entry.other:
             raise
         return {"name": entry.title, "unavailable": f"{type(error).__name__}: {error}"}

@@ -18,7 +18,7 @@ from streamalloc.ipc import StoreBusyError, StoreServer
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a size text such as ``100GiB``."""
+    """Return the bytes of a text such as ``100GiB``, for argparse."""
     try:
         return size_in(text)
     except ValueError as error:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     try:
-        # The driver is queried only for UUIDs. Without --devices it is not loaded.
+        # Only --devices needs the driver, for UUIDs. Without the option it is not loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver
         evict, keep = options.evict, options.keep
         server = StoreServer(options.name, options.served, options.limit, evict=evict, keep=keep, driver=driver)
@@ -74,7 +74,7 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _notify_systemd(state: str) -> None:
-    """Send a state such as ``READY=1`` to systemd if it started this process (``sd_notify``)."""
+    """Send a state such as ``READY=1`` to systemd (``sd_notify``), if systemd has started this process."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:

@@ -97,7 +97,7 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "spare": size_text,
     "address": hex,
 }
-"""Column titles, and functions that format an entry's fields."""
+"""Functions that format fields of an entry, by name of the field. Others are shown by ``str``."""
 
 
 def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
