@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,27 @@ def test_one_of_two_threads_has_the_claim() -> None:
     for _ in interleaved(Claim.take, Thing, take, take):
         assert sorted(found) == [False, True]
         found.clear()
+
+
+def test_who_waits_for_a_claim_sleeps() -> None:
+    thing, waiting, took = Thing(), threading.Event(), list[float]()
+
+    def wait() -> None:
+        waiting.set()
+        begun = time.thread_time()
+        thing.use()
+        took.append(time.thread_time() - begun)
+
+    thread = threading.Thread(target=wait)
+
+    def hold() -> None:
+        thread.start()
+        waiting.wait(WAIT)
+        time.sleep(0.2)
+
+    thing.use(hold)
+    thread.join(WAIT)
+    assert took[0] < 0.05
 
 
 @pytest.mark.simulated_only("an interleaving is the same on any driver")

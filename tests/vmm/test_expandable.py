@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -16,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate, settle
-from streamalloc.vmm.expandable import FreeRanges, _Ranges
+from streamalloc.vmm.expandable import FreeRanges, _Ranges, _State
 from tests.interleaving import interleaved
 from tests.support import MiB, executed, holds, pending
 
@@ -432,3 +433,43 @@ def test_free_lists_of_a_stream_while_another_thread_changes_them(
         sizes, free_lists = ranges.free_lists
         assert sizes == sorted(ranges.classes)
         assert all(one is ranges.classes[size].free for size, one in zip(sizes, free_lists, strict=True))
+
+
+class TestLocks:
+    """No count is lost and no memory has two owners, whenever a second thread comes."""
+
+    class World(NamedTuple):
+        cache: vmm.ExpandableCache
+        one: sa.Stream
+        two: sa.Stream
+
+        def allocate(self, size: int, stream: sa.Stream) -> None:
+            self.cache.allocate(size * MiB, stream).free()
+
+    FIRST: ClassVar[dict[str, tuple[Any, Callable[[World], object]]]] = {
+        "cut": (_State.cut, lambda world: world.allocate(5, world.one)),
+        "merge": (_Ranges.merge, lambda world: world.allocate(32, world.one)),
+        "end": (_Ranges.merge, lambda world: world.one.close()),
+    }
+
+    @pytest.mark.parametrize("first", FIRST)
+    def test_of_free_memory(self, device: sa.Device, pool: sa.MemoryPool, other: sa.Stream, first: str) -> None:
+        def make() -> TestLocks.World:
+            world = self.World(vmm.ExpandableCache(pool), device.create_stream(), other)
+            for buffer in [world.cache.allocate(32 * MiB, stream) for stream in (world.one, world.two)]:
+                buffer.free()
+            for stream in (world.one, world.two):
+                world.allocate(4, stream)  # leaves 28 MiB that were merged, and a free block
+            return world
+
+        function, act = self.FIRST[first]
+        for world in interleaved(function, make, act, lambda world: world.allocate(6, world.two)):
+            state = world.cache._state
+            blocks = [(one.address - state.segment.base, one.size_class.nbytes) for one in state.blocks.values()]
+            assert state.used == sum(nbytes for _, nbytes in blocks)
+            free = [one.ranges for one in state.live()] + [ranges for _, ranges in state.ended]
+            parts = sorted([(at, at + nbytes) for at, nbytes in blocks] + [part for one in free for part in one])
+            assert all(one[1] <= two[0] for one, two in itertools.pairwise(parts))
+            assert sum(stop - start for start, stop in parts) == state.segment.reserved
+            world.cache.close()
+            world.one.close()
