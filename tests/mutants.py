@@ -37,12 +37,20 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parent.parent
 _ENDS = ("package/test_garbage_cycles.py", "package/test_half_made.py")
 AREAS = {
-    "driver": ("driver", "package/test_locks.py", "checker/test_checked.py", "vmm/stores/test_copies.py"),
+    "driver": (
+        "driver",
+        "testing",
+        "package/test_locks.py",
+        "package/test_html.py",
+        "core/test_device.py",
+        "checker/test_checked.py",
+        "vmm/stores/test_copies.py",
+    ),
     "simulator": ("simulator", "facts"),
     "checker": ("checker", "package/test_locks.py"),
     "cupti": ("cupti", "cli/test_check.py"),
     "core": ("core", "package/test_html.py", "package/test_locks.py", *_ENDS),
-    "pool": ("pool", "package/test_locks.py", *_ENDS),
+    "pool": ("pool", "package/test_locks.py", "package/test_borrowed_handles.py", *_ENDS),
     "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py", *_ENDS),
     "ipc": ("ipc", *_ENDS),
     "multicast": ("multicast",),
@@ -251,7 +259,8 @@ class Tree:
             if ast.dump(ast.parse(source)) == ast.dump(ast.parse(mutated)):
                 return "equal", change
             self.write(path, mutated)
-            passed, _ = self.test(tests_of(area, mutant.module_path))
+            about = "locks" if mutant.operator_name == "ours/LockNotTaken" else ""
+            passed, _ = self.test(tests_of(area, str(mutant.module_path), about))
         except SyntaxError:
             passed = False
         finally:
@@ -259,9 +268,9 @@ class Tree:
         return "survived" if passed else "killed", change
 
 
-def tests_of(area: str, module: Path | None = None) -> list[Path]:
-    """Test modules of an area, those first that are named like a module."""
-    words = set(re.split(r"[/_.]", str(module))) - {"streamalloc", "py", area}
+def tests_of(area: str, *names: str) -> list[Path]:
+    """Test modules of an area, those first that are named like a module, or like what it is about."""
+    words = set(re.split(r"[/_.]", "_".join(names))) - {"streamalloc", "py", area}
     found: list[Path] = []
     for path in (ROOT / "tests" / name for name in AREAS[area]):
         found += [path] if path.suffix else sorted(path.rglob("test_*.py"))
