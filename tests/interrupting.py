@@ -4,7 +4,7 @@ The rule for the package: such an exception never corrupts and never wedges, and
 made leaks. CPython runs a handler where a function of Python begins and where one of C has returned; so
 :class:`Interrupt` raises at the n-th of these points. Points inside of the driver do not count, for a real one has
 none; nor do those of finalisers, out of which nothing is raised, and the first one of an ``__exit__``, which no Python
-program can guard.
+program can guard, as little as the moment when a condition of :mod:`threading` has released its lock to wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sized
 from types import CodeType, FrameType
@@ -36,6 +37,7 @@ since_3_11 = pytest.mark.skipif(
 _PACKAGE = os.path.dirname(streamalloc.__file__)
 _DRIVERS = tuple(f"{_PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
 _WEAK = (weakref.__file__, sys.modules["_weakrefset"].__file__)
+_RELEASES: CodeType = threading.Condition._release_save.__code__  # type: ignore[attr-defined]
 
 
 class Interrupted(BaseException):
@@ -105,7 +107,7 @@ class Interrupt:
         finaliser = (code.co_name == "__del__" and not self._finalisers) or file in _WEAK
         # Nothing is raised out of a function that the collector calls either; Hypothesis registers one.
         finaliser = finaliser or any(getattr(one, "__code__", None) is code for one in gc.callbacks)
-        return finaliser or file.startswith(_DRIVERS)
+        return finaliser or code is _RELEASES or file.startswith(_DRIVERS)
 
 
 class interrupts:

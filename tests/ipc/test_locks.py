@@ -232,7 +232,7 @@ class TestRanges:
 
     def make(self) -> tuple[OwnWords, imports.HostLease]:
         words = OwnWords()
-        words.imports = SimpleNamespace(lock=threading.RLock())
+        words.imports = SimpleNamespace(lock=threading.RLock(), start_thread=lambda: None)
         return words, words.open()
 
     @staticmethod
