@@ -505,7 +505,7 @@ class ReadyWord:
 
     def __init__(self, fd: Fd, text: str) -> None:
         name, slot, _, value = text.split()
-        if not _is_block(fd, bytes.fromhex(name)) or int(slot) >= SLOTS:
+        if not _is_block(fd, bytes.fromhex(name)) or not 0 <= int(slot) < SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
         self.fd: Fd = fd
         self.text: str = text

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc.importer.imports import imports_of
-from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
+from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, ControlBlock, ImporterWords, ReadyWord
 from streamalloc.testing import Gate
 from tests.ipc.support import again, hold, opened_by, shared_pool
 from tests.processes import Partner, There, eventually
@@ -266,3 +266,15 @@ class TestTheFile:
                 handles = [copy if fd.fileno() == real else again((fd,))[0] for fd in shared.fds]
                 with pytest.raises(ValueError, match="not its control block"):
                     ipc.open(bytes(shared), handles, driver=sd.simulated())
+
+    @pytest.mark.parametrize(("slot", "exists"), [(0, True), (SLOTS - 1, True), (SLOTS, False), (-1, False)])
+    def test_a_ready_word_is_in_a_slot(self, pool: sa.MemoryPool, stream: sa.Stream, slot: int, exists: bool) -> None:
+        with pool.allocate(512, stream) as buffer:
+            shared = ipc.share(buffer)
+            name = shared.descriptor.control_block
+            text = f"{name.hex()} {slot} 0 1"
+            if exists:
+                assert not ReadyWord(shared.handles[name], text).lost
+            else:
+                with pytest.raises(ValueError, match="not the control block of this announcement"):
+                    ReadyWord(shared.handles[name], text)
