@@ -35,7 +35,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import get_ident
@@ -65,7 +64,7 @@ from streamalloc.core.library_streams import (
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, members, sessions
-from streamalloc.driver.internal import SETTLERS, RLock, cuda
+from streamalloc.driver.internal import SETTLERS, RLock, ThreadLocal, cuda
 from streamalloc.formats.html import Row, Shown
 
 if TYPE_CHECKING:
@@ -637,12 +636,11 @@ class _LateEnd(HandleEnd):
 _numbers = itertools.count(1)
 
 
-class _ThisThread(threading.local):
+class _ThisThread(ThreadLocal, number=_numbers.__next__):
     """Values of the calling thread."""
 
-    def __init__(self) -> None:
-        self.number: int = next(_numbers)
-        """Number of the thread, never reused, unlike ``threading.get_ident``."""
+    number: int
+    """Number of the thread, never reused, unlike ``threading.get_ident``."""
 
 
 this_thread: _ThisThread = _ThisThread()
@@ -739,11 +737,10 @@ class PerThreadStream(DefaultStream):
         return handle
 
 
-class _ThreadStreams(threading.local):
+class _ThreadStreams(ThreadLocal, streams=dict):
     """The calling thread's per-thread default streams of one driver, by device ordinal."""
 
-    def __init__(self) -> None:
-        self.streams: dict[int, _OfThread] = {}
+    streams: dict[int, _OfThread]
 
 
 class _OfThread:

@@ -1,4 +1,4 @@
-"""Locks for ``with`` blocks in which a signal handler may raise.
+"""Locks for ``with`` blocks in which a signal handler may raise, and data of threads that finalisers may read.
 
 Since Python 3.12 a handler may raise where a loop goes on from within an ``if``, and this jump is not part of the block
 around the loop: the block does not end, and the lock stays held. So a loop with an ``if`` at the end of its body is in
@@ -9,8 +9,30 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-__all__ = ["Lock", "RLock"]
+__all__ = ["Lock", "RLock", "ThreadLocal"]
+
+
+class ThreadLocal(threading.local):
+    """Values of the calling thread. A subclass names the function that makes each: ``class Mine(ThreadLocal, a=dict)``.
+
+    A value is made by the thread's first use of it, not by ``__init__``: a finaliser that runs during that would find
+    the object without its values.
+    """
+
+    _makes: ClassVar[dict[str, Callable[[], Any]]]
+
+    def __init_subclass__(cls, **makes: Callable[[], Any]) -> None:
+        cls._makes = makes
+
+    def __getattr__(self, name: str) -> Any:
+        make = self._makes.get(name)
+        if make is None:
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, make())  # A finaliser may have made it meanwhile.
+
 
 if sys.version_info < (3, 14):
     Lock = threading.Lock

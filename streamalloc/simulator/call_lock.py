@@ -23,6 +23,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamalloc.driver.locks import ThreadLocal
+
 _SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM"]]
 """Signals whose handlers are delayed. A raising handler of another signal breaks the machine."""
 
@@ -49,11 +51,11 @@ class Caller:
     in_host_function: bool = False
 
 
-class Threads(threading.local):
-    """Thread-local data of a machine; ``caller`` is the calling thread."""
+class Threads(ThreadLocal, caller=Caller):
+    """Thread-local data of a machine."""
 
-    def __init__(self) -> None:
-        self.caller = Caller()
+    caller: Caller
+    """The calling thread."""
 
 
 class WaitEnded(BaseException):

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import streamalloc
-from streamalloc.driver.locks import Lock, RLock
+from streamalloc.driver.locks import Lock, RLock, ThreadLocal
 from tests.interrupting import Interrupted, interrupts, since_3_11
+from tests.support import in_threads
 
 
 def _hold(lock: Any) -> None:
@@ -99,3 +100,23 @@ def test_no_loop_leaves_the_block_of_a_lock() -> None:
 _OF_A_LOCK = re.compile(
     r"with [\w.]*_?(asking|beginning|calling|in_use|lock|opening|phases|serving|snapshots|tables|unmapping):"
 )
+
+
+def test_a_value_of_a_thread_that_a_finaliser_reads_while_it_is_made() -> None:
+    """Both find the same value."""
+    found: list[object] = []
+
+    def make() -> object:
+        if not found:
+            found.append(None)
+            found.append(here.value)  # as a finaliser may, whenever the collector runs
+        return object()
+
+    class Here(ThreadLocal, value=make):
+        value: object
+
+    here = Here()
+    assert here.value is here.value is found[1]
+    with pytest.raises(AttributeError, match="other"):
+        here.other  # noqa: B018
+    assert in_threads(lambda: here.value)[0] is not found[1]
