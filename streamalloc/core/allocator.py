@@ -115,6 +115,7 @@ class Allocator(Unique, BufferSource):
             nbytes = size_of("nbytes", nbytes)
         handle = ordered.unlent or ordered.ready(True)
         if handle is None or ordered._session is not self._session:
+            # With the argument, not with ``ordered``: a library's object may have another stream by now.
             return self._allocate_checked(nbytes, stream)
         buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes

@@ -215,6 +215,8 @@ class Stream(Closes, Shown):
         """``CUstream`` if this thread may queue work by a direct call now; None for the checked way. ``allocates``:
         whether the work is an allocation; then also None if the stream is being captured.
         """
+        # Each kind of stream has this method, and writes out the question for a capture: a shared function would cost
+        # each allocation another call. A rule that concerns all kinds goes into each.
         handle = self.direct
         if allocates and handle is not None:
             is_capturing = self._session.cuStreamIsCapturing
@@ -827,6 +829,7 @@ class LibraryStream(Stream):
     def ready(self, allocates: bool = False) -> Any | None:
         handle = self.direct
         if handle is None:
+            # It is also None if the owner has to be asked. Then ``caller`` tells whether something forbids the call.
             if not self.caller or self.owner.is_closed:
                 return None
             handle = self._raw

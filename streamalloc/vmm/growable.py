@@ -123,6 +123,14 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
+        self._resize(nbytes, after, release)
+
+    @claimed
+    def grow(self, nbytes: int) -> None:
+        """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``, in one step if other threads resize, too."""
+        self._resize(self._nbytes + checked_size("nbytes", nbytes))
+
+    def _resize(self, nbytes: int, after: After = None, release: bool = True) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
         self._check_usable()
         self._check_thawed()
@@ -139,10 +147,6 @@ class GrowableBuffer(VirtualBuffer):
                 wait_for_users(after, self._session, (entry.rights for entry in spare))
                 self._shrink_to(spare[0].offset, size)
         self._nbytes = size
-
-    def grow(self, nbytes: int) -> None:
-        """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``."""
-        self.resize(self._nbytes + checked_size("nbytes", nbytes))
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

@@ -86,7 +86,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "wake": mapping,
     "evict": VirtualBuffer._evictable,
     "restore": mapping,
-    "grow": vmm.GrowableBuffer.resize.__wrapped__,  # type: ignore[attr-defined]
+    "grow": vmm.GrowableBuffer._resize,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {
@@ -150,6 +150,19 @@ def test_who_waits_for_a_claim_sleeps() -> None:
     thing.use(hold)
     thread.join(WAIT)
     assert took[0] < 0.05
+
+
+def test_two_threads_grow_a_buffer() -> None:
+    """No growth is lost."""
+    device = sa.Device(0, driver=sd.simulated())
+
+    def grow(buffer: vmm.GrowableBuffer) -> None:
+        buffer.grow(100)
+
+    function: Any = vmm.GrowableBuffer.grow
+    for buffer in interleaved(function.__wrapped__, lambda: vmm.GrowableBuffer(device, 1000, 50), grow, grow):
+        assert buffer.nbytes == 250
+        buffer.close()
 
 
 @pytest.mark.simulated_only("an interleaving is the same on any driver")
