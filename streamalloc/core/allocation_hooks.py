@@ -94,7 +94,7 @@ class Tap:
                 for watcher in watchers:
                     watcher.allocated(owner, address, nbytes, stream)
         except BaseException:
-            # No buffer has the memory yet.
+            # A watcher has raised. No buffer owns the memory yet, so nothing else would free it.
             if not result:
                 self.free(ptr, stream, except_for)
             raise
@@ -124,7 +124,9 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """Let watchers process their notes after a free. A finaliser's free does not, because a finaliser must not wait."""
+    """Let watchers process their notes after a free, unless a finaliser of this package made it: a finaliser must not
+    wait.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_code.co_name == "__del__":
@@ -149,7 +151,7 @@ def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
 
 
 def bare(alloc: Any) -> Any:
-    """Return the driver's own allocation function, for memory that belongs to graphs."""
+    """Return the driver's own allocation function, without a tap, for memory that belongs to graphs."""
     tap = tap_of(alloc)
     return alloc if tap is None else tap._alloc
 

@@ -116,7 +116,9 @@ class Residence(NamedTuple):
 
 
 class PlainSource(BufferSource):
-    """Location of one memory that is of no pool; its buffer's source."""
+    """Source of one buffer whose memory no allocator of this package gave: memory of other code, or of a graph that is
+    built by nodes.
+    """
 
     __slots__ = ("_managed",)
 
@@ -272,7 +274,7 @@ class Buffer(Memory, Closes):
 
     @property
     def owner(self) -> object:
-        """Pool of the allocation."""
+        """Pool of the allocation; None if it is not known."""
         return self._allocator._pool_of(self)
 
     @property
@@ -369,7 +371,8 @@ class Buffer(Memory, Closes):
         gone.
         """
         error = free_refused(result, ordered)
-        # An error other than that of an unknown address may concern the stream: another stream may have been destroyed.
+        # An invalid value means that the driver does not know the address. Other errors of is_gone may come from the
+        # stream that the caller named, which may have been destroyed: then the memory still exists.
         if not is_gone(error) or (ordered is not self._stream and not isinstance(error, InvalidValueError)):
             self._ptr, self._shared = ptr, shared
         return error
@@ -480,8 +483,8 @@ class PoolBuffer(Buffer):
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = GLOBAL
-        # Listed from before the handle is read until the pop below, so that a close on another thread leaves the handle
-        # valid.
+        # While the list has an entry, a close of the stream on another thread does not destroy it. So the entry is made
+        # before the handle is read. Only the number of entries counts.
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
@@ -519,8 +522,11 @@ class GraphBuffer(Buffer):
     __slots__ = ("_address", "_capture", "node")
 
     _address: int
-    """Address that a free in the capture keeps."""
+    """Address of the memory, for :attr:`address` once a free in the capture has cleared ``_ptr``."""
     _capture: Capture | _Graphs | None
+    """The capture that allocated the memory, or its stand-in for a graph that is built by nodes; None for a capture by
+    other code.
+    """
     node: Any
     """The allocation's ``CUgraphNode``, if :meth:`add_to` made it; otherwise unset."""
 
@@ -732,7 +738,9 @@ def free_refused(result: Any, stream: Stream) -> CudaError:
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take the ``CUdeviceptr`` of a shared buffer, which then counts as freed. Returns None if it was freed already."""
+    """Take the ``CUdeviceptr`` of a shared buffer, which then counts as freed; the caller frees the memory. Returns
+    None if it was freed already.
+    """
     shared = buffer._shared
     buffer._shared = None
     return None if shared is None else shared[1]

@@ -1,4 +1,5 @@
-"""Capabilities of a device: the properties that NVIDIA's documentation says to query before using these APIs.
+"""Capabilities of a device: the properties that a program must query, by NVIDIA's documentation, before it uses the
+memory APIs.
 
 The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
 capability is one new field.
@@ -25,6 +26,7 @@ def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> A
 
 
 def _derived(about: str) -> Any:
+    """Define a field that is no device attribute; :func:`query_capabilities` finds its value."""
     return dataclasses.field(metadata={"attribute": None, "about": about})
 
 
@@ -125,8 +127,8 @@ def query_capabilities(session: Session, ordinal: int) -> Capabilities:
 
 
 def _managed_memory_pools(session: Session) -> bool | None:
-    """Whether managed pools work: the bindings must define them, and every device must have concurrent managed
-    access.
+    """Whether managed pools work: the bindings must define them, the driver must be one for CUDA 13.0, and every device
+    must have concurrent managed access. None if the bindings do not define them.
     """
     if enum_member("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_MANAGED") is None:
         return None

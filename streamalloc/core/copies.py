@@ -140,7 +140,7 @@ class CopySide:
 
     @classmethod
     def of(cls, memory: MemoryBase) -> Self:
-        """Memory of ours."""
+        """Return memory of this package as a side of a copy."""
         memory._check_usable()
         return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
 
@@ -191,7 +191,8 @@ class CopySide:
             found = cuda_array(interface, name)
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
-            # With one device the address is enough for the driver.
+            # The owning device decides between a plain copy and one between devices, so with one device it is not
+            # asked for.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
             place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
@@ -246,7 +247,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    # The driver refuses pool memory while another device's context is current, and mapped memory while none is.
+    # The driver refuses pool memory while another device's context is current, and mapped memory while none is. Then
+    # the caller makes the copy again, with the stream's own context current.
     if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) == int(session.context(ordinal))):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))

@@ -66,7 +66,9 @@ from streamalloc.driver.internal import SETTLERS, Lock, RLock
 T = TypeVar("T")
 
 MOST_PER_SYNC = 32
-"""Most failed attempts per synchronisation of the host, a frequent point of work."""
+"""Most failed attempts at one synchronisation of the host. Programs synchronise often, and many items that cannot end
+yet would make each one slow.
+"""
 
 
 class Deferred(abc.ABC):
@@ -81,7 +83,9 @@ class Deferred(abc.ABC):
     _dropped_with: weakref.ref[object]
     """The object with whose end the item is submitted (:meth:`DeferredQueue.end_with`); often unset."""
     _round: int
-    """Round of the last attempt; -1 if not attempted since it was submitted."""
+    """Number of the round (:meth:`DeferredQueue.work`) of the last attempt; -1 if the item was submitted again during
+    that attempt.
+    """
 
     @abc.abstractmethod
     def attempt(self) -> bool:
@@ -168,7 +172,10 @@ class DeferredQueue:
         return any(self.captures.values())
 
     def beside_captures(self) -> contextlib.AbstractContextManager[object]:
-        """A ``with`` block whose unsafe calls break no capture of another thread."""
+        """A ``with`` block whose unsafe calls break no capture of another thread.
+
+        The thread that captures gets no guard: the driver checks its calls by the mode that its program chose.
+        """
         forbidding = {*self.captures.values(), 0} if self.captures else ()
         others = len(forbidding) > 1 and threading.get_ident() not in forbidding
         return self._guard() if others else _UNGUARDED
@@ -234,7 +241,8 @@ class DeferredQueue:
         me = threading.get_ident()
         if not self.has_work() or self.paused or me in self._working:
             return 0
-        total, left = 0, [math.inf if most is None else most]  # number of attempts that may still be in vain
+        # `left` has one number: the attempts that may still fail. The rounds change it.
+        total, left = 0, [math.inf if most is None else most]
         try:
             self._working[me] = None
             # Errors of the guard are not raised: the caller's own act is done.
@@ -269,7 +277,10 @@ class DeferredQueue:
                 _unfinished.add(self)
 
     def _round(self, me: int, left: list[float]) -> int:
-        """Attempt each item once, new items first. Returns the number that ended."""
+        """Attempt each item once, new items first. Returns the number that ended.
+
+        ``left[0]``: the number of waiting items that may still be attempted.
+        """
         ended, now = 0, next(self._rounds)
         while (item := self._take(me, now, left)) is not None:
             try:
@@ -285,8 +296,8 @@ class DeferredQueue:
         return ended
 
     def _take(self, me: int, now: int, left: list[float]) -> Deferred | None:
-        """Take a new item off the queue, or the item whose attempt is longest ago; None if none is left in
-        this round.
+        """Take a new item off the queue, or else the item whose attempt is longest ago; None if none is left in this
+        round. Before that, this thread's last item goes back if it has not ended.
         """
         with self._lock:
             self._put_back(me)
@@ -390,8 +401,8 @@ class HandleEnd(Deferred):
 
 
 def end_handle(session: Session, call: str, raw: Any) -> Any:
-    """End a handle by one driver call, or later if the driver refuses it now. For finalisers too. Returns the
-    ``CUresult``.
+    """End a handle by one driver call, or later by an item if the driver refuses now. Returns the ``CUresult``.
+    Finalisers call this too: it waits for nothing.
     """
     result = getattr(session.driver, call)(raw)[0]
     if result and not is_gone(error_from(result, call)):
@@ -402,7 +413,7 @@ def end_handle(session: Session, call: str, raw: Any) -> Any:
 def work(session: Session, most: int | None = None) -> int:
     """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
     queue = deferred_queue(session)
-    # First, because this is cheaper than the check of the driver.
+    # In this order, because `has_work` is cheaper than `usable`, and most calls find no work.
     if not queue.has_work() or not session.usable:
         return 0
     return queue.work(most)
@@ -419,5 +430,5 @@ def work_all(hidden: type[Exception] = CudaError) -> int:
     return sum(map(len, queues))
 
 
-# A failing item stays, and is reported as a leak.
+# With all errors hidden: an item that fails stays in its queue, and the report of leaks shows it.
 SETTLERS.append(functools.partial(work_all, Exception))

@@ -140,7 +140,8 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The calling thread's default stream. Memory of it that another thread frees is freed on the legacy stream.
+        """The calling thread's default stream. Memory that was allocated on it and that another thread frees is freed
+        on the legacy stream.
 
         Synchronise it before its thread ends: driver 580 hangs if it then still works on memory of pools.
         """
@@ -263,7 +264,7 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
 
 
 def session_for(where: object, driver: Driver | None) -> Session:
-    """The session of a device's driver, or of ``driver``, or of the default driver."""
+    """The session of the driver of ``where`` if that is a device; otherwise of ``driver``, or of the default driver."""
     if not isinstance(where, Device):
         return Session.of(driver if driver is not None else default_driver())
     if driver is not None and driver is not where.driver:

@@ -269,8 +269,8 @@ def is_gone(error: CudaError) -> bool:
     return isinstance(error, (*LOST, InvalidHandleError))
 
 
-# Answers by exception class, without the prefix. CudaError stands for all others. The first answer is used for a
-# refused call.
+# Answers by exception class, without the prefix CUDA_ERROR_. All other answers are a plain CudaError. If the package
+# itself refuses a call, the error has the first answer of its class.
 _ANSWERS: dict[type[CudaError], str] = {
     InvalidValueError: "INVALID_VALUE",
     OutOfMemoryError: "OUT_OF_MEMORY",
@@ -297,7 +297,8 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# Exception classes and hints for an answer of certain functions, by the first word of the name after "cu".
+# Exception classes and hints for answers that mean something else for certain functions. A key is the first word of the
+# function's name after "cu", and the answer.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -400,7 +401,7 @@ class undoing:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Call all of these even if some fail, then raise the first ``CudaError`` with the others attached."""
+    """Call all functions even if some raise a ``CudaError``, then raise the first one with the others attached."""
     first: CudaError | None = None
     for undo in undos:
         try:

@@ -24,7 +24,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 
 class EventLike(Protocol):
-    """An event of cuda.core."""
+    """Type of an event of cuda.core. :func:`foreign_event` recognises one by its class's module and this attribute."""
 
     @property
     def is_done(self) -> bool: ...
@@ -44,9 +44,11 @@ class Spares(list[Any]):
 
     def __init__(self) -> None:
         self.open: bool = True
+        """False once the stream has ended: then no event is kept."""
 
     def keep(self, raw: Any, session: Session) -> None:
         """Keep an event, or destroy it if another thread has closed the stream."""
+        # Appended before the check: otherwise a close between the two would leave the event in the list for ever.
         self.append(raw)
         if not self.open:
             self.destroy_all(session)
@@ -116,7 +118,8 @@ class Event(Closes, Shareable, Shown):
         TypeError, ValueError
             ``handle`` is no such handle.
         CudaError
-            The handle is no event's, or of this process. One of a process that has ended is opened.
+            The handle is not that of an event, or the event is of this process. The handle of a process that has ended
+            raises no error.
 
         Examples
         --------
@@ -254,7 +257,7 @@ def is_done(result: Any, call: str) -> bool:
 
 
 def foreign_event(event: object) -> Any | None:
-    """Return the driver's event of a cuda.core or bindings event; None for other objects."""
+    """Return the ``CUevent`` of an event of cuda.core or of the bindings; None for other objects."""
     if isinstance(event, cuda.CUevent):
         return event
     if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
@@ -274,11 +277,12 @@ class _StreamEnd(Deferred):
         self.event = event
 
     def attempt(self) -> bool:
-        return self.event.closed or has_passed(self.event)  # The owner of its stream closes it after a synchronisation.
+        # A closed event counts as complete: its owner has synchronised with it before the close.
+        return self.event.closed or has_passed(self.event)
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
-"""Ends that are in the deferred queue."""
+"""Items of ended streams that the deferred queue holds. A fence over all known streams takes their events."""
 
 
 def defer_end(session: Session, last: Event) -> None:
@@ -291,8 +295,10 @@ def defer_end(session: Session, last: Event) -> None:
 
 
 def has_passed(event: Event) -> bool:
-    """Whether an event has completed, or its context is lost; then synchronise with it, so that pools can reuse the
-    memory of earlier frees.
+    """Whether an event has completed, or its context is lost.
+
+    If it has completed, the host also synchronises with it (``cuEventSynchronize``). Only then can pools give the
+    memory of the frees before the event to any stream.
     """
     try:
         if not event.query():
@@ -308,21 +314,23 @@ def has_passed(event: Event) -> bool:
 # -- await in asyncio ----------------------------------------------------------------------------------------
 
 _TURNS = 1e-4
-"""Seconds during which each turn of the loop queries a new wait."""
+"""Age in seconds up to which a wait queries its event at each turn of the loop, so that a short wait ends at once."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Fewest and most seconds between two queries of a wait. A younger wait is queried more often."""
+"""Least and greatest pause in seconds between two queries of an older wait. Between these it is an eighth of the wait's
+age.
+"""
 _PER_WAIT, _MANY = 3e-5, 3e-2
-"""Least seconds of a pause for each wait of the loop, and the most of their sum. Many waits then do not keep the loop
-busy.
+"""Least pause in seconds for each wait of the loop, and the largest value of their sum. Without it, the queries of many
+waits would keep the loop busy.
 """
 
 waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKeyDictionary()
-"""Entries by event loop, one for each wait."""
+"""The unfinished waits of each event loop, as a list with one None for each. Only the length of a list counts."""
 
 
 def _has_finished(event: Event) -> bool:
     """Whether an event has completed. If so, the driver has seen that the frees before it have run."""
-    # In another mode, a query would invalidate captures of other streams.
+    # In another capture mode, a query would invalidate captures of other streams.
     with event._session.relaxed():
         if not event.query():
             return False
@@ -335,7 +343,8 @@ async def finished(event: Event) -> None:
 
     No pause depends on how long a query took: one slow query must not delay the end of the wait.
     """
-    # A running loop has already imported it. At module level the import would double the package's import time.
+    # A program with a running loop has imported asyncio. At module level the import would double the package's import
+    # time.
     from asyncio import get_running_loop, sleep
 
     loop = get_running_loop()
@@ -348,4 +357,4 @@ async def finished(event: Event) -> None:
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        several.pop()  # The loop may be gone, and its entry with it.
+        several.pop()  # Not from `waits[loop]`: the loop may be gone, and `waits` then has no list for it.

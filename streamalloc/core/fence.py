@@ -105,7 +105,7 @@ class Fence:
     ) -> None:
         self.session: Session = session
         self._thread = None if ends is None else 0 if in_item else threading.get_ident()
-        """The thread that named the ends; 0 if none did, None for all known streams."""
+        """The thread that named the ends; 0 for an item, which any thread may attempt; None for all known streams."""
         self.queueing: int = threading.get_ident() if queueing else 0
         """The thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not done, and no
         record of a stream is kept. A signal handler cannot raise while an attribute is set, so the fence is never left
@@ -227,7 +227,7 @@ def _may_work(end: Event | Stream) -> bool:
 
 
 def _unknown_end(stream: Event | Stream, call: str) -> CudaError:
-    """Return the error of a call that would have to come after the work of such a stream."""
+    """Return the error of a call that would have to come after the work of a stream of :func:`_may_work`."""
     why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
     return refused(NotReadyError, call, why)
 
@@ -285,9 +285,11 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
     ``all_threads``: the per-thread default stream stands for those of all threads.
     """
     if all_threads and isinstance(stream, PerThreadStream):
-        stream = legacy_stream(stream.device)  # The legacy stream comes after all blocking streams.
+        # Per-thread default streams are blocking streams, so the legacy stream comes after those of all threads.
+        stream = legacy_stream(stream.device)
     elif isinstance(stream, LegacyStream):
-        # A blocking stream's work runs after all queued work of the legacy stream.
+        # Not on the legacy stream itself, where later work of all blocking streams would wait for the record. Work of a
+        # new blocking stream runs after all queued work of the legacy stream, too.
         return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
     return record_uncaptured(stream)
 
@@ -339,7 +341,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if isinstance(stream, DefaultStream):
         stream = legacy_stream(stream.device)
     if not stream.closed:
-        # Attempts items of queue_behind, which may need other streams' locks: not below, under the lock of this one.
+        # This attempts items of queue_behind, which may need the locks of other streams. Below, under this stream's
+        # lock, two threads could then wait for each other.
         stream._checked_raw()
 
     def use() -> tuple[T] | None:
@@ -357,7 +360,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
         def act_and_wait(substitute: Stream) -> T:
             result = act(substitute)
-            substitute._call("cuStreamSynchronize")  # the pool may then give freed memory to any stream
+            # The pool gives memory that `act` has freed to any stream only once the host has synchronised.
+            substitute._call("cuStreamSynchronize")
             return result
 
         return _on_new_stream(stream.device, act_and_wait)
@@ -365,8 +369,10 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
-    """Call ``act`` with a new stream. It is non-blocking, because a wait on a blocking stream would delay all blocking
-    streams.
+    """Call ``act`` with a new stream, and close the stream.
+
+    It is non-blocking by default: if a blocking stream waited, the legacy stream and through it all blocking streams
+    would wait, too.
     """
     with device.create_stream(blocking=blocking) as substitute:
         return act(substitute)
@@ -442,7 +448,8 @@ def _while_open(stream: Stream, act: Callable[[], T]) -> T:
         if is_default:
             queue.refuse_captures("work on a default stream")
         try:
-            stream._attempting += (me,)  # There is no call here, because a signal handler could raise after it.
+            # Not by `append`: a signal handler could raise after a call, and the entry would be left.
+            stream._attempting += (me,)
             return act()
         finally:
             stream._attempting.remove(me)

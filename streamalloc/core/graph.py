@@ -192,9 +192,9 @@ class Capture(contextlib.AbstractContextManager[Graph]):
     def _begin(self, raw: Any) -> None:
         self._queue.begin_capture(self, forbids=self._mode == GLOBAL)
         captures_changed(self._session)
-        # A deferred item may be using the stream on another thread.
+        # A deferred item may be freeing memory on the stream, on another thread: the capture would record the free.
         with self._origin._in_use:
-            # First, so that the capture is ended if a signal handler raises when the call returns.
+            # Set before the call: if a signal handler raises when the call returns, `__exit__` still ends the capture.
             self._begun = True
             try:
                 hint = "is the stream being captured already, or a legacy one?"

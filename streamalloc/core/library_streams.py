@@ -61,7 +61,8 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
-# Attributes that may have the handle, in the order of the attempts.
+# Attributes that may have the handle, in the order of the attempts: the name for error messages, and the function that
+# returns the handle, or None without such an attribute.
 _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
@@ -176,9 +177,11 @@ _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
 }
-"""Keys in the table for PyTorch's stream types."""
+"""Functions that return the key of a PyTorch stream, by module and name of its class. The key is the handle and the
+device, because PyTorch makes a new object at each call.
+"""
 _keys: dict[type, Callable[[Any], Hashable]] = {}
-"""Key of an object in the table, by its type; by default its ``id``."""
+"""Functions that return the key of an object in the table, by the object's type; for other types ``id`` does."""
 
 
 class LibraryStreams:
@@ -190,7 +193,7 @@ class LibraryStreams:
         self.entries: dict[Hashable, tuple[object, Any]] = {}
         """A library's object and its ``Stream``, by key. The latest entry comes last."""
         self.latest: tuple[object, Any] = object(), None
-        """The entry that was found last. It is compared first."""
+        """The entry that was found or kept last. Callers compare its object before they call :meth:`find`."""
 
     def find(self, stream: Any) -> Any | None:
         """Return the ``Stream`` kept for a library's object; None if there is none."""
@@ -201,8 +204,8 @@ class LibraryStreams:
         return entry[1]
 
     def keep(self, stream: Any, found: T) -> list[T]:
-        """Keep ``found``, the stream of a library's object, as the latest entry. Returns the entries that it
-        displaces.
+        """Keep ``found``, the ``Stream`` of a library's object, as the latest entry. Returns the ``Stream`` of each
+        entry that it displaces.
         """
         kind = type(stream)
         of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))

@@ -146,7 +146,7 @@ class Memory(Copyable, Migrating):
         self._check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        # Not of this object: NumPy would try the buffer protocol first, which uses this array.
+        # Not `np.asarray(self)`: NumPy tries the buffer protocol first, and `__buffer__` calls this method.
         return np.asarray(SimpleNamespace(memory=self, __array_interface__=self.__array_interface__))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -175,7 +175,8 @@ class Memory(Copyable, Migrating):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # The first time the stream is marked as lent. A listener must be notified each time.
+            # The plain case, which reads no property. A stream that is not `capturable` yet was never lent: `handle`,
+            # below, marks it. It also notifies a listener, which must hear of each export.
             if (
                 stream.direct is not None
                 and stream.capturable
@@ -234,7 +235,7 @@ class Memory(Copyable, Migrating):
                 if nbytes and window is not None:
                     if stream != -1:
                         self._order(stream)
-                    first = int(ptr) - 1
+                    first = int(ptr) - 1  # the window begins at address 1
                     part: Any = window[first : first + nbytes]
                     part.memory = self
                     return part.__dlpack__(max_version=max_version)
@@ -539,7 +540,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            return  # it cannot be copied, and the copy raises
+            return  # it is no memory and no array: the copy raises an error that says so
         dtype, shape = form
         if dtype != self.dtype:
             raise TypeError(f"{name} has elements of {dtype}, not of {self.dtype}; .bytes copies whatever they are")
@@ -637,7 +638,9 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
 
 
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """The type and shape of memory or of an array; None for other objects."""
+    """The type and shape of memory or of an array; None for other objects. Memory without a type counts as ``uint8``
+    in one dimension.
+    """
     if isinstance(other, MemoryBase):
         dtype = getattr(other, "dtype", None)
         return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]

@@ -170,9 +170,10 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
 Where: TypeAlias = "Device | MemLocation"
 
+# Advice whose location is a device or the host, not a NUMA node; and all advice that takes a location.
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
-_INT = 4
+_INT = 4  # bytes of a C int, which each attribute is, or a list of
 _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 
 
@@ -305,7 +306,11 @@ class Migrating(MemoryBase):
 
     @property
     def accessed_by(self) -> frozenset[MemLocation]:
-        """Devices, or the host, whose page tables keep the managed memory mapped; assign those that are to."""
+        """Devices, or the host, whose page tables keep the managed memory mapped.
+
+        Assign the complete set: the advice is set for new members, and unset for those that are missing
+        (``cuMemAdvise``).
+        """
         return frozenset(self.range_attributes().accessed_by)
 
     @accessed_by.setter
@@ -404,7 +409,7 @@ _ATTRIBUTES = (
 
 
 def _place(kind: Any, number: Any) -> MemLocation | None:
-    """The location with a type and an id; the id matters for devices and NUMA nodes only."""
+    """The location with a type and an id; None if there is none. The id counts for devices and NUMA nodes only."""
     found = MemLocationType(int(kind))
     numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
     return None if found is MemLocationType.NONE else MemLocation(found, int(number) if numbered else 0)

@@ -166,7 +166,8 @@ def bindings_member(enum_name: str, member: str) -> Any:
     return found
 
 
-# CU_DEVICE_INVALID.
+# CU_DEVICE_INVALID: the id, with one of these types, that the driver reports for a device which only other processes
+# see.
 _UNSEEN = -2
 _OF_DEVICES = (MemLocationType.DEVICE, MemLocationType.INVISIBLE)
 
@@ -256,7 +257,7 @@ class MemLocation:
         """This location as a ``CUmemLocation``."""
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
-            # 12.9 has 0 only as CU_MEM_LOCATION_TYPE_INVALID, the value in a new struct.
+            # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. A new struct already has its value, 0.
             return struct
         struct.type = bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
         if self.localized is None:

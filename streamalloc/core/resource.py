@@ -26,7 +26,8 @@ above: Any = types.SimpleNamespace()
 
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
-    # Its import needs a descriptor. Without one, the driver's answer is the error; a later object prepares.
+    # The first call imports a module, which opens a file. If no descriptor is free, this is no error yet: the driver's
+    # own answer is, and the next object prepares.
     with contextlib.suppress(OSError):
         above.prepare_for_processes()
 
@@ -125,7 +126,7 @@ class Closes(Unique, Leaves):
 
 
 def close_all(owners: Iterable[Closes]) -> None:
-    """Close these, in their order; an error leaves the rest open."""
+    """Close the owners in their order. If one raises, the later ones stay open."""
     for owner in owners:
         owner.close()
 

@@ -78,7 +78,7 @@ NOT_CALLED = (DriverMisuseError, ForkedProcessError)
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 """Capture mode (``cuThreadExchangeStreamCaptureMode``) that keeps captures of other streams valid."""
 GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-"""Capture mode that a thread has by itself."""
+"""Capture mode that each thread begins with. In it, unsafe calls invalidate captures of other threads."""
 
 
 class _ShutsAfterFork(Protocol):
@@ -120,7 +120,9 @@ class Session(_Direct):
         """Listener of a driver that checks stream order; it only records."""
         self.library_streams: LibraryStreams = LibraryStreams()
         self._contexts: dict[int, Any] = {}
+        """Primary contexts (``CUcontext``) by device ordinal."""
         self._state: dict[object, Any] = {}
+        """The object of each :class:`PerDriver` for this driver."""
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         """Objects with bound driver functions, which a forked child replaces."""
         self._lock = RLock()
@@ -190,7 +192,8 @@ class Session(_Direct):
     def create_in(self, ordinal: int, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """:meth:`call_in` for a call that creates a handle, which ``owner._raw`` gets.
 
-        It gets it within the block: if the driver refuses to restore the context, the owner still ends the handle.
+        The handle is stored before the caller's context is restored: if the driver refuses that, the owner still ends
+        the handle.
         """
         with self.current(ordinal):
             owner._raw = self.call(name, *args, hint=hint)
@@ -256,7 +259,7 @@ class Session(_Direct):
 
     @property
     def ordinals(self) -> list[int]:
-        """The devices whose primary contexts are in use."""
+        """The ordinals of the devices whose primary contexts this session has retained."""
         return list(self._contexts)
 
     def device_of(self, context: Any) -> int:
@@ -335,8 +338,8 @@ class _Current:
     """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
 
     A push and a pop, not a set: the caller's own context is current again afterwards, whatever library set it. A thread
-    that was left with our context would queue its work on default streams on another device, without an error. So both
-    blocks make the second call also if a signal handler raises right after the first.
+    that was left with our context would queue its work on default streams on another device, without an error. So the
+    pop is made even if a signal handler raises right after the push.
     """
 
     __slots__ = ("_context", "_session")
@@ -364,7 +367,9 @@ class _Current:
 
 
 class _Relaxed:
-    """Set the relaxed capture mode on entry, and the earlier one on exit."""
+    """Set the thread's capture mode to relaxed on entry, and to the earlier one on exit
+    (``cuThreadExchangeStreamCaptureMode``).
+    """
 
     __slots__ = ("_mode", "_session")
 
@@ -428,8 +433,9 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _ask_for_the_process() -> None:
-    """Make finalisers compare the process id. In a child, thread-local finalisers run before the child's sessions are
-    shut.
+    """Make finalisers compare the process id before they call the driver.
+
+    In a child, finalisers of thread-local objects run before the child's sessions are shut.
     """
     for session in sessions():
         if not session.forked:

@@ -53,7 +53,9 @@ class Attribute(Generic[T]):
     """One attribute of a pool: a reader for its value, and the CUDA version that added it."""
 
     name: str
+    """Name in :class:`PoolAttributes`."""
     driver_name: str
+    """Member of ``CUmemPool_attribute``."""
 
     def __init__(self, read: Callable[[int], T], since: str = "11.2") -> None:
         self.read = read
@@ -138,7 +140,7 @@ class PoolAttributes:
         try:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
-            # These bindings list the attribute and cannot read it.
+            # Bindings 13.1 to 13.4.2 list some attributes without the code to read them.
             needed = f"cuda-bindings {version_that_added(attribute.driver_name)}"
             raise unsupported(attribute.driver_name, needed, f"cuda-bindings {BINDINGS_VERSION}") from error
         except InvalidValueError as error:

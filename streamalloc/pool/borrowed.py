@@ -45,9 +45,13 @@ if TYPE_CHECKING:
 _TRIES = 5
 """Most attempts of a call of :class:`OnceIdle`, after refusals by the driver."""
 _IDLE_PAUSE = 0.02
-"""Seconds between two of its threads while a device is busy, because points of work may come more often."""
+"""Least seconds between two threads that :class:`OnceIdle` starts while a device is busy. Otherwise each point of work
+would start one.
+"""
 _QUERIES = (0.0, 0.00005, 0.0002)
-"""Seconds before each query of the devices' work. They are few, because the thread begins anew later."""
+"""Seconds before each query of the devices' work. There are few queries, because a later point of work starts another
+thread.
+"""
 THIS = "this"
 """Value of ``owner`` for a handle that its new object ends."""
 
@@ -84,7 +88,8 @@ def number_of_handle(name: str, value: Any, kind: type) -> int:
 def check_handle(session: Session, name: str, value: Any, kind: type) -> int:
     """Return a handle of the class ``kind`` as a number; refuse one that the driver would crash on.
 
-    The handles of driver 580 are addresses of this process, which it reads unchecked. So are its contexts'.
+    The handles of driver 580 are addresses of this process, which it reads unchecked. A driver's context shows whether
+    its handles are such addresses: only then the handle is checked.
 
     Raises
     ------
@@ -130,7 +135,7 @@ class OnceIdle(Deferred):
 
     def _run(self) -> None:
         for _ in range(_TRIES):
-            # After the error of a lost context there is no work to wait for.
+            # An error of a lost context goes on to the call: there is no work to wait for.
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self._idle():
                     deferred_queue(self._session).submit(self)
@@ -184,7 +189,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # for a dropped buffer, because the call waits, which an item must not
+        if self._call:  # The call waits, which an attempt must not. So a thread makes it once the devices are idle.
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
@@ -200,7 +205,7 @@ class PlainEnd(HandleEnd):
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
-    """End memory. Takes the arguments of the driver's function for frees."""
+    """End memory, in the place of the driver's function for frees: with its arguments and its answer."""
     end.end()
     return (cuda.CUresult.CUDA_SUCCESS,)
 

@@ -119,7 +119,9 @@ class PoolEnd(HandleEnd):
         if self._frees is None:
             self._frees = Fence(self._session)
         if self._frees.done():
-            self._frees = None  # A pending free is on an unknown stream, or was made later.
+            # If the pool is still not empty, a free is on a stream that is not known, or was made after the fence: the
+            # next attempt makes a new fence.
+            self._frees = None
         return self._is_empty()
 
     def _is_empty(self) -> bool:

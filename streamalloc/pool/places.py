@@ -78,9 +78,11 @@ def location_of_pool(
 ) -> MemLocation | None:
     """Return the location of a pool; None if the pool was not made here and its location cannot be found.
 
-    Not all bindings can read it. A device always has access to its own pool. So if one device has access to device
-    memory, it owns the memory. The locations of default and current pools are known. Every other pool of pinned host
-    memory counts as one of any NUMA node.
+    Not all bindings can read it from the driver. So it is inferred:
+
+    * Device memory is that of the only device with access, because a device always has access to its own pool.
+    * A pool that is the default or the current pool of a location is in that location.
+    * Other host memory counts as that of any NUMA node.
     """
     known = pool_locations(session).get(int(raw))
     if known is not None:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 OutOfMemoryPolicy: TypeAlias = Literal["raise", "sync-trim-retry"] | Callable[[OutOfMemoryError], bool]
 _POLICIES = ("raise", "sync-trim-retry")
 
+# In the order of the fields of PoolStatistics.
 _FIGURES = tuple(
     getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
     for name in ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
@@ -236,7 +237,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
         check_location(session, location)
-        # A dropped pool may still be the current one.
+        # A dropped pool may still be the current one, until its item is attempted.
         work(session)
         raw = existing_pool(session, which, location, allocation_type)
         return cls._of_handle(session, raw, location, allocation_type)
@@ -324,7 +325,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
-        """Return the live object for a driver handle, not one of an earlier pool with the same handle."""
+        """Return the live object for a driver handle; None if there is none, or only that of an earlier pool which had
+        the same handle.
+        """
         pools = pools_of(session)
         known = pools.alive.get(int(raw))
         return known if isinstance(known, MemoryPool) and known.closed == (int(raw) in pools.closed) else None
@@ -452,7 +455,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     def _shut(self) -> None:
         self.closed = True
-        # Not a bound method, which would form a cycle with the pool.
+        # Not a bound method, which would form a cycle with the pool: a dropped pool would then wait for the collector.
         self._alloc = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
@@ -505,7 +508,8 @@ class CurrentPool(Allocator):
 
     def __init__(self, device: Device) -> None:
         session = session_for(device, None)
-        session.check_process()  # a forked child shuts only the allocators that its parent has made
+        # A fork shuts the allocators that the parent has made; this one may be new in the child.
+        session.check_process()
         function = session.driver.cuMemAllocAsync
 
         self.location: MemLocation = device.location
@@ -595,7 +599,8 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
     """Return location and kind of a pool, as the driver tells them; the location is None if it does not."""
     made = MemoryPool.__new__(MemoryPool)
     made._session, made._raw, made.closed = session, raw, False
-    # First: driver 580 answers the other call for destroyed pools as well, or crashes.
+    # The attribute is read first, because driver 580 refuses it for a destroyed pool. cuMemPoolGetAccess, below, would
+    # give an answer, or crash.
     hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())

@@ -94,7 +94,10 @@ class _Source(Allocator):
 
 
 def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[Any, PlainEnd]:
-    """Obtain memory, in the place of the driver's function for allocations. No method, which would form a cycle."""
+    """Obtain memory, in the place of the driver's function for allocations. ``request``: the allocator and the stream.
+
+    This is no method, because the allocator keeps the function: a bound method would form a cycle with it.
+    """
     source, stream = request
     return cuda.CUresult.CUDA_SUCCESS, source._end_of_new(nbytes, stream)
 
@@ -190,7 +193,7 @@ class PlainMemory(_Source):
 
 
 class _GivenEnd(PlainEnd):
-    """The end of memory that a function gave."""
+    """The end of memory that the function of a :class:`CallbackAllocator` returned."""
 
     __slots__ = ("_memory", "_nbytes")
 

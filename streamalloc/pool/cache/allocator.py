@@ -50,8 +50,9 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
 
 _NOWHERE = object()
+"""Key under which no stream has free lists: with it, each allocation takes the checked way."""
 _ADDRESSES = 1 << 48
-"""Bytes of a device's addresses."""
+"""Bytes that addresses of 48 bits reach. A larger size takes the checked way, which refuses it or asks the pool."""
 
 
 class CacheStatistics(NamedTuple):
@@ -333,13 +334,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
         if event is None:
             return False
+        # Of two threads that free the buffer, only the first still finds the block in it.
         if buffer._ptr is block:
             buffer._ptr = None
             cache.put_behind(event, block)
         return True
 
     def _free_cached(self, buffer: CachedBuffer, ordered: Stream) -> None:
-        """Free a buffer on a checked stream: to a free list if possible, otherwise to the pool."""
+        """Free a buffer on a checked stream: to its free list, behind an event to its own stream, or to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
         cache: StreamCache = block.size_class.owner

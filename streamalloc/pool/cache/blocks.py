@@ -28,7 +28,7 @@ else:
 B = TypeVar("B", bound=Buffer)
 
 UNIT = 512
-"""Bytes. Pools align to this, so smaller blocks would save nothing."""
+"""Bytes of which each block is a multiple. Pools align to this, so smaller blocks would save nothing."""
 _DEFER: StillImported = "defer"
 
 
@@ -71,6 +71,7 @@ class CachedBlock(_Pointer):
     cache has ended.
     """
     size_class: SizeClass
+    """Size class of the block, on the one stream that it serves."""
 
 
 def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:

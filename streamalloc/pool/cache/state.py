@@ -65,9 +65,11 @@ from streamalloc.pool.pool import POOL_STEP, MemoryPool
 _LARGEST_FIT = 5
 """A request may take a free block of up to five times its size."""
 _LARGEST_KEPT = 2
-"""A free list of a larger class keeps serving only below this multiple of the request's class. From the multiple on,
-if the request's class has blocks of its own, each request first searches its own class. Otherwise half-precision
-tensors would use up the blocks of full-precision ones.
+"""Limit for the size of a larger class's blocks, as a multiple of the request's class.
+
+Below it, the larger class's free list serves the next requests of the same size, too. From it on, the next request
+first searches its own class, if that has blocks, free or in use. Otherwise half-precision tensors would use up the
+blocks of full-precision ones, which are twice as large.
 """
 _MAX_SIZES = 1 << 14
 """Number of requested sizes whose free list a stream remembers, in 1 MiB of dictionary."""
@@ -82,8 +84,8 @@ _MAX_ALLOWANCE = 2.0
 _MAX_OF_SEVERAL = 2.5
 """Largest factor for several streams. They share free memory through the pool only, and in pieces."""
 _QUERIES = 1 << 8
-"""Event queries before a trim: enough for an idle stream. A busy stream is not waited for; the next time it is asked
-once.
+"""Most queries of the event behind the frees of a stream's free blocks: enough for an idle stream to reach it. After a
+stream that did not reach it in time, the next event is queried once, because nobody waits for a busy stream.
 """
 
 
@@ -109,7 +111,7 @@ class StreamCache(Deferred):
         self.lists: dict[int, list[CachedBlock]] = {}
         """Free lists that serve direct calls, by requested size in units: the stream's ``free_lists`` of this cache."""
         self.returning: deque[tuple[Event, CachedBlock]] = deque()
-        """Blocks freed on other streams, with the events after their last uses."""
+        """Blocks freed on other streams, each behind the event after its last use."""
         self.peak: int = 0
         """Most bytes in use up to the last count."""
         end_with_stream(stream, self)
@@ -244,7 +246,8 @@ class StreamCache(Deferred):
             leave_stream(stream, self.cache.key, self)
         if self.finished:
             self._last, self._kept = (), None
-            # This cycle would keep the cache and its pool until a garbage collection.
+            # Each size class refers to this object. That cycle would keep the cache and its pool until a garbage
+            # collection.
             self.classes.clear()
         return True
 
@@ -298,6 +301,7 @@ class CacheState(Deferred):
         self._room = POOL_STEP
         """Bytes to allocate before the next query of the pool."""
         self._releases = 0
+        """Number of releases of all free blocks since the last reset of the peaks. Each makes the allowance grow."""
         self._queries = _QUERIES
 
     def attempt(self) -> bool:
@@ -306,7 +310,7 @@ class CacheState(Deferred):
             block.home = None
         self.collect_dropped()
         for one in list(self.stream_caches.values()):
-            # Ended ones are attempted again, because buffers may have been dropped since.
+            # Also those that have ended: buffers may have been dropped since, and their blocks are free now.
             self.queue.end(one)
         if self.blocks:
             return False
@@ -333,6 +337,10 @@ class CacheState(Deferred):
         return found
 
     def _forget_ended(self, before: StreamCache | None) -> None:
+        """Remove the stream caches that have ended and have no block. Have the blocks of other ended ones released.
+
+        ``before``: the stream cache that had the ``id`` of the new stream.
+        """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
             if one.ended and one.free_bytes:  # a buffer was freed since
                 self.queue.submit(one)
@@ -421,7 +429,7 @@ class CacheState(Deferred):
 
     @property
     def cached(self) -> int:
-        """Bytes in free lists and returning."""
+        """Bytes of free blocks of all streams, including those that wait for an event."""
         return sum(one.free_bytes for one in self.live())
 
     # -- the allowance ---------------------------------------------------------------------------------------
@@ -439,7 +447,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            # To count the bytes in use takes long, so it is done rarely.
+            # The allowance is computed only if the pool would grow, because it counts the bytes in use of each size
+            # class of each stream.
             if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()
@@ -463,7 +472,7 @@ class CacheState(Deferred):
         return _whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
-        """Compute the allowance anew."""
+        """Have the allowance begin anew, with the initial factor and the bytes in use then."""
         self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
