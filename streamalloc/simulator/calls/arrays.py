@@ -1,4 +1,4 @@
-"""Array calls. Arrays that are not sparse follow the documentation."""
+"""Array calls. Sparse arrays follow readings of an H200, other arrays the documentation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ _LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
 _MAP, _UNMAP = 1, 2  # CUmemOperationType
 
 _ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
-"""Field and memory type of an end of a copy."""
+"""For a side of a copy, by the letter in the function's name (``cuMemcpyAtoD``): the last part of the name of its field
+in a CUDA_MEMCPY3D, and its memory type.
+"""
 
 
 def _field(copy: Any, name: str) -> Any:
-    """A field of a box copy. Copies of planes and lines have one slice."""
+    """A field of a copy. If the struct lacks it, as those for planes and lines do, ``Depth`` is 1 and others are 0."""
     return getattr(copy, name, name == "Depth")
 
 
@@ -88,7 +90,7 @@ class ArrayCalls(CopyCalls):
     def _layout(self, descriptor: Any) -> ArrayLayout:
         """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
-        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA refuses this even if the format is none
+        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA looks at the width before the format
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
         flags = getattr(descriptor, "Flags", 0)
         layered, solid, sparse = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED, bool(flags & _SPARSE)
@@ -146,7 +148,7 @@ class ArrayCalls(CopyCalls):
         array = next(made, None) or known.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
         return cuda.CUarray(array.handle)
 
-    # -- what they are like ----------------------------------------------------------------------------------
+    # -- descriptors and properties --------------------------------------------------------------------------
 
     def cuArrayGetDescriptor(self, hArray: Array) -> Any:
         return self._describe(hArray, cuda.CUDA_ARRAY_DESCRIPTOR())
@@ -204,7 +206,7 @@ class ArrayCalls(CopyCalls):
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Queue) -> list[Change]:
-        """The requested changes of one entry, by tile: x first, then y, then z."""
+        """The changes that one entry asks for, one per tile. x changes fastest, then y, then z, as in the memory."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
         whole = storage.layout.deferred
@@ -266,7 +268,7 @@ class ArrayCalls(CopyCalls):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy_box(self, copy: Any, hStream: int | None = None) -> None:
-        """Submit a box copy. ``hStream`` None: a synchronous call."""
+        """Submit a copy of a line, plane or box, with or without arrays. ``hStream``: None for a synchronous call."""
         kinds = _kinds(copy)
         if ARRAY not in kinds:
             self._copy_rows(copy, hStream, int(_field(copy, "Depth")))
@@ -312,7 +314,10 @@ class ArrayCalls(CopyCalls):
     def _copy_line(
         self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
     ) -> None:
-        """A copy between one-dimensional arrays (A: array and offset) and addresses (D and H)."""
+        """Copy a row between one-dimensional arrays and memory. ``target`` and ``source``: A for an array, D for device
+        and H for host memory. The other arguments are the function's own: both sides, target first and an array with
+        its offset, then the bytes, and a stream for an asynchronous call.
+        """
         given = iter((first, second, third, fourth, fifth))
         values: dict[str, Any] = {"Height": 1, "Depth": 1}
         for side, kind in (("dst", target), ("src", source)):

@@ -36,8 +36,8 @@ _IN_HOST_FUNCTIONS = re.compile(
 def call(parameters: str, body: Method, *first: Any) -> Any:
     """Make one of several driver calls that share a body. The body gets ``first`` before the arguments.
 
-    ``parameters``: names of :data:`.arguments.BY_NAME`, or names with kinds, such as ``"pCopy:cuda.CUDA_MEMCPY2D
-    hStream"``.
+    ``parameters``: the names of the call's parameters, such as ``"pCopy:cuda.CUDA_MEMCPY2D hStream"``. A name may have
+    its kind behind a colon. A name without one has the kind that :data:`.arguments.BY_NAME` lists for it.
     """
 
     def method(self: Calls, *given: Any) -> Any:
@@ -58,17 +58,19 @@ def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
 
 
 def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
-    """Make a driver call and its variant ``..._v2``. In the bindings for CUDA 12 only ``..._v2`` has the parameter in
-    brackets.
+    """Make a driver call and its variant ``..._v2``. The name in brackets is the parameter for edge data: in the
+    bindings for CUDA 12 only ``..._v2`` has it.
     """
     whole = call(parameters.replace("[", "").replace("]", ""), body)
     return whole if EDGE_DATA else call(re.sub(r"\[\w+\]", "", parameters), body), whole
 
 
 def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
-    """The conversions of a call's arguments and the look-ups that follow, each with the index of its argument.
+    """Two lists for the arguments of a call: the conversions to numbers, and the look-ups of objects that follow.
 
-    A conversion also has the class of the handle's usual form, which ``int`` converts without a function of ours.
+    An entry of the first list is the argument's index, the bindings' class of the handle (None if it has none), and the
+    conversion. Plain ``int``, which is faster, converts an object of exactly that class. An entry of the second list is
+    the argument's index and the look-up.
     """
     annotations = ((name, kind) for name, kind in method.__annotations__.items() if name != "return")
     kinds = [arguments.kind(name, annotation) for name, annotation in annotations]
@@ -80,7 +82,8 @@ def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. Arguments are converted before the call takes the lock, and objects looked up after, by the annotations.
+    are None. The annotations of the method say how its arguments are converted, before the call takes the lock, and
+    which objects are looked up under the lock.
     """
     count, values = len(method.__annotations__) - ("return" in method.__annotations__), value_count(name)
     conversions, finders = _conversions(method)
@@ -100,7 +103,7 @@ def driver_call(name: str, method: Method) -> Method:
             bound = signature(method).bind(self, *given, **named)
             bound.apply_defaults()
             given = bound.args[1:]
-        passed = [*given]  # `given` keeps converted objects alive
+        passed = [*given]  # `given` keeps the objects alive whose addresses are passed
         for at, usual, convert in conversions:
             value = given[at]
             passed[at] = int(value) if type(value) is usual else convert(value)
@@ -129,7 +132,7 @@ def driver_call(name: str, method: Method) -> Method:
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
-    """The result code if the machine is not ready; None if the call may be made."""
+    """The result code of a call on a machine that is not ready; None if the call may be made."""
     if machine.cut_call is not None:
         what = f"{machine.cut_call} was interrupted in the middle"
         raise BrokenMachineError(f"{what}; make another machine with driver.simulated()")
@@ -168,7 +171,7 @@ class Calls:
                 delattr(cls, name)
 
     def _find(self, kind: Any, handle: Any) -> Any:
-        """Look up the object of a handle that is not a parameter of the call."""
+        """Look up the object of a handle that is no parameter with a kind, such as a field of a struct."""
         convert, find = kind.__metadata__
         return find(self._machine, convert(handle))
 
@@ -179,7 +182,7 @@ class Calls:
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """Return a host function or callback as an operation."""
+        """Return an operation that calls a host function or a stream callback."""
         thread = self._machine.thread
 
         def run() -> None:
@@ -189,14 +192,14 @@ class Calls:
         return HostFunction(self._machine.scheduler, run)
 
     def _check_launch(self, stream: Queue, name: str) -> None:
-        """Refuse work that is not modelled during a capture."""
+        """Refuse a call (``name``) whose capture into a graph is not modelled, if ``stream`` is being captured."""
         not_modelled(self._captured(stream), f"{name} during stream capture")
 
     def _submit(
         self, stream: Queue, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
     ) -> None:
-        """Submit work to a stream, or to the graph that is being captured from it. ``values`` returns the parameters of
-        the node.
+        """Submit work to a stream, or add it to the graph that is being captured from the stream, as a node of this
+        ``kind``. ``values`` is called only for a node, and returns its parameters.
         """
         if self._captured(stream):
             stream.capture.add(kind, operation, stream, None if values is None else values())
@@ -215,13 +218,15 @@ class Calls:
         return True
 
     def _not_behind_captures(self, stream: Queue) -> None:
-        """Invalidate captures of blocking streams, which the legacy stream would have to wait for."""
+        """Make a call on the legacy stream fail while a blocking stream of its context is being captured, and
+        invalidate these captures: work in the legacy stream would have to wait for captured work, which never runs.
+        """
         if self._machine.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
-        """Make a call that reports on the work of ``stream`` fail if the stream is captured, and invalidate the
-        capture.
+        """Make a call that reports whether work of ``stream`` is done fail if the stream is being captured, or if
+        another capture forbids unsafe calls. These captures become invalid.
         """
         if self._machine.graphs.captures:
             self._spoil([stream.capture])
@@ -229,7 +234,9 @@ class Calls:
             self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
-        """Make a call that is unsafe during captures fail, and invalidate each running capture that forbids it."""
+        """Make the call fail if a running capture forbids unsafe calls of this thread, and invalidate each such
+        capture.
+        """
         captures = self._machine.graphs.captures
         if captures:
             caller = self._machine.scheduler.caller
@@ -237,7 +244,7 @@ class Calls:
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:
-        """Invalidate these captures. The call fails if there are any."""
+        """Invalidate these captures (None: no capture). If there are any, the call fails with ``code``."""
         running = [capture for capture in captures if capture is not None]
         for capture in running:
             capture.valid = False

@@ -16,7 +16,7 @@ from streamalloc.simulator.profiles import Limit
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
-    """Names by driver number. Some numbers have two names in the bindings."""
+    """The names of an enum's members without ``prefix``, by number. Of two names for one number, the last one."""
     return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
 
@@ -69,7 +69,9 @@ class ContextCalls(Calls):
         return self._error(error)[1].encode()
 
     def _error(self, error: Any) -> tuple[str, str]:
-        """The name and text of an error. Newer bindings name errors that the driver lacks."""
+        """The name and the text of an error. Refused for an error that only newer drivers know, even if the bindings
+        name it.
+        """
         try:
             name = str(Result(int(error)).name)
         except ValueError:
@@ -337,8 +339,8 @@ class ContextCalls(Calls):
     # -- events of all streams -------------------------------------------------------------------------------
 
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
-        """All later work waits, including that of streams created later. Streams without work do not wait (observed on
-        H200: test_limits).
+        """Make all later work of the context wait, also in streams that are created later. A stream without later work
+        counts as idle (observed on H200: test_limits).
         """
         context, event = hCtx, hEvent
         self._no_stream_captures(context)

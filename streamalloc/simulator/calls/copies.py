@@ -24,11 +24,15 @@ from streamalloc.simulator.physical import least_right
 from streamalloc.simulator.scheduler import Operation
 
 Put = Callable[[int, int, int], object]
-"""Writes bytes. Arguments: target address, offset in the operation, size."""
+"""Function that writes bytes of an operation. Arguments: address to write to, number of the operation's bytes that come
+before, number of bytes to write.
+"""
 
 
 class PlannedCopy(Operation):
-    """Writes bytes step by step. If memory was unmapped meanwhile, the context fails, not the process."""
+    """Writes bytes step by step. If memory was unmapped since the call, all later calls in the context fail
+    (CUDA_ERROR_ILLEGAL_ADDRESS); the process does not crash.
+    """
 
     def __init__(
         self, machine: Machine, context: Context, target: int, size: int, put: Put, source: int | None = None
@@ -60,7 +64,9 @@ class PlannedCopy(Operation):
         return True
 
     def _targets(self, size: int) -> list[Segment] | None:
-        """Targets of the next bytes: one address, or one per replica of multicast memory."""
+        """The targets of the next ``size`` bytes: one, or one per replica of multicast memory. None if memory is
+        missing there.
+        """
         target = self._target + self._done
         if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
@@ -111,11 +117,11 @@ _READING = "reading a multicast object with a copy: hardware defines it for mult
 
 OF_HOST, DEVICE, ARRAY, UNIFIED = 1, 2, 3, 4  # CUmemorytype
 Contexts = tuple[Context, Context]
-"""Contexts of the two sides of a copy, target first."""
+"""The contexts of a copy's target and source."""
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""Device sides of a copy by memory types (target, source)."""
+"""The sides of a copy that must be device memory (``dst``, ``src`` or both), by memory types of target and source."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
@@ -135,8 +141,8 @@ class CopyCalls(Calls):
     def _fill(
         self, width: int, target: int, value: int, count: int, hStream: int | None = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # Without a stream the call uses the legacy stream. The host waits only for copies with host memory (observed on
-        # H200: test_copies, test_planes).
+        # Without a stream the call uses the legacy stream, and the host waits only for a fill of host memory (observed
+        # on H200: test_copies, test_planes).
         stream = self._machine.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
@@ -145,7 +151,7 @@ class CopyCalls(Calls):
         pattern = value.to_bytes(width, "little")
         operation = make_fill(self._machine, stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
-        if captured:  # location checked later (observed on H200: test_capture)
+        if captured:  # only the instantiation checks the memory (observed on H200: test_capture)
             values = (target, pitch, value, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
             return
@@ -208,7 +214,7 @@ class CopyCalls(Calls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
-        """Target, source and their memory types of a copy between two sides that are not arrays."""
+        """The target and the source of a copy without arrays, and the pair of their memory types, target first."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         return self._side(copy, "dst", kinds[0], shape), self._side(copy, "src", kinds[1], shape), kinds
@@ -235,8 +241,9 @@ class CopyCalls(Calls):
         contexts: Contexts | None = None,
         values: Values | None = None,
     ) -> None:
-        """Make a copy. ``device``: the sides that the caller declared as device memory. ``hStream``: None for a
-        synchronous call. ``values``: graph node parameters, for a copy of several rows.
+        """Check a copy and submit it, or add it to a captured graph. ``device``: the sides that the caller declared as
+        device memory, ``dst``, ``src`` or both. ``hStream``: None for a synchronous call. ``values``: the parameters of
+        a graph node; None for one row.
 
         Pool memory must be accessible from the device of the current context. Plain memory can be copied from any
         context (observed on H200: test_two_devices; the driver stages such copies).
@@ -254,7 +261,7 @@ class CopyCalls(Calls):
             values = values or _values_of_row(target.address, source.address, shape.size, device)
             stream.capture.add("MEMCPY", make_copy(machine, stream.context, shape, target, source), stream, values)
             return
-        if machine.current_or_none() is None:  # observed on H200: test_mappings
+        if machine.current_or_none() is None:  # then a side must lie in one mapping (observed on H200: test_mappings)
             for side, end in ((target, destination), (source, origin)):
                 if end is not None and end.mapping is not None:
                     check(len(machine.virtual.span(side.address, side.span(shape))) == 1)
@@ -282,8 +289,8 @@ class CopyCalls(Calls):
     def _check_copy(
         self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: NodeGraph | None
     ) -> tuple[LiveMemory | None, LiveMemory | None]:
-        """Check both sides of a copy. Returns the allocation of each, or None for memory that only the host uses.
-        ``graph``: the graph that gets the copy; its own addresses have no allocation yet.
+        """Check both sides of a copy. Returns the allocations of target and source; None for memory that the host
+        copies. ``graph``: the graph that gets the copy, else None. The graph's own addresses have no allocation yet.
         """
         found: list[LiveMemory | None] = []
         lost = ""
@@ -309,8 +316,8 @@ class CopyCalls(Calls):
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
     ) -> LiveMemory | None:
-        """Return the allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out
-        before ``address``.
+        """Return the allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes from the start
+        of the side, as the caller named it, to its first copied byte at ``address``.
         """
         start = address - skipped
         allocation = self._machine.allocations.find(start)
@@ -331,8 +338,8 @@ class CopyCalls(Calls):
         return allocation
 
     def _lost(self, address: int, size: int, end: LiveMemory | None, write: bool, now: bool = True) -> str:
-        """The reason why host memory cannot be used, or "". ``now`` is False for a copy in a graph, which uses the
-        memory later.
+        """The reason why host memory on one side of a copy cannot be used; "" if it can. ``now`` is False for a copy in
+        a graph, which uses the memory later: then pageable memory need not exist yet.
         """
         machine = self._machine
         if end is None:
@@ -341,8 +348,8 @@ class CopyCalls(Calls):
         return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: LiveMemory | None, needed: int, context: Context) -> bool:
-        """Check that a copy in ``context`` can access mapped memory. Returns False if the host makes the copy, as for
-        memory unknown to the driver (observed on H200: test_planes).
+        """Check that a copy in ``context`` can access one side, if that is mapped memory. Returns False if only the
+        host has access: then the host copies it like pageable memory (observed on H200: test_planes).
         """
         if end is None or end.mapping is None:
             return True
@@ -385,7 +392,7 @@ class CopyCalls(Calls):
         stream = self._stream_of_batch(hStream, boxes and not flags)
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
 
-    if not EDGE_DATA:  # earlier bindings return more values
+    if not EDGE_DATA:  # the calls of earlier bindings return more values, and are not modelled
         del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
@@ -394,7 +401,7 @@ class CopyCalls(Calls):
         return self._machine.stream(handle)
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
-        """Make copies. Each entry has target, source, shape and order."""
+        """Submit the copies of a batch, each given as target, source, shape and source access order."""
         # the capture stays valid (observed on H200: test_copies)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
@@ -410,8 +417,8 @@ class CopyCalls(Calls):
 
     @staticmethod
     def _box_of(one: Any) -> tuple[Side, Side, Shape, int]:
-        """Target, source, shape and order of an entry. A row length or layer height of 0 takes the value of
-        the copy.
+        """Target, source, shape and source access order of a CUDA_MEMCPY3D_BATCH_OP. A row length of 0 means the width
+        of the box, a layer height of 0 its height.
         """
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
@@ -434,13 +441,19 @@ class CopyCalls(Calls):
 
 
 WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool, bool]]
-"""Two answers: whether the call reads a source before it returns, and whether it waits for the copy."""
+"""Function of a source access order and of the allocations of target and source (None: pageable memory). It answers
+whether the call reads the source before it returns, and whether it waits for the copy.
+"""
 
 
 def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
-    """Whether the call reads the source first, and whether it waits for the copy. It reads pageable memory first if a
-    device would read it in stream order, and host memory that must be read before the call returns. It waits for other
-    copies whose source must be read before it returns (observed on H200: test_copies).
+    """Whether the call reads the source before it returns, and whether it waits for the copy (observed on H200:
+    test_copies).
+
+    * In stream order it reads nothing early. It waits for a copy from pageable memory to a device.
+    * In the other orders it reads a pageable source early.
+    * If it must read each source before it returns, it also reads pinned memory early if the target is pageable. It
+      waits for all copies whose source it does not read early.
     """
     if order == _IN_STREAM:
         return False, origin is None and destination is not None and not destination.on_host
@@ -453,13 +466,13 @@ def _waits_for_box(order: int, destination: LiveMemory | None, origin: LiveMemor
 
 
 def copy_values(copy: Any, shape: Shape) -> Values:
-    """The fields of a copy in the form of a CUDA_MEMCPY3D."""
+    """The fields of a copy of any dimension, by the names of a CUDA_MEMCPY3D."""
     values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
     return {**values, "Height": shape.height, "Depth": shape.depth}
 
 
 def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
-    """A single-row copy in the form of a graph node."""
+    """The parameters of a graph node (fields of a CUDA_MEMCPY3D) that copies one row."""
     values: Values = {"WidthInBytes": size, "Height": 1, "Depth": 1}
     for side, at in (("dst", target), ("src", source)):
         kind = UNIFIED if not device else DEVICE if device in (side, "both") else OF_HOST

@@ -36,7 +36,7 @@ _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _MOVE = 1  # CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
 _SHAREABLE = 1 | 8
-"""Handle types that there are on this system."""
+"""Handle types of Linux: file descriptors and fabric handles (CUmemAllocationHandleType)."""
 
 _BEHIND = "hGraph dependencies numDependencies"
 _KERNEL, _HOST = ":cuda.CUDA_KERNEL_NODE_PARAMS", ":cuda.CUDA_HOST_NODE_PARAMS"
@@ -54,7 +54,9 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "KERNEL": lambda params: (params.kernel,),
     "EMPTY": lambda params: (),
 }
-"""Node parameters of a CUgraphNodeParams, as the call for this node kind takes them."""
+"""By node kind: a function that reads from a CUgraphNodeParams the arguments of the call for this kind, such as
+``cuGraphAddMemsetNode``.
+"""
 
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
 """Node kinds whose parameters can change and that can be disabled."""
@@ -66,7 +68,7 @@ def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
 
 
 def _edge_data(count: int) -> tuple[Any, ...]:
-    """The edge data in a call's result, if the bindings have it."""
+    """The edge data of ``count`` edges in a call's result: a tuple of one list, or empty for bindings without it."""
     return ([cuda.CUgraphEdgeData() for _ in range(count)],) if EDGE_DATA else ()
 
 
@@ -92,7 +94,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _without_memory(graph: NodeGraph) -> NodeGraph:
-        """Refuse a graph with allocations or frees for a call that does not allow them."""
+        """Return the graph. Refuse one with allocation or free nodes, for a call that does not allow them."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
@@ -108,7 +110,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return [self._find(Node, one) for one in nodes]
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[NodeGraph, list[Node]]:
-        """Return a graph, and the nodes that a new node will depend on."""
+        """Return the graph of a handle, and the given nodes, which must be different nodes of that graph."""
         nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(NodeGraph, hGraph)
         check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
         return graph, nodes
@@ -138,7 +140,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         graph, after = self._behind(hGraph, dependencies, count)
         if kind == "MEM_ALLOC":
             node = self._add_allocation(graph, after, *params)
-        elif kind == "MEM_FREE":  # need not depend on the allocation (observed on H200: test_graph_nodes)
+        elif kind == "MEM_FREE":  # need not depend on the allocation node (observed on H200: test_graph_nodes)
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
             node = graph.add(kind, after, child=self._without_memory(self._find(NodeGraph, *params)).clone())
@@ -229,7 +231,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             self._check_fill(address, span, context)
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """Return the given context, or the current one. A node can be made without either."""
+        """Return the given context, else the current one, else that of device 0: a node needs no context."""
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
@@ -275,7 +277,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(node.kind == kind)
         made = getattr(cuda, struct)()
         values = dict(need(node.values, "the parameters of this node"))
-        values.pop("cells", None)  # this struct holds the arguments of a kernel
+        values.pop("cells", None)  # no field of the struct: it keeps the arguments of a kernel alive
         for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
@@ -327,7 +329,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
-        """The new parameters for a fill, a copy or a kernel node."""
+        """The arguments of the call that changes a fill, copy or kernel node, from a CUgraphNodeParams."""
         kind = given.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         check(kind == node.kind)
         not_modelled(kind not in _CHANGEABLE, f"other parameters for a node of kind {kind}")
@@ -346,7 +348,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """Return as many handles as the caller asked for; for 0, return only the number of nodes."""
+        """Return the handles that the caller asked for, and their number. For a count of 0, return no handles and the
+        number of all nodes.
+        """
         wanted = arguments.size_t(count)
         return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
@@ -390,7 +394,7 @@ class GraphCalls(GraphBuildingCalls):
         GraphCapture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
 
     def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
-        """The mode of a capture that is about to begin in a stream."""
+        """Check that a capture may begin in a stream, and return the capture mode as a number."""
         number = int(mode)
         check(0 <= number <= RELAXED)
         self._not_behind_captures(stream)
@@ -490,7 +494,7 @@ class GraphCalls(GraphBuildingCalls):
 
     @staticmethod
     def _instantiated(instance: GraphExec, node: Node, *kinds: str) -> int:
-        """The index of a graph's node in an instance of the graph."""
+        """The index in ``instance.nodes`` of a node of its graph. ``kinds``: the node kinds that the call allows."""
         check(node.kind in kinds)
         found = [number for number, one in enumerate(instance.nodes) if one.origin is node]
         check(found)
@@ -609,6 +613,6 @@ def _kept(values: Values) -> tuple[int, ...]:
 
 
 def _topology(nodes: list[Node]) -> list[tuple[str, list[int]]]:
-    """The kind and the dependencies of each node."""
+    """For each node, its kind and the indexes in ``nodes`` of the nodes that it depends on."""
     numbers = {node: number for number, node in enumerate(nodes)}
     return [(node.kind, sorted(numbers.get(one, -1) for one in node.after)) for node in nodes]

@@ -61,7 +61,7 @@ class Launch(HostFunction):
     ) -> None:
         self._machine: Machine = driver._machine
         super().__init__(self._machine.scheduler, self._call)
-        self._driver = weakref.ref(driver)  # The end of the driver object closes the machine.
+        self._driver = weakref.ref(driver)  # a queued launch must not keep the driver object and its machine alive
         self._context = context
         self._kernel: kernels.RegisteredKernel = need(function.kernel)
         self._arguments = arguments
@@ -75,7 +75,7 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        driver = self._driver()  # The memory exists as long as the kernel runs.
+        driver = self._driver()  # This reference keeps the machine, and so its memory, while the kernel runs.
         self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
             return
@@ -83,21 +83,21 @@ class Launch(HostFunction):
             _here.launch = self
             self._kernel.function(*self._arguments)
         except BaseException as error:
-            with contextlib.suppress(Exception):  # the program may have closed the stream
+            with contextlib.suppress(Exception):  # the program may have closed sys.stderr
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
                 traceback.print_exception(error, file=sys.stderr)
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
             self._context.error = next(codes, Result.CUDA_ERROR_LAUNCH_FAILED)
 
     @property
-    def runs(self) -> bool:  # type: ignore[override]  # of other operations it is a constant
+    def runs(self) -> bool:  # type: ignore[override]  # a class attribute in the base class
         return self._state == "running"
 
     def touches(self, start: int, end: int) -> bool:
         return any(address < end and start < address + size for address, size, *_ in self._uses or ())
 
     def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The memory as an array (:func:`device_view`)."""
+        """Memory as an array, read-only if the kernel may not write it (:func:`device_view`)."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
         if (address, size) in self._whole:
@@ -157,9 +157,9 @@ _WORD = 8
 
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
-    """The arguments of a launch of the kernel ``name``. ``types``: its parameter types if known.
+    """The arguments of a launch of the kernel ``name``. ``types``: its parameter types; None if unknown.
 
-    The bindings pack the arguments, and this function reads the memory that a driver would get.
+    The bindings pack the arguments into memory, as for a real driver, and this function reads that memory.
     """
     node, buffer = packed(params, extra)
     slots = int(node.kernelParams)
@@ -181,8 +181,8 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
 
 
 def packed(params: Any, extra: Any) -> tuple[Any, int]:
-    """The arguments of a launch as packed by the bindings: the node that owns the memory, and the address in ``extra``.
-    The driver accepts only one of the two.
+    """Have the bindings pack the arguments of a launch. Returns the struct that owns the packed ``params``, and the
+    address that ``extra`` gives, or 0. The driver accepts only one of ``params`` and ``extra``.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
     node.kernelParams = params  # this raises the errors of the bindings
@@ -207,9 +207,12 @@ def _read(address: int, kind: Any, what: str = "an argument") -> Any:
 
 
 def _given(address: int, value: Any, kind: Any, parameter: Any) -> Any:
-    """Read one argument. ``kind``: its C type, or None for a ctypes or bindings object. For a numeric parameter the
-    bytes of the parameter's type are read, unless the argument's type is smaller (NVIDIA's samples pass an int for a
-    size_t). Structs of the bindings are read as the kernel's registered ctypes struct.
+    """Read the argument ``value`` at ``address``, where the bindings packed it.
+
+    ``kind``: the C type that the caller named; None for a ctypes or bindings object. ``parameter``: the type that the
+    kernel declares; None if unknown. A number is read as the parameter's type. But if the caller named a smaller type,
+    it is read as that type: NVIDIA's samples pass an int for a size_t. A struct of the bindings is read as the ctypes
+    struct that the kernel declares.
     """
     if kind is None and isinstance(value, CELLS):
         kind = type(value)
@@ -230,7 +233,7 @@ def _is_a(kind: Any, cls: type) -> bool:
 def plain(cell: Any) -> Any:
     """Return an argument in the form that kernels get."""
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
-    return 0 if value is None else value  # the argument is a null address
+    return 0 if value is None else value  # ctypes returns None for a null pointer
 
 
 def _word(address: int) -> int:
@@ -238,7 +241,9 @@ def _word(address: int) -> int:
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
-    """The arguments in a buffer that ``extra`` describes."""
+    """The arguments in a buffer. ``extra``: address of the list of CU_LAUNCH_PARAM_* names and their values, which give
+    the address and the size of the buffer.
+    """
     settings, at = {}, extra
     while name := _word(at):
         check(name in (_POINTER, _SIZE))
@@ -315,7 +320,7 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
 
 
 def _copy_blocks(copies: BlockCopies) -> None:
-    """The package's own kernel."""
+    """Do the work of the package's own kernel: copy blocks of equal size."""
     for target, source in zip(*copies.addresses(), strict=True):
         device_view(target, copies.nbytes)[:] = device_view(source, copies.nbytes)
 
@@ -331,13 +336,14 @@ for _name in COPY_MOST:
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
-# The numbers of attributes that can be set. The last one is the scheduling policy of clusters.
+# Attributes that cuFuncSetAttribute accepts, by number: dynamic shared memory, carveout, and all from 11 to the
+# scheduling policy of clusters.
 _DYNAMIC, _CARVEOUT, _LAST = 8, 9, 15
 _SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
-"""Allocation unit of registers per warp."""
+"""The registers of a warp are allocated in multiples of this number."""
 
 
 def _text(name: Any) -> str:
@@ -387,7 +393,7 @@ class KernelCalls(Calls):
     cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """A variable of a module, or of a library for the current context."""
+        """Address and size of a variable of a module, or of a library's variable in the current context."""
         module = module.library or module
         context = module.context or self._machine.current()
         found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
@@ -484,7 +490,7 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """Return a device attribute that limits kernels."""
+        """Return a device attribute that limits kernels, by default of the current context's device."""
         found = device or self._machine.current().device
         return int(found.attributes[name])
 
@@ -553,7 +559,9 @@ class KernelCalls(Calls):
     cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(f"{_BLOCK} flags", _blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
-        """The smallest grid that fills the device, and the block size with the most concurrent threads."""
+        """The number of blocks that fills the device, and the block size with the most concurrent threads.
+        ``shared_of``: address of a host function that maps a block size to bytes of shared memory; 0 for none.
+        """
         address = int(shared_of or 0)
         shared = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_int)(address) if address else lambda block: dynamic
         largest = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function)
@@ -570,14 +578,16 @@ class KernelCalls(Calls):
         check(numBlocks > 0 and blockSize > 0)
         static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
         share = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks - static
-        # Observed on H200: test_modules.
+        # no more than a launch may ask for (observed on H200: test_modules)
         allowed = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, func)
         return max(min(share, allowed), 0)
 
     # -- launches --------------------------------------------------------------------------------------------
 
     def _shape(self, function: Function, sizes: tuple[int, ...], cooperative: bool = False) -> LaunchShape:
-        """The shape of a launch: six extents, and shared memory in bytes."""
+        """Check the sizes of a launch, and return its shape. ``sizes``: x, y and z of the grid, then of a block, then
+        the bytes of dynamic shared memory.
+        """
         x, y, z, block_x, block_y, block_z, shared = sizes
         limit, attribute = self._bound, self._attribute
         names = (f"MAX_{part}_DIM_{axis}" for part in ("GRID", "BLOCK") for axis in "XYZ")
@@ -593,7 +603,9 @@ class KernelCalls(Calls):
     def _launch_of(
         self, context: Context, function: Function, shape: LaunchShape, params: Any, extra: Any
     ) -> tuple[Operation, Cells]:
-        """The operation of a launch in its stream, and its arguments."""
+        """The operation that runs a launch in its stream, and the launch's arguments. A kernel that is ignored gets an
+        operation without work.
+        """
         own = function.module.context
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
         if function.kernel is None:
@@ -682,7 +694,9 @@ def extents_of(struct: Any) -> tuple[int, ...]:
 
 
 def node_values(function: Function, shape: LaunchShape, cells: Cells) -> Values:
-    """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells`` with the arguments."""
+    """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells``, which keeps the memory alive
+    that ``kernelParams`` refers to.
+    """
     slots = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(one) for one in cells if isinstance(one, CELLS)))
     values: Values = {"func": cuda.CUfunction(function.handle), "sharedMemBytes": shape.shared_bytes}
     for part, extent in (("grid", shape.grid), ("block", shape.block)):

@@ -55,8 +55,8 @@ def _has_rdma(allocation: allocations.LiveMemory) -> bool:
 
 
 def _range_start(allocation: allocations.LiveMemory) -> int:
-    """The start of the range. For the pool of a host it is an offset in one of the pool's chunks (observed on H200:
-    test_plain_memory).
+    """RANGE_START_ADDR of an allocation. For memory of a host pool the driver returns no address, but the offset in the
+    pool's chunk (observed on H200: test_plain_memory).
     """
     if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
         return allocation.block.start % CHUNK
@@ -64,8 +64,9 @@ def _range_start(allocation: allocations.LiveMemory) -> int:
 
 
 def _ordinal(allocation: allocations.LiveMemory) -> int:
-    """The device of the memory, even if mapped; 0 for a device that is not visible to the process; the opening device
-    for a ``cuIpc*`` import. These values were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
+    """DEVICE_ORDINAL of an allocation: the device of its memory, else that of its context. For memory of a device that
+    is not visible to the process it is 0; for memory of ``cuIpcOpenMemHandle``, the device that opened it. These values
+    were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
     """
     if allocation.device is not None:
         return max(allocation.device, 0)
@@ -77,7 +78,9 @@ _ABSENT = {
     **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
     **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
 }
-"""Results of ``cuPointerGetAttributes`` for unknown addresses that are not the int 0."""
+"""By attribute: the value from ``cuPointerGetAttributes`` for an address without an allocation. It is 0 for attributes
+that are not listed.
+"""
 
 
 _GLOBAL, _HOST, _SINGLE = 1, 2, 4  # CUmemAttach_flags
@@ -110,8 +113,8 @@ class MemoryCalls(Calls):
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
-        """Free at once. The call waits for all streams, except for pool memory. Like other calls that release memory,
-        it needs no context.
+        """Free at once. The call waits for all work on the device, except if it frees memory of a pool or a graph. Like
+        other calls that release memory, it needs no context.
         """
         self._unsafe_during_capture()
         if not dptr:
@@ -168,7 +171,7 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
-        # other addresses in pinned memory give another error (observed on H200: test_plain_memory)
+        # an address inside pinned or registered memory gives another error (observed on H200: test_plain_memory)
         inside = isinstance(self._machine.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
@@ -204,7 +207,7 @@ class MemoryCalls(Calls):
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
             check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if mapping.memory.properties.device is None:
-                base = 0  # the address is not checked (observed on H200: test_mapping_access)
+                base = 0  # the driver returns no base for mapped host memory (observed on H200: test_mapping_access)
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
@@ -225,7 +228,7 @@ class MemoryCalls(Calls):
         values = []
         for one in wanted:
             name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
-            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # the default
+            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # as for an unknown address
                 value = None
             values.append(absent.get(name, 0) if value is None else value)
         return values
@@ -276,7 +279,9 @@ class MemoryCalls(Calls):
         return allocation
 
     def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:
-        """Check a location. The NUMA node nearest to the caller is node 0."""
+        """Check a location. ``allowed``: location types that the call accepts besides devices. The nearest NUMA node
+        (HOST_NUMA_CURRENT) is node 0.
+        """
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
@@ -307,8 +312,8 @@ class MemoryCalls(Calls):
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
-        """Make a batch of managed memory. ``more``: the locations of prefetches if the call makes some, then flags and
-        a stream.
+        """Prefetch or discard several ranges of managed memory. ``name``: the call. ``more``: the remaining arguments:
+        for a prefetch the three that name its locations, then flags and a stream.
         """
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
@@ -385,7 +390,7 @@ class MemoryCalls(Calls):
             return _number(place)
         if part == "_TYPE":
             return Location.NONE if place is None else place.type
-        return _NONE if place is None else place.id  # the id is ignored for the host and for no location
+        return _NONE if place is None else place.id  # for the host and for no location the id has no meaning
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
@@ -397,7 +402,9 @@ _ADVICE: dict[int, tuple[tuple[int, ...], Callable[[allocations.Advice, Place], 
     5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
     6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
 }
-"""Allowed location types besides devices, and the change of an advice, by ``CUmem_advise``."""
+"""By ``CUmem_advise``: the location types that the call accepts besides devices (empty: it ignores the location), and
+the change of the advice on a page.
+"""
 
 
 def _number(place: Place | None) -> int:

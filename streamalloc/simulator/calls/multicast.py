@@ -18,14 +18,14 @@ from streamalloc.simulator.multicast import Backing, Segment
 from streamalloc.simulator.physical import CreatedMemory
 
 Combine = Callable[[list[bytes]], bytes]
-# Parameters of bindings.
+# Parameters of the calls that bind memory to a multicast object: the object, and memory by its handle or its address.
 _OBJECT = "mcHandle:MulticastMemory"
 _MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
 _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(PlannedCopy):
-    """Updates each replica of a range. No other update runs meanwhile, even in another process."""
+    """Updates each replica of a range. During a step no other process or operation updates the same object."""
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -118,7 +118,7 @@ class MulticastCalls(CopyCalls):
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._machine.multicast.fits(size))
         if handle_types & HandleType.FABRIC:
-            # The code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
+            # The result code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self._machine.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")

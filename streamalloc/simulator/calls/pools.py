@@ -20,7 +20,7 @@ _TOO_LARGE_MAX_SIZE = 1 << 46
 
 _SWITCHES = {1: "follow_events", 2: "opportunistic", 3: "internal_dependencies"}
 _NUMBERS = {4: "threshold", 5: "reserved", 6: "reserved_high", 7: "used", 8: "used_high"}
-"""Fields of a pool, by CUmemPool_attribute."""
+"""Like ``_SWITCHES``: the field of a :class:`Pool`, by the number of the attribute (CUmemPool_attribute)."""
 _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
     9: (13010, lambda pool: pool.allocation_type),
     10: (13010, lambda pool: pool.handle_types),
@@ -30,7 +30,7 @@ _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
     14: (13010, lambda pool: 0),
     15: (13040, lambda pool: -1),
 }
-"""The first driver version with a property, and its documented value, by CUmemPool_attribute."""
+"""By CUmemPool_attribute: the first driver version that has the attribute, and a function that reads it from a pool."""
 
 
 class PoolCalls(Calls):
@@ -47,7 +47,7 @@ class PoolCalls(Calls):
         if kind == MANAGED:
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
-            # documented for devices without concurrent access
+            # the documented result code for devices without concurrent managed access
             check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
@@ -189,7 +189,9 @@ class PoolCalls(Calls):
         self._set_current(self._device_place(dev), PINNED, pool)
 
     def _device_place(self, ordinal: int) -> Place:
-        """In these calls an unknown device is an invalid value (observed on H200: test_contexts)."""
+        """The location of a device. In these calls an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE
+        (observed on H200: test_contexts).
+        """
         check(0 <= ordinal < len(self._machine.devices))
         return Place(Location.DEVICE, ordinal)
 

@@ -35,8 +35,8 @@ class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        """Make a call that is not known to be safe during captures. The simulation models it where no capture forbids
-        unsafe calls.
+        """Refuse the call as not modelled while a capture forbids unsafe calls of this thread: it is unknown whether
+        the call is unsafe.
         """
         caller = self._machine.scheduler.caller
         forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
@@ -81,7 +81,7 @@ class SharingCalls(Calls):
         return self._export("memory", kind, memory.table.physical, memory.table.export)
 
     def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
-        """A descriptor, or a fabric handle."""
+        """Export a file. Returns the descriptor from ``lend``, or a fabric handle. ``name``: pool or memory."""
         if kind == HandleType.POSIX_FD:
             return lend()
         physical.lent = True
@@ -97,7 +97,9 @@ class SharingCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | CreatedMemory | MulticastMemory:
-        """Import the object of a descriptor or of the fabric handle at an address. The caller keeps the descriptor."""
+        """Import a pool or memory (``kind``). ``given``: a file descriptor, which the caller keeps, or the address of a
+        fabric handle.
+        """
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == HandleType.POSIX_FD:
@@ -112,8 +114,8 @@ class SharingCalls(Calls):
             os.close(fd)
 
     def _import_memory(self, fd: int, fabric: bool) -> CreatedMemory | MulticastMemory:
-        """Import memory. Each import has a separate handle, and takes no memory from the device (H200:
-        test_physical_memory).
+        """Import physical memory or a multicast object. Each import has a separate handle, and takes no memory from the
+        device (H200: test_physical_memory).
         """
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)
@@ -163,7 +165,9 @@ class SharingCalls(Calls):
         return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
-        """Waits for queued work, as cuMemFree does."""
+        """Undo one open; undoing the last one unmaps the memory. The call waits for queued work first, as cuMemFree
+        does.
+        """
         sharing = self._machine.sharing
         self._machine.current()
         self._not_during_capture()

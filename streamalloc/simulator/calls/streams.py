@@ -118,8 +118,9 @@ class StreamCalls(Calls):
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
-        """Return a property of a stream. The call fails for the legacy stream while a blocking stream is captured. With
-        ``breaks`` it invalidates the capture of its stream (observed on H200: test_capture).
+        """Return a property of a stream, as ``describe`` reads it. The call fails for the legacy stream while a
+        blocking stream is captured. With ``breaks`` it also fails for a captured stream. Both invalidate the capture
+        (observed on H200: test_capture).
         """
         self._not_behind_captures(stream)
         if breaks:
@@ -140,7 +141,7 @@ class StreamCalls(Calls):
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def cuStreamWaitEvent(self, hStream: Queue, hEvent: QueueEvent, Flags: UnsignedInt) -> None:
-        # This check comes first, even if the event was never recorded (observed on H200: test_capture).
+        # The stream's capture is checked first, even if the event was never recorded (observed on H200: test_capture).
         captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
         if hEvent.capture is not None and not hEvent.capture.running:
@@ -207,7 +208,7 @@ class StreamCalls(Calls):
 
     def _check_captured(self, event: QueueEvent) -> None:
         """Refuse queries of an event whose last recording was in a capture, even if the capture has ended or is
-        invalid.
+        invalid. A valid running capture becomes invalid.
         """
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
@@ -306,8 +307,8 @@ class StreamCalls(Calls):
         return Batch([self._batched(context, one, in_graph) for one in wanted])
 
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
-        """The operation of a batch entry. Each entry begins with its kind. Entries for waits and for writes have the
-        same layout.
+        """The operation of one CUstreamBatchMemOpParams. This union begins with the kind of the operation. Its structs
+        for waits and for writes have the same layout.
         """
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
@@ -341,7 +342,7 @@ class StreamCalls(Calls):
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
             return QueuedCall(write)
-        # observed on H200 (test_stream_words), as CAN_FLUSH_REMOTE_WRITES says
+        # the device cannot flush remote writes (CAN_FLUSH_REMOTE_WRITES is 0; observed on H200: test_stream_words)
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = need(WAIT_COMPARISONS.get(flags))
 
@@ -362,7 +363,7 @@ class StreamCalls(Calls):
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # The call checks access. Later grants have no effect (observed on H200: test_stream_words).
+            check(right)  # checked now, so a later grant has no effect (observed on H200: test_stream_words)
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

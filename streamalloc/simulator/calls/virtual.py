@@ -61,7 +61,7 @@ class VirtualMemoryCalls(Calls):
         if handle_types & HandleType.FABRIC:
             able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
             not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
-            # Default as on the observed machine: the devices support fabric handles, but there is no IMEX channel.
+            # The default is as on the observed machine: the devices support fabric handles, but no IMEX channel exists.
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
@@ -163,8 +163,8 @@ class VirtualMemoryCalls(Calls):
                 mapping.grant(place, flags)
 
     def _check_teams(self, mappings: list[MappedExtent], wanted: list[tuple[Place, int]]) -> None:
-        """Refuse access to a multicast object for a device outside the team; users report ILLEGAL_STATE (NVIDIA
-        developer forum, 356726).
+        """Refuse access to a multicast object for a device that was not added to its team. Users report the result code
+        ILLEGAL_STATE (NVIDIA developer forum, 356726).
         """
         number = self._machine.multicast.labels.number
         for mapping in mappings:
@@ -223,7 +223,8 @@ class VirtualMemoryCalls(Calls):
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        if isinstance(allocation, PoolMemory):  # a range inside one chunk starts at it (H200: test_physical_memory)
+        # a range that lies in one chunk must begin with the chunk (observed on H200: test_physical_memory)
+        if isinstance(allocation, PoolMemory):
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
             check(not at or at + size > CHUNK)
         return _unreadable_file(size)
@@ -244,7 +245,7 @@ def _unreadable_file(size: int) -> int:
 
 
 def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
-    """The access of the current context's device to mapped memory."""
+    """The access right of the current context's device to mapped memory. ``name``: the attribute that asks for it."""
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
@@ -261,8 +262,4 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""Pointer attributes whose value differs for mapped memory. The driver refuses an attribute whose value is None.
-
-DEVICE_ORDINAL is 0 for any device's memory, as read on two H200 (test_two_devices). The driver's own answer is
-unknown, because cuda-bindings 13.3 return 0 for every pointer.
-"""
+"""Pointer attributes that have another value for mapped memory, by name. For None the driver refuses the query."""
