@@ -222,37 +222,37 @@ class OwnWords(SimpleNamespace):
         super().__init__(users=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
         self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
 
-    def open(self) -> imports.HostLease:
+    def open(self) -> imports.HostUse:
         words: Any = self
-        return imports.HostLease(self.imports, words, 0)
+        return imports.HostUse(self.imports, words, 0)
 
 
 class TestRanges:
     """Opened and closed in two threads: the last close counts, and no other."""
 
-    def make(self) -> tuple[OwnWords, imports.HostLease]:
+    def make(self) -> tuple[OwnWords, imports.HostUse]:
         words = OwnWords()
         words.imports = SimpleNamespace(lock=threading.RLock(), start_thread=lambda: None)
         return words, words.open()
 
     @staticmethod
-    def open_and_close(it: tuple[OwnWords, imports.HostLease]) -> None:
+    def open_and_close(it: tuple[OwnWords, imports.HostUse]) -> None:
         it[0].open().end()
 
     def test_one_is_closed(self) -> None:
-        for words, _ in interleaved(imports.HostLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
+        for words, _ in interleaved(imports.HostUse.end, self.make, lambda it: it[1].end(), self.open_and_close):
             assert words.opened.value == words.closing.value == words.closed.value == 2
 
     def test_one_is_opened(self) -> None:
-        opened: list[imports.HostLease] = []
+        opened: list[imports.HostUse] = []
 
-        def make() -> tuple[OwnWords, imports.HostLease]:
+        def make() -> tuple[OwnWords, imports.HostUse]:
             words, lease = self.make()
             lease.end()
             return words, lease
 
         for words, _ in interleaved(
-            imports.HostLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
+            imports.HostUse.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
         ):
             assert words.opened.value != words.closed.value
             opened.pop().end()

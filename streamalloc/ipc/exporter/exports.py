@@ -118,7 +118,7 @@ def hung_up(end: Fd | Channel | int) -> bool:
 
 
 class Lease(SharedState):
-    """A slot of a control block: the words of one allocation, or of one announcement.
+    """A slot of a control block. In it importers count their uses of one allocation, or wait for one announcement.
 
     A lease frees its buffer (:class:`SharedState`). :meth:`end` returns whether importers let it do so. If they do
     not, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls it again at points of work. The

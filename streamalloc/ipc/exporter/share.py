@@ -101,7 +101,7 @@ class Shared(Unique, Shown):
     @property
     def fds(self) -> tuple[Fd, ...]:
         """The handles in the order that :func:`streamalloc.ipc.open` expects."""
-        return tuple(self.handles.values())
+        return tuple(self.handles[name] for name in self.descriptor.handle_ids())
 
     @property
     def held(self) -> bool:
@@ -303,8 +303,8 @@ def send(
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
-        # The message carries one end of a pipe. The importer closes it once it has opened the descriptor. The kernel
-        # closes it with a message that is never received. Either ends the hold.
+        # The message carries one end of a pipe, after the handles. The importer closes it once it has opened the
+        # descriptor. The kernel closes it with a message that is never received. Either ends the hold.
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
@@ -390,14 +390,15 @@ class _Draft:
     """
 
     def __init__(
-        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, lease: Lease | None = None,
-        *, allocation: int = 0,
+        self, described: Descriptor, options: _Options, exports: Exports, device: Device, stream: Stream | None,
+        lease: Lease | None = None, *, allocation: int = 0,
     ) -> None:  # fmt: skip
+        self.described = described
+        """The descriptor so far: the caller gives the fields of the memory, :meth:`shared` those of the exporter."""
         self.options = options
         self.exports = exports
         self.device = device
         self.stream = stream
-        self.fields: dict[str, Any] = {}
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
         """References that must be kept, with the thing, as long as hold or lease."""
@@ -406,7 +407,7 @@ class _Draft:
         if self.hold is not None and allocation:
             lease = exports.lease_at(allocation, self.hold)
         if lease is not None:
-            self.fields["flags"] = Flags.LEASED
+            self.described = described._replace(flags=Flags.LEASED)
         elif self.hold is not None or stream is not None:
             lease = exports.new_lease()
         if self.hold is not None and lease is not None and not allocation:
@@ -416,27 +417,26 @@ class _Draft:
         """Control block that the importer needs: of the slot, else of the pool's mark."""
 
     def use_pool(self, pool: ExportedPool) -> None:
-        """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
+        """Add the pool that owns the memory, its handle, and the mark that is set when the pool ends."""
         self.block = self.exports.block() if self.block is None else self.block
         self.handles[pool.origin] = pool.fd
-        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(self.block)}
+        mark = pool.mark(self.block)
+        self.described = self.described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=mark)
         self.kept = pool
 
-    def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
+    def shared(self, memory: tuple[int, int] | None = None) -> Shared:
         """Announce the contents, and return the descriptor. ``memory``: address and size, if it is mapped in this
         process.
         """
-        exports, lease = self.exports, self.lease
-        fields |= self.fields
+        exports, lease, described = self.exports, self.lease, self.described
         if lease is not None:
             ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
-            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": ready}
+            described = described._replace(slot=lease.slot, generation=lease.generation, ready=ready)
         if self.block is not None:
-            # The last handle: ``ReceivedHandles.identify`` takes them in this order.
-            fields["control_block"] = self.block.id
+            described = described._replace(control_block=self.block.id)
             self.handles[self.block.id] = self.block.fd
         uuid = exports.uuid(self.device)
-        described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
+        described = described._replace(device=uuid, endpoint=exports.endpoint, driver_version=exports.version)
         shared = Shared(described, self.handles, lease, self.hold, exports)
         if not self.of_buffer:
             shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
@@ -469,18 +469,18 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     nbytes, address = buffer.nbytes, buffer.address
     if not address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-    ordered = _ordered(buffer.stream if options.stream is None else options.stream, exports.session)
+    ordered = _announcing_stream(buffer.stream if options.stream is None else options.stream, exports.session)
     lease = exports.lease(buffer)
     pool = cast("ExportedPool", lease.pool)
-    draft = _Draft(options, exports, pool.device, ordered, lease)
-    draft.use_pool(pool)
     offset, size = part or (0, nbytes)
-    fields = {"offset": offset, "size": size, "base_size": nbytes, "payload": lease.payload}
-    return draft.shared(Mechanism.POOL_POINTER, (address + offset, size), **fields)
+    described = Descriptor(Mechanism.POOL_POINTER, offset=offset, size=size, base_size=nbytes, payload=lease.payload)
+    draft = _Draft(described, options, exports, pool.device, ordered, lease)
+    draft.use_pool(pool)
+    return draft.shared((address + offset, size))
 
 
-def _ordered(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream; it must not be captured."""
+def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
+    """Return the caller's stream, which will announce the contents; it must not be captured."""
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
@@ -513,9 +513,9 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
     pool._check_open()  # Work of an earlier export may still be queued.
     found = exports.pool(pool)
-    draft = _Draft(options, exports, found.device, None)
+    draft = _Draft(Descriptor(Mechanism.POOL), options, exports, found.device, None)
     draft.use_pool(found)
-    return draft.shared(Mechanism.POOL)
+    return draft.shared()
 
 
 def _share_event(event: Event, options: _Options, exports: Exports) -> Shared:
@@ -523,7 +523,7 @@ def _share_event(event: Event, options: _Options, exports: Exports) -> Shared:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
         raw = exports.session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
-    return _Draft(options, exports, event.device, None).shared(Mechanism.EVENT, payload=opaque_bytes(raw))
+    return _Draft(Descriptor(Mechanism.EVENT, payload=opaque_bytes(raw)), options, exports, event.device, None).shared()
 
 
 def _refuse_imported(thing: object, *_: object) -> Shared:
@@ -533,14 +533,15 @@ def _refuse_imported(thing: object, *_: object) -> Shared:
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> Shared:
     memory._check_open()
     ordered = None if options.stream is None else as_stream(options.stream, exports.session)
-    return _share_chunks(memory, exports, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
+    described = Descriptor(Mechanism.PHYSICAL, size=memory.nbytes)  # Without an origin, it is of one chunk.
+    return _share_chunks(memory, exports, [memory], ordered, options, described)
 
 
 def _share_range(
     thing: VirtualBuffer | RangeView, options: _Options, exports: Exports, begin: int = 0, size: int | None = None
 ) -> Shared:
     """Share the chunks that contain a part of an address range."""
-    fields: dict[str, Any] = {}
+    described = Descriptor(Mechanism.PHYSICAL, origin=secrets.token_bytes(16))
     if isinstance(thing, RangeView):
         begin += thing.offset
     else:
@@ -550,10 +551,10 @@ def _share_range(
         if isinstance(thing, GrowableBuffer):
             # The offset counts from the first byte of the range, so that importers recognise chunks that they have
             # mapped.
-            fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
+            described = described._replace(origin=exports.id(thing), flags=Flags.GROWABLE, base_size=thing.capacity)
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    ordered = _ordered(thing.stream if options.stream is None else options.stream, exports.session)
+    ordered = _announcing_stream(thing.stream if options.stream is None else options.stream, exports.session)
     mapped = covering(thing.range, begin, begin + size)
     if len(mapped) > MOST_CHUNKS:
         raise ValueError(
@@ -561,9 +562,9 @@ def _share_range(
             "grow in larger steps, or share parts of it"
         )
     memories, offsets = zip(*mapped, strict=True)
-    fields |= {"offset": begin - offsets[0], "size": size, "memory": (thing.range.address + begin, size)}
+    described = described._replace(offset=begin - offsets[0], size=size)
     at = [thing.range.address + offset for offset in offsets]
-    return _share_chunks(thing, exports, memories, ordered, options, at, **fields)
+    return _share_chunks(thing, exports, memories, ordered, options, described, at)
 
 
 def _share_chunks(
@@ -572,8 +573,8 @@ def _share_chunks(
     memories: Sequence[Any],
     stream: Stream | None,
     options: _Options,
+    described: Descriptor,
     addresses: Sequence[int] = (),
-    **fields: Any,
 ) -> Shared:
     """Share chunks of physical memory in address order. ``addresses``: addresses of the chunks in this process."""
     for memory in memories:
@@ -582,19 +583,20 @@ def _share_chunks(
         if is_imported(memory):
             _refuse_imported(thing)
     kind = _handle_type(memories, options)
-    chunks = [exports.memory(memory, kind) for memory in memories]
-    fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
-    draft = _Draft(options, exports, _device_of(memories[0]), stream)
-    draft.handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
+    exported = [exports.memory(memory, kind) for memory in memories]
+    chunks = tuple(chunk for chunk, _ in exported)
+    base_size = described.base_size or sum(chunk.nbytes for chunk in chunks)
+    described = described._replace(base_size=base_size, handle_type=int(kind), chunks=chunks)
+    draft = _Draft(described, options, exports, _device_of(memories[0]), stream)
+    draft.handles = {chunk.id: fd for chunk, fd in exported if fd is not None}
     if kind == _FABRIC and draft.lease is not None:
         exports.serve()  # so that importers find the control block with only the bytes of the descriptor
         if options.hold:
             # File descriptors keep memory that is closed here; fabric handles do not.
             draft.kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
-            if fields["origin"] != NOWHERE:
-                fields["flags"] = fields.get("flags", 0) | Flags.LEASED
-    fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
-    return draft.shared(Mechanism.PHYSICAL, **fields)
+            if described.origin != NOWHERE:
+                draft.described = described._replace(flags=described.flags | Flags.LEASED)
+    return draft.shared((addresses[0] + described.offset, described.size) if addresses else None)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -642,7 +644,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
     else:
         handle = thing.__cuda_array_interface__.get("stream")
         own = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
-    ordered = _ordered(own if options.stream is None else options.stream, session)
+    ordered = _announcing_stream(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
@@ -650,22 +652,25 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share memory of several "
                 "allocations one by one"
             )
-        fields: dict[str, Any] = {"offset": span.address - base, "size": span.nbytes, "base_size": size}
+        described = Descriptor(Mechanism.PHYSICAL, offset=span.address - base, size=span.nbytes, base_size=size)
         if known.pool is not None:
             _check_pool_array(thing, options, known.handle_types)
             pool = exports.pool(known.pool)
-            fields["payload"] = exports.export_pointer(base)
-            draft = _Draft(options, exports, device, ordered, allocation=base)
+            payload = exports.export_pointer(base)
+            described = described._replace(mechanism=Mechanism.POOL_POINTER, payload=payload)
+            draft = _Draft(described, options, exports, device, ordered, allocation=base)
             draft.use_pool(pool)
-            return draft.shared(Mechanism.POOL_POINTER, **fields)
+            return draft.shared()
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
-            fields["payload"] = opaque_bytes(session.call("cuIpcGetMemHandle", base))
-            fields["flags"] = Flags.LEASED if options.hold else 0
-            return _Draft(options, exports, device, ordered).shared(Mechanism.LEGACY, **fields)
+            payload = opaque_bytes(session.call("cuIpcGetMemHandle", base))
+            flags = Flags.LEASED if options.hold else 0
+            described = described._replace(mechanism=Mechanism.LEGACY, flags=flags, payload=payload)
+            return _Draft(described, options, exports, device, ordered).shared()
         memory = PhysicalMemory.at(base, driver=driver)
         _check_mapped_array(thing, options, memory, span.address - base + span.nbytes)
-        return _share_chunks(thing, exports, [memory], ordered, options, **fields)
+        described = described._replace(origin=secrets.token_bytes(16))
+        return _share_chunks(thing, exports, [memory], ordered, options, described)
 
 
 def _check_pool_array(thing: object, options: _Options, handle_types: MemHandleType) -> None:

@@ -41,7 +41,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import HostUse, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.pool.internal import location_of_pool
@@ -489,8 +489,8 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._announced: Announcement | None = None
         self._contents: tuple[Announcement, ...] = ()
-        self._lease: HostLease | None = None
-        """Lease of the last open that had one; None without one."""
+        self._use: HostUse | None = None
+        """Use of a lease by the last open that had one; None without one."""
         super().__init__(device, capacity, rights, stream, offset)
 
     @property
@@ -498,19 +498,19 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         return super(ForeignMemory, self).address
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, then unmap and release the memory, and end the lease. Idempotent."""
+        """Wait for ``after``, then unmap and release the memory, and end the use of the lease. Idempotent."""
         super().close(after)
-        self._take_lease(None)
+        self._replace_use(None)
 
-    def _take_lease(self, lease: HostLease | None) -> None:
-        ended, self._lease = self._lease, lease
+    def _replace_use(self, use: HostUse | None) -> None:
+        ended, self._use = self._use, use
         if ended is not None:
             ended.end()
 
     def __del__(self) -> None:
-        lease = getattr(self, "_lease", None)
-        if lease is not None and self._session.usable:
-            lease.imports.drop(lease)
+        use = getattr(self, "_use", None)
+        if use is not None and self._session.usable:
+            use.imports.drop(use)
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Raise: only the owning process can evict the memory."""

@@ -37,7 +37,7 @@ from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags, Mechanism
+from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_exported, import_memory
@@ -70,17 +70,12 @@ class ReceivedHandles:
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
-        """Give the handles their ids, in the order of the descriptor."""
+        """Give the handles their ids, see :meth:`Descriptor.handle_ids`."""
         self.endpoint = described.endpoint
         if not self._given:
             return
-        ids = [chunk.id for chunk in described.chunks if not chunk.fabric]
-        if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
-            ids = [described.origin]
-        if described.control_block != NOWHERE:
-            ids.append(described.control_block)
-        ids = list(dict.fromkeys(ids))
-        # The pipe that holds the allocation comes last. It is closed with the remaining handles.
+        ids = described.handle_ids()
+        # The pipe is not taken, so :meth:`close` closes it, which ends the hold.
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
             return  # only the pipe came: a channel carries each of the other handles once
@@ -120,8 +115,8 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
         raise StaleDescriptorError(_STALE)
 
 
-class HostLease(Deferred):
-    """The use of a lease whose close the host counts.
+class HostUse(Deferred):
+    """One use of a lease, whose close the host counts.
 
     It is for memory that is not released in stream order: a range, or an allocation of ``cuMemAlloc``. As a deferred
     item, this object counts the close once the present work has ended.
@@ -132,7 +127,7 @@ class HostLease(Deferred):
         self.imports = imports
         self._work: Fence | None = None
         self._words: ImporterWords | None = words
-        # No lock is needed: once this lease is in ``users``, no other lease counts a close.
+        # No lock is needed: once this use is in ``users``, no other use counts a close.
         words.users.add(self)
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
@@ -344,12 +339,12 @@ class PlainImport(Import):
         super().__init__(imports, device, block, described)
         # A separate lock, because the release waits for a stream.
         self.lock: AbstractContextManager[bool] = RLock()
-        self._lease: HostLease | None = None
+        self._use: HostUse | None = None
 
     def begin(self) -> None:
         """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``)."""
         if self.leased and self.block is not None:
-            self._lease = HostLease(self.imports, self.words, self.generation)
+            self._use = HostUse(self.imports, self.words, self.generation)
         handle = opaque_struct("CUipcMemHandle", self.key)
         with self.device.current():
             self._raw = self.imports.session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
@@ -362,8 +357,8 @@ class PlainImport(Import):
             stream.synchronize()
             with self.device.current():
                 self.imports.session.release(self, "cuIpcCloseMemHandle")
-        if self._lease is not None:
-            self._lease.end()
+        if self._use is not None:
+            self._use.end()
 
 
 class ImportUse(Deferred):

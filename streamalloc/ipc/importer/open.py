@@ -21,7 +21,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.imports import HostLease, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
+from streamalloc.ipc.importer.imports import HostUse, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
@@ -164,7 +164,7 @@ def _open(
     imports.check_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
-    ordered = None if stream is None else _ordered(stream, session)
+    ordered = None if stream is None else _waiting_stream(stream, session)
     with imports.deferred.beside_captures():
         announced, hold = None, None
         block = imports.block_of(described, handles)
@@ -184,11 +184,14 @@ def _open(
     return ImportedArray(opened, np.dtype(described.dtype), described.shape)
 
 
-def _ordered(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream; it must not be captured."""
+def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
+    """Return the caller's stream, which will wait for the contents; it must not be captured.
+
+    A default stream, which other libraries may capture, is checked later: before an allocation is imported
+    (:func:`_open_allocation`), and before a wait. It is not refused where nobody waits.
+    """
     ordered = as_stream(stream, session)
     if not ordered.is_default:
-        # Default streams are checked only before a wait, because other libraries may capture them.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
@@ -264,11 +267,11 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     imports, described, device = request.imports, request.described, request.device
     streams = [request.ordered()]
     with contextlib.ExitStack() as undo:
-        lease: HostLease | None = None
+        use: HostUse | None = None
         if described.flags & Flags.LEASED and (block := request.block) is not None:
             words = block.importer_words(described.slot, block.importer)
-            lease = HostLease(imports, words, described.generation)
-            undo.enter_context(undoing(lease.end))
+            use = HostUse(imports, words, described.generation)
+            undo.enter_context(undoing(use.end))
         opened = imports.ranges.get(described.origin) if growable else None
         if opened is None or opened.closed:
             capacity = described.base_size if growable else total
@@ -285,8 +288,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             for ordered in streams:
                 announced.notify_listener(opened, ordered)
                 announced.precede(ordered)
-    if lease is not None:
-        opened._take_lease(lease)
+    if use is not None:
+        opened._replace_use(use)
     if growable:
         imports.ranges[described.origin] = opened
     if announced is not None:

@@ -173,7 +173,7 @@ class Descriptor(NamedTuple):
     """
 
     mechanism: Mechanism
-    device: bytes
+    device: bytes = bytes(16)
     origin: bytes = bytes(16)
     control_block: bytes = bytes(16)
     endpoint: bytes = bytes(16)
@@ -193,6 +193,18 @@ class Descriptor(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
+    def handle_ids(self) -> list[bytes]:
+        """Return the ids of the handles that importers need, in the order in which they travel.
+
+        A message has all of them or none, because a channel carries each once. The pipe of a hold comes after them.
+        """
+        ids = [chunk.id for chunk in self.chunks if not chunk.fabric]
+        if self.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
+            ids = [self.origin]
+        if self.control_block != NOWHERE:
+            ids.append(self.control_block)
+        return list(dict.fromkeys(ids))  # One chunk may be mapped several times.
+
     def to_bytes(self, hold: int | None = None) -> bytes:
         """Pack the descriptor.
 
@@ -201,10 +213,8 @@ class Descriptor(NamedTuple):
         hold
             The number of the mark of a hold, or 0 for a pipe in the same message; None: that of :attr:`hold`.
         """
-        if self.handle_type == FABRIC:
-            chunks = b"".join(_FABRIC_CHUNK.pack(*chunk) for chunk in self.chunks)
-        else:
-            chunks = b"".join(_CHUNK.pack(chunk.id, chunk.nbytes) for chunk in self.chunks)
+        form, length = (_FABRIC_CHUNK, 3) if self.handle_type == FABRIC else (_CHUNK, 2)
+        chunks = b"".join(form.pack(*chunk[:length]) for chunk in self.chunks)
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
         flags, hold = (self.flags, self.hold) if hold is None else (self.flags | Flags.HELD, hold)
