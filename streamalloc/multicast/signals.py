@@ -1,9 +1,9 @@
 """Barriers and signals between the streams of different ranks, by counters in device memory. The host never blocks.
 
-Each rank has a counter in the memory of every other rank, for each channel and for barriers and signals. Only this rank
-increases it, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all devices. The
-other rank's stream waits for it in its own memory, by ``cuStreamWaitValue32``. Counters only increase. So they need no
-reset, and one rank may be ahead of the others.
+The memory of each rank has one counter for each sending rank, each channel and each kind (barrier or signal). Only the
+sender increases its counter, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all
+devices. The stream of the receiving rank waits for the counter in that rank's own memory, by ``cuStreamWaitValue32``.
+Counters only increase. So they need no reset, and one rank may be ahead of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamalloc.multicast.setup.plan import CHANNELS, RankLayout
 
 _BARRIER, _SIGNAL = 0, 1
 _WRAP = 1 << 32
-"""Counters are 32 bits wide; ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically."""
+"""Counters have 32 bits and wrap to 0 at this value. ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically, so they may."""
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _CAPTURED = "the counters increase at each call, and a graph would write and wait for the same values at each launch"
 
@@ -35,18 +35,24 @@ class Signals:
         self.layout: RankLayout = layout
         self._size = len(bases)
         self._bases = bases
-        """Address of each rank's memory in this process."""
+        """Device address of each rank's memory in this process, by rank."""
         self._rounds: defaultdict[int, int] = defaultdict(int)
-        """Barriers so far, by channel."""
+        """Number of barriers queued so far, by channel."""
         self._sent: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """Signals sent so far, by (rank, peer, channel)."""
+        """Number of signals that ``rank`` has sent to ``peer`` so far, by (rank, peer, channel)."""
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """Signals waited for so far, by (rank, peer, channel)."""
+        """Number of signals from ``peer`` that ``rank`` has queued a wait for, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], Fence] = {}
-        """Fence after the last call for each (kind, rank, peer, channel). A barrier has -1 as its peer."""
+        """Fence after the last barrier or signal, by (kind, rank, peer, channel); the peer of a barrier is -1.
+
+        The next one waits for it, so that its write comes later.
+        """
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
-        """Make the streams, one for each rank of this process, wait for all other ranks."""
+        """Queue a barrier on the streams, which are by rank and one for each rank of this process.
+
+        Each stream increments its rank's counter in the memory of all other ranks, then waits for their increments.
+        """
         check_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
@@ -65,7 +71,7 @@ class Signals:
         self._rounds[channel] = count
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
-        """Increment the counter of ``rank`` in the memory of ``peer``."""
+        """Queue an increment of the counter of ``rank`` in the memory of ``peer``, after the stream's earlier work."""
         self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
         self._wait_for_latest(stream, _SIGNAL, rank, peer, channel)
@@ -81,7 +87,7 @@ class Signals:
         self._awaited[rank, peer, channel] = count
 
     def released(self, rank: int) -> npt.NDArray[np.uint32]:
-        """Return values of the counters in a rank's memory for which no queued wait of its streams waits any more."""
+        """Return values for all counters in a rank's memory that satisfy each wait queued on the rank's streams."""
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
             # One more than counted, because a barrier that failed may have queued waits.
@@ -111,7 +117,10 @@ class Signals:
         refuse_capture(stream, call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        """Make the stream wait for the last call that wrote the counter. Otherwise the counter could decrease."""
+        """Make the stream wait until the last write of the counter is done, which may be on another stream.
+
+        Otherwise the later value could be written first, and the counter would decrease.
+        """
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:
             latest.precede(stream)

@@ -63,7 +63,10 @@ class SymmetricBuffer(BufferView):
 
     @property
     def stream(self) -> Stream:
-        """The default stream of this rank's device."""
+        """The default stream of this process's device.
+
+        If this process has all ranks: of the device of the buffer's rank, or of rank 0 for the multicast view.
+        """
         return self._device.default_stream
 
     @property
@@ -167,7 +170,7 @@ class SymmetricMemory(Closes, Shown):
             steps.check_devices(communicator, device, devices, handle_type)
         self._group = team = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
-        """Whether all ranks have agreed to close."""
+        """Whether all ranks have agreed to close. If the release then fails, the next :meth:`close` only releases."""
         self.timeout: float | None = timeout
         """Seconds for :meth:`close`."""
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
@@ -212,7 +215,7 @@ class SymmetricMemory(Closes, Shown):
         """Set the attributes that stay the same after the set-up."""
         self._resources = resources
         self._bases = bases
-        """Address of each rank's memory in this process."""
+        """Device address of each rank's memory in this process, by rank."""
         self._layout = plan.layout
         self.rank: int = group.local[0]
         """This process's rank; 0 if this process has all ranks."""
@@ -227,7 +230,7 @@ class SymmetricMemory(Closes, Shown):
         self.device: Device = resources.devices[self.rank]
         """This rank's device."""
         self.devices: tuple[Device, ...] = tuple(resources.devices.values())
-        """The devices of :attr:`ranks`."""
+        """The devices of :attr:`ranks`, in the same order."""
         self.driver: Driver = resources.session.driver
         """The driver of the devices."""
         self.communicator: Communicator | None = group.communicator

@@ -20,8 +20,8 @@ from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingE
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError, deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
-# Seconds between two checks that the producer is alive. The channel does not show it, because a forked child may keep a
-# copy
+# Seconds between two checks that the producer is alive. The channel does not always show its death, because a forked
+# child of the producer may keep a copy of the socket.
 _LIVENESS_SECONDS = 0.25
 
 _unpacked = PACKET.unpack
@@ -51,7 +51,7 @@ class RingItem(SlotMemory):
         self._ready = 0
         """Value that ``ready`` reaches when the contents are complete."""
         self._value = self._mine.closing.value
-        """Value of this consumer's words for the item."""
+        """Value that this consumer writes to its words when it opens and when it releases the item."""
 
     @property
     def lost(self) -> bool:
@@ -166,8 +166,9 @@ class RingConsumer(RingEnd):
     def fileno(self) -> int:
         """The file descriptor of the connection: readable when :meth:`next` returns an item or raises without waiting.
 
-        So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings. If
-        the driver has refused the wait of an item, the next call returns that item; the descriptor does not tell.
+        So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings. One
+        exception: if :meth:`next` received an item and raised because the driver refused the stream's wait, the next
+        call returns that item, and the descriptor is not readable for it.
 
         Raises
         ------

@@ -61,7 +61,7 @@ class Slot:
     used: int = 0
     """Bytes of the present item."""
     theirs: ImporterWords | None = None
-    """Words of the last consumer; None if the producer need not wait for one."""
+    """Words that the last consumer of this slot writes; None if the next fill need not wait for a consumer."""
     value: int = 0
     """Value that the words :attr:`theirs` reach when the consumer releases the slot."""
     holder: weakref.ref[RingSlot] | None = None
@@ -153,10 +153,12 @@ class ConsumerLink:
     in_flight: dict[Slot, None] = field(default_factory=dict)
     """Slots sent to the consumer and not released, oldest first."""
     turn: int = 0
-    """Count of sends at the last send to this consumer."""
+    """Value of :attr:`Deliveries.sends` at the last send to this consumer. Of consumers with equally many slots in
+    flight, the one with the least value gets the next item.
+    """
 
     def close(self) -> None:
-        # A forked child may have a copy, so close() alone would leave the connection open.
+        # A forked child may have a copy of the socket, so close() alone would leave the connection open.
         self.channel.shutdown()
         self.channel.close()
 
@@ -184,7 +186,7 @@ class Deliveries(RingEnding):
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.slot_bytes: int = slot_bytes
         self.stride: int = stride
-        """Bytes from one slot to the next."""
+        """Bytes from the start of one slot to the start of the next."""
         self.session: Session = session
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
@@ -250,8 +252,10 @@ class Deliveries(RingEnding):
         self._take_unopened([consumer])
 
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
-        """Move the slots that gone consumers have not opened to :attr:`unsent`. The words of opened slots are written
-        when the consumer releases them, or when the watcher sees its death.
+        """Move the slots that gone consumers have not opened to :attr:`unsent`.
+
+        Opened slots stay in flight: their words are written when the consumer releases them, or by the thread that
+        waits for the consumer's death.
         """
         self.settle()
         for consumer in _gone(consumers):

@@ -11,8 +11,9 @@ wait for them. Slot ``k`` and consumer ``i`` have these words:
 * ``closing[k, i]``: the consumer's host writes it after it has queued the write of ``closed``. From then on the
   producer's host may reuse the slot.
 
-Only counters that rise can be compared by a stream, and every process writes its own: the consumer cannot reset what
-the producer's stream waits for, and a slot that is used again never looks released by its last use.
+The words are counters that only rise, because a stream's wait compares by "at least". Each process writes only its own
+words, so the consumer cannot reset a word that the producer's stream waits for. Each use of a slot has a higher value,
+so a slot that is used again never looks released by its last use.
 
 If a consumer is gone and ``opened`` is not the packet's number, the consumer has not used the slot, and the producer
 sends it to another consumer. If ``opened`` is that number, the item is gone with the consumer: its kernels may have
@@ -39,8 +40,8 @@ from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256
-"""Most slots. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no hand-off
-blocks.
+"""Most slots of a ring. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no
+hand-off blocks.
 """
 
 PACKET = struct.Struct("<IIIIQ")
@@ -67,9 +68,11 @@ class Introduction(NamedTuple):
     numbers: list[int]
     """Number of each slot in the control block."""
     slot_bytes: int
+    """Most bytes of an item."""
     stride: int
-    """Bytes from one slot to the next."""
+    """Bytes from the start of one slot to the start of the next."""
     descriptor: bytes
+    """Descriptor of the buffer that has all slots."""
 
     def to_bytes(self) -> bytes:
         """The message for consumers."""
@@ -111,7 +114,9 @@ def importer_in(data: bytes) -> int:
 
 
 class SlotMemory(BufferView, Leaves):
-    """The memory of a slot at one end of the ring. It can be used while the slot is held."""
+    """The memory of a slot, as one end of the ring has it. While this end does not hold the slot, each use raises
+    :class:`ClosedError`.
+    """
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
@@ -156,7 +161,7 @@ class RingEnding(Deferred):
     """Queue item with the work that remains after one end of a ring was closed or dropped."""
 
     closed: bool = False
-    """Whether the end was closed or dropped."""
+    """Whether this end of the ring was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
@@ -165,7 +170,7 @@ class RingEnd(Closes, Shown):
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
-    """The most bytes of an item."""
+    """Most bytes of an item."""
     slots: int
     """Number of slots."""
 
@@ -174,8 +179,8 @@ class RingEnd(Closes, Shown):
         self._ending: RingEnding | None = None
 
     def _open(self, ending: RingEnding) -> None:
-        # The queue keeps the ending alive. If the collector finds both objects in one cycle, the ending's resources are
-        # not finalised.
+        # The queue keeps the ending alive from now on. So if this object is dropped in a reference cycle, the collector
+        # does not finalise the ending's resources before the ending has released them.
         deferred_queue(self._session).end_with(self, ending)
         self._ending = ending
 

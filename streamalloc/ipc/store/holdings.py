@@ -20,7 +20,7 @@ from streamalloc.core.resource import close_all
 from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-# First address proposed to writers, and the distance between the addresses of two keys.
+# First address proposed to writers, the distance between the addresses of two keys, and the number of such addresses.
 _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 
 
@@ -41,11 +41,13 @@ class Epoch:
     device: str
     """UUID of the device, 32 hexadecimal digits."""
     replace: bool
+    """Whether the epoch may replace a commit of the same key."""
     writer: Holder | None
     """The writing process; after the commit, the process whose copies are still queued."""
     number: int = 0
     """Number of the epoch, from 1; 0 before the commit."""
     nbytes: int = 0
+    """Bytes that count for the limit: those that the writer has reserved, then those of the commit."""
     chunks: list[int] = field(default_factory=list)
     """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before :meth:`Holdings.prepare`,
     sizes of the epoch that the writer asked to be like.
@@ -66,7 +68,7 @@ class Epoch:
     count: int = 0
     """Number of tensors."""
     address: int = field(init=False)
-    """Address of the range in the writer. This field and the next are set once the epoch is prepared."""
+    """Device address of the range in the writer's process. This field and :attr:`fabric` are set at the commit."""
     fabric: bool = field(init=False)
     """Whether the memory has fabric handles, so that other machines may use it unknown to the store."""
 
@@ -79,7 +81,9 @@ class Epoch:
         self.settle()
 
     def settle(self) -> None:
-        """Forget the writer and its announcement. The control block stays open for an answer that is not sent yet."""
+        """Forget the writer and its announcement. The control block is not closed here: an answer that is not sent yet
+        may need its descriptor.
+        """
         self.ready = self.writer = None
 
 
@@ -89,9 +93,9 @@ class HeldEntry:
 
     key: str
     place: int
-    """Index of the address proposed to writers."""
+    """Index of the address that is proposed to writers of the key: each index is one ``_ADDRESS_STEP`` further."""
     number: int
-    """Number of the last epoch."""
+    """Number of the last commit."""
     current: Epoch | None = None
     before: Epoch | None = None
     """The previous commit. It becomes valid again if the writer dies before the contents of :attr:`current` are
@@ -118,7 +122,7 @@ class HeldEntry:
         return [*self.epochs, *(epoch for epoch in (self.next, self.spare) if epoch is not None)]
 
     def retire(self, *epochs: Epoch | None) -> None:
-        """Keep epochs only for their readers."""
+        """Move replaced epochs that have readers to :attr:`older`. The others are unused (:meth:`unused`)."""
         for epoch in epochs:
             if epoch is not None and epoch.readers:
                 self.older.append(epoch)
@@ -126,7 +130,8 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep the memory of an epoch that no process has for the next epoch, or close it."""
+        """Keep an epoch that no process has as :attr:`spare`, if the next epoch can use its memory. Otherwise close it.
+        """
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
@@ -175,7 +180,7 @@ class Holdings:
         self.lost: dict[str, tuple[int, str]] = {}
         """For each key that was lost without a request: its last epoch, and the reason."""
         self.keep: Callable[[Sequence[HeldEntry]], None] | None = None
-        """Called with the keys whose last complete commit has changed, before any client is told."""
+        """Called with the entries of keys whose last complete commit has changed, before any client gets an answer."""
         self._journal = journal
         self._read_journal()
 
@@ -221,14 +226,19 @@ class Holdings:
         epoch.layout, epoch.count = current.layout, current.count
         spare = entry.spare
         if spare is not None and reuse:
-            # This epoch must never become a spare. If the writer dies, its kernels may still write for a moment.
+            # The memory now belongs to the new epoch alone. If the writer dies, that epoch is closed and never becomes
+            # a spare, because the writer's kernels may still write for a moment.
             epoch.nbytes, epoch.handles = spare.nbytes, spare.handles
             entry.spare, spare.handles = None, []
             spare.close()
         return current.address
 
     def reserve(self, epoch: Epoch, total: int) -> None:
-        """Count the memory that a writer has created or is about to create."""
+        """Set the bytes that a writer has created and is about to create in all.
+
+        If that exceeds the limit, spare memory is released first, then unused keys. If that is too little, raises
+        ``StoreFullError``.
+        """
         more = total - epoch.nbytes
         if self.limit is not None and more > 0:
             if self.reserved(epoch.device) + more > self.limit:
@@ -381,7 +391,8 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # Read the end of the writer first. After its end the writer writes nothing.
+        # First ask whether the writer has ended, then read its word. In the other order, a writer that writes the word
+        # and ends in between would count as dead before its contents were complete.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready
         if word.reached and not word.lost:
@@ -398,7 +409,7 @@ class Holdings:
             self._changed(entry)
 
     def release(self) -> None:
-        """Close all descriptors."""
+        """Close the descriptors of all epochs."""
         for epoch in self.all_epochs():
             epoch.close()
 
@@ -429,7 +440,7 @@ class Holdings:
             temporary.replace(self._journal)
 
     def _read_journal(self) -> None:
-        """Read the keys that a killed server held. A truncated or foreign journal is ignored."""
+        """Read into :attr:`lost` the keys that a killed server held. A truncated or foreign journal is ignored."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             found = json.loads(self._journal.read_text(encoding="utf-8"))
             reason = f"the server that held it, process {found['pid']}, was killed"

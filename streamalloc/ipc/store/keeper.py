@@ -1,8 +1,8 @@
 """Keepers, which keep the descriptors of a store while its server is dead, and give them to the next server.
 
-It is the descriptor store of systemd, or else a process. That does nothing else, and reads no contents, so that little
-can end it. A server sends whole changes: a change that its death cuts off is dropped by the channel. The connections of
-two servers are served one after the other, so that the second server finds all that the first one has sent.
+A keeper is the descriptor store of systemd, or else a process of its own. The process does nothing else and reads no
+contents, so that little can end it. A server sends whole changes: the channel drops a change that the server's death
+cuts off. The process serves one connection at a time, so that the next server finds all that the last one has sent.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Keeper(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the connection to the keeper was closed."""
         return self._channel.closed
 
     def close(self) -> None:
@@ -128,19 +128,20 @@ class Keeper(Closes):
 class ServiceManager(Closes):
     """The descriptor store of the systemd that started this process (``FileDescriptorStoreMax=``).
 
-    Each descriptor is one message, and has a name of its own: the order of those that systemd gives back is not
-    documented. The text of a commit comes last and goes first, so a commit with a text is whole. The death of the
-    server between a commit and the end of the one before leaves both, and the later one counts. systemd drops a
-    duplicate of a descriptor that it has, so the files, which two epochs may share, are copied.
+    Each descriptor is sent in one message, with a name of its own, because the order in which systemd returns them is
+    not documented. The text of a commit is stored last and removed first, so a commit that has its text is whole. If
+    the server dies after it has stored a commit and before it has removed the previous one, systemd has both, and the
+    one with the higher number counts. systemd drops a duplicate of a descriptor that it has. Two epochs may share a
+    file, so files are stored as copies.
     """
 
     def __init__(self, store: str) -> None:
         self._names = f"streamalloc-{store}-"
         self._most = int(os.environ["FDSTORE"])
         self._kept: dict[str, tuple[str, list[str]]] = {}
-        """Text and names of each key's commit."""
+        """By key: the text of its commit, and the names of the commit's descriptors, that of the text first."""
         self._over: list[str] = []
-        """Names of commits that others have replaced. They are dropped later."""
+        """Names of descriptors of replaced and dropped commits. They are removed once the new commits are stored."""
         address = os.environ["NOTIFY_SOCKET"]
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with undoing(self._channel.close):
@@ -175,11 +176,15 @@ class ServiceManager(Closes):
         try:
             while left:
                 yield left.pop()
-        finally:  # from a server that refused one
+        finally:  # If the server refuses a commit, it does not take the rest.
             close_all(fd for kept in left for fd in kept.handles)
 
     def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
-        """Return the last commit of each key, from descriptors by token and place. The others are dropped."""
+        """Return the last commit of each key, and drop the others.
+
+        ``found`` has descriptors by token and place. All descriptors of a commit have one token; the place is ``text``,
+        or the index among the others.
+        """
         latest: dict[str, tuple[int, str, Kept]] = {}
         for token, parts in found.items():
             last = parts.pop("text", None)
@@ -220,7 +225,7 @@ class ServiceManager(Closes):
             self._await()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
-        """Send the descriptors of a commit. ``names`` gets their names, the name of the text first."""
+        """Send the descriptors of a commit to systemd. Their names are put into ``names``, that of the text first."""
         token = f"{self._names}{token_hex(8)}"
         with contextlib.ExitStack() as files:
             copies = [files.enter_context(sealed_file(read_file(file))) for file in kept.handles[:2]]
@@ -235,7 +240,7 @@ class ServiceManager(Closes):
         close_all(handles)
 
     def _await(self) -> None:
-        """Wait until systemd has taken all messages. It then closes the pipe."""
+        """Wait until systemd has taken all messages. It then closes the pipe that ``BARRIER=1`` sends."""
         ours, theirs = map(Fd, os.pipe())
         with ours:
             with theirs:
@@ -271,7 +276,7 @@ def _passed(names: str) -> Iterator[tuple[str, Fd]]:
         for number, name in enumerate(passed):
             if own.fullmatch(name):
                 passed[number] = "taken"
-                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # A later file may get this number.
+                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # A file that is opened later may get this number.
                 os.set_inheritable(3 + number, False)
                 yield name, Fd(3 + number)
 
@@ -294,7 +299,7 @@ def keep(path: str) -> None:
 
 
 def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], handles: tuple[Fd, ...]) -> None:
-    """Answer one request."""
+    """Answer one request of a server: take, put, or end."""
     left = list(handles)
     with undoing(lambda: close_all(left)):
         if "take" in fields:

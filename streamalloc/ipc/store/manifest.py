@@ -1,7 +1,8 @@
 """Manifests: names, types, shapes, strides and offsets of the tensors of one epoch, and the user's metadata, as JSON.
 
-A manifest has two files: the layout, which many epochs share, and all that changes with the epoch. So an epoch like the
-one before costs nothing by name: neither its writer nor the server nor a reader that has the layout reads that file.
+A manifest has two files: the layout, which many epochs share, and all that changes with the epoch. If an epoch has the
+layout of the one before, neither its writer nor the server nor a reader that has the layout reads that file again. So
+the number of tensors does not matter then.
 
 A manifest comes from another process and is untrusted. The server checks all of it before a commit. A reader checks the
 format, and each tensor on its first use, so that ten thousand names cost little.
@@ -74,7 +75,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to the last in memory."""
+        """Bytes from the first element to the last in memory, both included."""
         return self.elements * TYPES[self.dtype]
 
     def __str__(self) -> str:
@@ -131,8 +132,10 @@ class TensorLayout(Mapping[str, Tensor]):
 
     @property
     def _rows(self) -> dict[str, list[Any]]:
-        """Return type, shape, strides and offset by name, as in JSON. Ten thousand names cost little before they are
-        used.
+        """Return type, shape, strides and offset of each tensor by its name, in their JSON form.
+
+        The JSON is parsed at the first use. No :class:`Tensor` is made before it is asked for, because a layout may
+        have ten thousand.
 
         Raises
         ------
@@ -306,7 +309,10 @@ def _refuse(constant: str) -> None:
 
 
 read_json = json.JSONDecoder(parse_constant=_refuse).decode
-"""Decode JSON; ``ValueError`` for ``NaN`` and ``Infinity``. To make the decoder costs more than to read a message."""
+"""Decode JSON; ``ValueError`` for ``NaN`` and ``Infinity``.
+
+The decoder is made once, because making it takes longer than decoding a message.
+"""
 
 
 def read_file(fd: Fd) -> bytes:

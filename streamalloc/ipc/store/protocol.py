@@ -85,11 +85,15 @@ REQUESTS: dict[str, dict[str, _Check]] = {
     "confirm": {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
     "open": {"key": _is_key},
 }
-"""Fields of the requests, with the check of each. ``write`` makes the connection a writer's: its end aborts the epoch.
-The writer reserves memory before it creates it, and commits. With ``like`` the answer has the layout of the last
-commit, with ``reuse`` also memory that nobody has any more, if the store kept such; with ``same`` the commit has that
-layout, and no file of it. With ``prepare``, ``confirm`` publishes the epochs of a group, all or none; with ``keep`` the
-writer goes on as a reader. ``open`` makes the connection a reader's: its end closes the epoch.
+"""Fields of each request, with the check of each field.
+
+* ``write`` makes the connection a writer's: its end aborts the epoch. With ``like``, the answer has the layout of the
+  last commit; with ``reuse`` as well, also memory that no process has any more, if the store kept some.
+* ``reserve`` comes before the writer creates memory.
+* ``commit`` sends the epoch. ``same`` says that its layout is the one that the store gave, so no file of it is sent.
+  With ``prepare``, nothing is published before ``confirm``. With ``keep``, the connection becomes a reader's.
+* ``confirm`` publishes the prepared epochs of a group, all or none.
+* ``open`` makes the connection a reader's: its end closes the epoch.
 """
 
 
@@ -232,7 +236,8 @@ class Connection(Closes):
                     f"this connection to the store {self.name!r} is that of process {self._process}"
                 )
             try:
-                # A server without a free descriptor refuses a connection before the first request.
+                # A server without a free descriptor refuses a connection before the first request, and closes it. The
+                # send then fails, but its refusal can be received.
                 with contextlib.suppress(PeerGoneError):
                     self._channel.send(encode({"request": request, **fields}), handles, timeout=_SECONDS)
                 data, received = self._channel.receive(timeout=_SECONDS)
@@ -255,5 +260,5 @@ class Connection(Closes):
         return fields
 
     def close(self) -> None:
-        """Close the connection. This ends its write or read; idempotent."""
+        """Close the connection; idempotent. The server then aborts the write of this connection, or ends its read."""
         self._channel.close()

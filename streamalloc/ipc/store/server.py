@@ -1,7 +1,7 @@
 """The server of a store: one event loop that receives requests and keeps file descriptors.
 
 It makes no driver call: the writers' exported descriptors keep the memory, so the server has no context and no device
-memory. When a client dies, its connection ends.
+memory. When a client dies, its connection ends, and with it the client's write or read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Client(Holder):
         super().__init__(channel.peer.pid)
         self.channel = channel
         self.number = channel.fileno()
-        """File descriptor number. It stays valid after the channel has closed itself."""
+        """Number of the connection's file descriptor, kept because a channel that has closed itself has none."""
         self.answer: bytes | None = None
         self.sends: Sequence[Fd] = ()
         """Descriptors that the answer sends."""
@@ -145,7 +145,9 @@ class StoreServer(Closes):
         self._holdings.keep = self._keep
 
     def _await_clients(self, undo: contextlib.ExitStack) -> None:
-        """Make what :meth:`run` waits for: connections to the listener, and the pipe by which :meth:`stop` wakes it."""
+        """Make the selector of :meth:`run`. It waits for new connections, and for the pipe to which :meth:`stop`
+        writes.
+        """
         self._clients: dict[int, _Client] = {}
         self._wake = tuple(map(Fd, os.pipe()))
         self._spare = Fd(os.dup(self._wake[0].fileno()))
@@ -215,7 +217,10 @@ class StoreServer(Closes):
         self._lock.close()
 
     def _keep(self, entries: Sequence[HeldEntry]) -> None:
-        """Tell the keeper of changes. If there is no keeper, the server continues, and its log says what that means."""
+        """Send the complete commits of changed keys to the keeper.
+
+        If the keeper fails, the log says so, and the server continues without one.
+        """
         if self._keeper is None:
             return
         kept, dropped = [], []
@@ -430,7 +435,7 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {name: vars(StoreServer)[f"
 
 
 def _about(entry: HeldEntry) -> dict[str, Any]:
-    """Return the fields that LIST returns for a key."""
+    """Return the fields that the request ``list`` returns for a key."""
     epoch = entry.current
     about: dict[str, Any] = {
         "key": entry.key,
@@ -485,7 +490,7 @@ _DESCRIBED: dict[str, type] = {
     "device": str, "number": int, "chunks": list, "created": float, "layout": str, "count": int, "address": int,
     "fabric": bool,
 }  # fmt: skip
-"""Types of the fields of an epoch that the keeper has."""
+"""Fields of an epoch that the keeper has as JSON, with their types."""
 
 
 def _pids(epoch: Epoch) -> list[int]:

@@ -49,14 +49,15 @@ class StoreEntry:
     device: str = ""
     """UUID of the device, 32 hexadecimal digits."""
     address: int = 0
-    """Address of the range in the writer."""
+    """Device address of the range in the writer's process."""
     layout: str = ""
     """Hash of the layout."""
     awaited: bool = False
     """Whether copies of the writer are still queued."""
     created: float = 0.0
-    """Unix time of the commit in seconds. ``used`` is the time of the last open or close."""
+    """Unix time in seconds at which the write of the last commit began."""
     used: float = 0.0
+    """Unix time in seconds at which a reader last opened or closed the last commit."""
     spare: int = 0
     """Bytes kept for the next epoch that is like the last one; a part of ``nbytes``."""
 
@@ -69,7 +70,7 @@ class StoreStatistics:
     """
 
     pid: int
-    """Process identifier of the server."""
+    """Process id of the server."""
     devices: tuple[str, ...] | None
     """UUIDs of the allowed devices; None: all."""
     limit: int | None
@@ -80,7 +81,7 @@ class StoreStatistics:
     nbytes: int
     """Bytes of device memory held, or reserved by writers."""
     by_device: dict[str, int]
-    """Bytes by the UUID of the device."""
+    """Bytes of device memory held, or reserved by writers, by the UUID of the device."""
     readers: int
     writers: int
     lost: dict[str, str]
@@ -121,7 +122,7 @@ class Store(Closes):
         self._driver = driver
         self._path = socket_path(name)
         self._idle: list[Connection] = [Connection(self._path)]
-        """The connection that has shown that a server runs. The first request uses it."""
+        """At most one connection: the one that has shown that a server runs. The first request uses it."""
 
     @staticmethod
     def serve(
@@ -318,7 +319,7 @@ class Store(Closes):
         return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
-        """Return what the store is and holds in sum."""
+        """Return the server's process, the limits of the store, and sums over its contents."""
         answer = self._ask("status")
         devices = answer.pop("devices")
         return StoreStatistics(devices=None if devices is None else tuple(devices), **answer)
@@ -328,7 +329,7 @@ class Store(Closes):
             return connection.ask(request, **fields)[0]
 
     def _connect(self) -> Connection:
-        """Connect to the server. The connection of a writer or reader is what it holds in the store."""
+        """Connect to the server. A writer or reader keeps its connection: if that ends, so does its write or read."""
         self._check_open()
         with contextlib.suppress(IndexError):  # Another thread may have taken it.
             idle = self._idle.pop()

@@ -32,7 +32,9 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 
 
 class StoredView(ForeignMemory, RangeView):
-    """A part of the range of :class:`Weights`. Streams and the host wait until the contents are complete."""
+    """A part of the range of :class:`Weights`. A stream or the host that uses it first waits until the contents are
+    complete.
+    """
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
         super().__init__(weights.range, start, stop)
@@ -112,7 +114,7 @@ class OpenEpoch:
     number: int
     device: Device
     address: int
-    """Address of the range in the writer."""
+    """Device address of the range in the writer's process."""
     manifest: Manifest
     chunks: list[PhysicalMemory] = field(default_factory=list)
     """Chunks of the memory in the order of addresses."""
@@ -121,7 +123,10 @@ class OpenEpoch:
 
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory. The epoch owns the connection."""
+        """Open the last commit of a key, and import its memory. The epoch owns the connection.
+
+        ``expected`` is the layout that the caller requires, or its hash: with another one, ``LayoutChangedError``.
+        """
         with undoing(connection.close):
             answer, received = connection.ask("open", key=key)
             try:
@@ -232,7 +237,7 @@ class Weights(Tensors, Closes):
 
     @property
     def address(self) -> int:
-        """Address of the first byte of the range."""
+        """Device address of the first byte of the range."""
         self._check_open()
         return self.range.address
 
@@ -249,7 +254,7 @@ class Weights(Tensors, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the weights were closed."""
         return self.range.closed
 
     @property
@@ -385,7 +390,7 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
                 return reserved
             found = reserved.address
             reserved.close()
-            # Closed ranges of this process whose work was pending are released at points of work.
+            # Ranges whose release is still in the queue may hold the wanted addresses. This releases those that can be.
             work(session_of(opened.device))
     if at is None or at is False:
         return AddressRange(sizes[0], address=wanted, driver=driver)

@@ -91,16 +91,19 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.nbytes: int = 0
         """Bytes allocated so far."""
         self._mapped = 0
-        # Addresses for all memory that the device can have.
+        """Bytes that are mapped, from the start of :attr:`range`."""
+        # As many addresses as the device has memory: they cost none, and the range never has to move.
         capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
-        """Announcement of the contents, its value, and the event after the copies; None if no copies are queued."""
+        """The lease whose ready word announces the contents, the value that this word then reaches, and the event after
+        that write. None if no copies were queued at the commit.
+        """
         self._connection = connection
         with undoing(self._connection.close):
             self._begin(capacity, replace, like)
 
     def _begin(self, capacity: int, replace: bool, like: bool) -> None:
-        """Ask the store to begin an epoch, and reserve addresses at its proposal."""
+        """Ask the store to begin an epoch, and reserve a range at the address that it proposes."""
         reuse, device = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR, self.device
         answer, received = self._connection.ask(
             "write", key=self.key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
@@ -115,7 +118,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._take_over(answer["chunks"], *received)
 
     def _take_over(self, chunks: list[int], layout: Fd, *reused: Fd) -> None:
-        """Begin with the layout of the epoch before, on memory that nobody has any more, or on as large chunks."""
+        """Begin with the layout of the previous epoch, which the store gave.
+
+        The memory is ``reused``, chunks that no process uses any more, or else new chunks of the sizes ``chunks``.
+        """
         self.layout = TensorLayout(read_file(layout))
         if reused:
             session = session_of(self.device)
@@ -273,7 +279,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._finish()
 
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
-        """Send the epoch. With ``block``, the host first waits for queued work."""
+        """Send the epoch to the server, and return its answer.
+
+        With ``block``, the host first waits for all queued work. With ``prepare``, the server publishes nothing before
+        the request ``confirm``. With ``keep``, this connection becomes a reader of the epoch.
+        """
         session = session_of(self.device)
         self._pending, ready = None, ""
         with contextlib.ExitStack() as undo:
@@ -302,12 +312,16 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return answer
 
     def _manifest(self) -> Manifest:
-        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []  # the store gave none then
+        # With FABRIC this process has created all chunks: the store gives only memory without fabric handles.
+        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)
 
     def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
-        """Announce the contents after events, by a ready word that a stream writes."""
+        """Make a new stream wait for the events and then write a ready word, which announces the contents.
+
+        Returns the lease of the word, the value that the word reaches, and an event after that write.
+        """
         stream = self.device.create_stream()
         for event in events:
             stream.wait(event)
@@ -315,7 +329,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:
-        """Prepare, vote, and publish: the server publishes the epochs of all ranks at once."""
+        """Prepare the epoch, vote with the other ranks, and publish: each server publishes all its ranks' epochs at
+        once.
+        """
         assert self._group is not None
         try:
             token = self._commit(keep=False, prepare=True, block=True)["token"]
@@ -387,7 +403,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _leave(self, *, failed: bool) -> None:
         if self.closed:
             return
-        # Even if the driver refuses this, other processes can write the key.
+        # If the driver refuses a call below, end the connection at least, so that other processes can write the key.
         with undoing(self._connection.close):
             if failed:
                 self.abort()
@@ -438,6 +454,7 @@ class _Ending(Deferred):
 
 
 _endings: set[_Ending] = set()
+"""Writers that keep their mapping because copies were queued at the commit."""
 
 
 @atexit.register

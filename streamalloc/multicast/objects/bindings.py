@@ -35,7 +35,7 @@ class BindSource(NamedTuple):
     nbytes: int
     """Bytes in the range."""
     address: int | None
-    """Device address; None if the range is bound by its handle."""
+    """Device address of the range; None if the range is bound by the handle of its physical memory."""
     state: AllocationState | None
     """State of the physical memory; None for memory of a pool."""
 
@@ -147,7 +147,9 @@ class BindingNode(HandleNode):
         """Whether the bind call returned success."""
         self.object: AllocationHandle = object
         self.device: int = device
+        """Ordinal of the device that the memory is bound for."""
         self.offset: int = offset
+        """Bytes from the start of the object to the binding."""
         self.source: BindSource = source
 
     @property
@@ -174,7 +176,7 @@ class BindingNode(HandleNode):
                 mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
-        """Remove the order between object and memory, unless another binding of the object needs it."""
+        """Remove the order between object and memory, unless another binding of the object has the same memory."""
         state = self.source.state
         self.object.kept.pop(self, None)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):

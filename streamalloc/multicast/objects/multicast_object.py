@@ -421,7 +421,7 @@ class MulticastObject(GenericAllocation):
         """
         if self.closed:
             return
-        # Mappings of dropped address ranges may still wait to be unmapped.
+        # Dropped address ranges may still have mappings of the object. Unmap these first: they must not count below.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")

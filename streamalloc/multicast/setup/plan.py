@@ -52,7 +52,9 @@ class RankProfile:
     host: str
     """Machine, user and network namespace."""
     multicast_granularity: int
-    """Largest granularity in bytes of multicast objects with the handle types of the device; 0 without multicast."""
+    """Recommended granularity in bytes of a multicast object, the largest over the handle types that the device
+    offers; 0 if there will be no multicast object.
+    """
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
@@ -75,19 +77,24 @@ class RankProfile:
 
 
 class RankLayout(NamedTuple):
-    """Offsets in each rank's memory, in bytes."""
+    """Parts of each rank's memory: sizes, and offsets from the start of that memory, all in bytes."""
 
     nbytes: int
+    """Size of the user's part, which is at offset 0."""
     signal_pad: int
+    """Offset of the signal pad."""
     signal_pad_bytes: int
     counters: int
-    """Offset of the counters behind barriers and signals."""
+    """Offset of the counters by which barriers and signals work."""
     buffer_table: int
+    """Offset of the table with the device address of each rank's memory."""
     signal_table: int
+    """Offset of the table with the device address of each rank's signal pad."""
     total: int
+    """Size of all parts together, not rounded up to the granularity."""
 
     def counter(self, kind: int, channel: int, sender: int, size: int) -> int:
-        """Return the offset of the counter that rank ``sender`` increments."""
+        """Return the offset of the counter that rank ``sender`` increments; ``size`` is the number of ranks."""
         return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
 
 

@@ -75,13 +75,13 @@ class RankGroup:
         name
             Name of the step, for errors.
         do
-            Function of the rank. The bytes that it returns are sent to all ranks.
+            Called with each rank of this process. The bytes that it returns are sent to all ranks.
         deadline
             Monotonic time in seconds at which the wait for other ranks ends; None: the communicator's own limit.
 
         Returns
         -------
-        The bytes of every rank.
+        The bytes that ``do`` returned on each rank, by rank.
 
         Raises
         ------
@@ -104,7 +104,9 @@ class RankGroup:
             outcomes.clear()
 
     def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
-        """Send file descriptors to all ranks as a step. Return duplicates of the descriptors of each rank, by rank."""
+        """Send file descriptors to all ranks, as a step. Return duplicates of the descriptors that each rank sent, by
+        rank.
+        """
         assert self.communicator is not None
         communicator = self.communicator
         received: list[tuple[Fd, ...]] = []
@@ -119,13 +121,17 @@ class RankGroup:
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # The outcome is exchanged as for any step, because a rank may fail after others have received everything.
+        # The outcome is exchanged as for any step. Otherwise a rank that fails after the others have received
+        # everything would fail alone.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Wait at a barrier until the other ranks have undone a failed step. Only if the communicator works."""
+        """Wait at a barrier until the other ranks have undone a failed step. No effect if the communicator has failed.
+
+        If the barrier fails, the communicator counts as failed, and no error is raised.
+        """
         if self.communicator is None or self.failed:
             return
         try:
@@ -143,8 +149,8 @@ class RankGroup:
                 self.failed = True
                 if not isinstance(error, Exception):
                     raise
-                # If the step failed here, its error is the cause: after it the communicator only says that it is
-                # broken.
+                # If the step itself failed here, report its error and not the communicator's: it came first, and the
+                # communicator may only say that it is broken.
                 (own,) = self.local
                 first = errors.get(own, error)
                 if not isinstance(first, Exception):

@@ -22,10 +22,10 @@ Handle: TypeAlias = Fd | bytes
 
 
 class RankResources(Deferred):
-    """Handles of the memory of all ranks and of the multicast object in this process, with their addresses and
+    """Physical memory of all ranks and the multicast object, as this process has them, with address ranges and
     mappings.
 
-    ``devices`` has the device of each rank of this process. These devices get access to all mappings.
+    ``devices`` has the device of each rank of this process, by rank. These devices get access to all mappings.
     """
 
     def __init__(self, session: Session, devices: dict[int, Device], size: int, physical_bytes: int) -> None:
@@ -50,7 +50,7 @@ class RankResources(Deferred):
         self.view: Mapping | None = None
         """Mapping of the multicast object."""
         self.ranges: list[AddressRange] = []
-        """Addresses of all ranks' memory, then those of the multicast object."""
+        """The address range of all ranks' memory, then that of the multicast object, if there is one."""
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
@@ -77,7 +77,11 @@ class RankResources(Deferred):
         self.handles += [handle for handle in handles if isinstance(handle, Fd)]
 
     def import_handles(self, rank: int, received: Sequence[Sequence[Handle]], multicast: bool) -> None:
-        """Import the handles of the other ranks, then close the file descriptors."""
+        """Import the handles of the other ranks, then close the file descriptors.
+
+        ``received`` has the handles of each rank, by rank: that of its memory, and from rank 0 that of the multicast
+        object.
+        """
         for other, handles in enumerate(received):
             expected = 1 + (multicast and other == 0)
             if len(handles) != expected:
@@ -101,7 +105,7 @@ class RankResources(Deferred):
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve the addresses."""
+        """Reserve one address range for the memory of all ranks, and one for the multicast object."""
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
