@@ -587,8 +587,17 @@ class TestTiers:
     SIZE = 4096
 
     @pytest.fixture
-    def make(self, stream: sa.Stream) -> Callable[[], vmm.HostTier]:
-        return lambda: vmm.HostTier(stream.device)
+    def make(self, stream: sa.Stream) -> Callable[..., vmm.HostTier]:
+        """Makes a tier, and releases the memory of the one before, which has 64 MiB."""
+        made: list[vmm.HostTier] = []
+
+        def begin(**options: bool) -> vmm.HostTier:
+            for chunk in [chunk for tier in made for chunk in tier._chunks]:
+                chunk.release.end()  # type: ignore[attr-defined]
+            made[:] = [vmm.HostTier(stream.device, **options)]
+            return made[0]
+
+        return begin
 
     def stored(self, tier: vmm.HostTier) -> Any:
         stored = Stored(tier, self.SIZE, False)
@@ -620,9 +629,11 @@ class TestTiers:
         for stored in interleaved(moving.__wrapped__, begin, copy, copy):
             assert len(made) == 2 and all(one in stored._fences or one.awaited for one in made)
 
-    def test_contents_are_dropped_while_they_are_checked(self, stream: sa.Stream) -> None:
+    def test_contents_are_dropped_while_they_are_checked(
+        self, make: Callable[..., vmm.HostTier], stream: sa.Stream
+    ) -> None:
         def begin() -> Any:
-            stored = self.stored(vmm.HostTier(stream.device, check=True))
+            stored = self.stored(make(check=True))
             stored.array(0)[:] = 1
             stored.seal(stream)
             return stored
