@@ -113,7 +113,7 @@ class _QueuedItem:
         self.data = bytes(ForkingPickler.dumps(thing))
 
     def lost(self) -> bool:
-        """Whether nobody can receive it any more."""
+        """Whether nobody can receive the item any more."""
         return self.refused or self._lost()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,12 +181,16 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _carrier() -> Callable[[], bool]:
-    """Find the carrier of the object being pickled: a function that returns whether the carrier is lost."""
+    """Return a function that tells whether the carrier of the object being pickled is lost: nobody can receive it.
+
+    For an unknown carrier the function always returns False.
+    """
     child = get_spawning_popen()
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # The value is a connection's send, a simple queue's put, a queue's feeder thread, or a _QueuedItem being pickled.
+    # The caller is a connection's send, a simple queue's put, a queue's feeder thread, or pickles a _QueuedItem. In
+    # each of them a local variable leads to the connection.
     for value in list(caller.f_locals.values()) if caller is not None else ():
         if type(value) is _QueuedItem:
             return value.lost
@@ -210,7 +214,7 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     return found
 
 
-# For each connection a function that returns whether its messages can no longer be received.
+# By connection: a function that returns whether nobody can receive the connection's messages any more.
 _ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
 
 

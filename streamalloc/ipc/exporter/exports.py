@@ -1,15 +1,15 @@
 """The exporting process: leases of shared allocations, and the handles that were exported.
 
-A lease has two processes. The exporter frees the memory, and only it calls the driver for that; importers only count
-their opens and closes in the control block (:mod:`streamalloc.ipc.wire.control_block`). So the free has to wait: the
-driver would return the memory to the pool while an importer's kernels still read it, and the next allocation would
-overwrite what they read. A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`): an
-importer that opens at the same time does both in the opposite order, so one of the two sees the other. If an importer
-still uses the memory, the free becomes an item of the deferred queue.
+A lease concerns two processes. Only the exporter frees the memory. Importers count their opens and closes in the
+control block (:mod:`streamalloc.ipc.wire.control_block`). The free has to wait for them: otherwise the driver would
+return the memory to the pool while an importer's kernels still read it, and the next allocation would overwrite it. A
+free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the same
+time does both in the opposite order, so one of the two sees the other. If an importer still uses the memory, the free
+becomes an item of the deferred queue.
 
-A death leaves the words as they were. The importer's are ended by a thread of the exporter that waits for the lock of
-the dead process, and the deferred free is made at the next point of work. If the exporter dies, the driver keeps the
-memory for the importers that have it mapped.
+A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
+sets its words to "closed", and the deferred free is made at the next point of work. If the exporter dies, the driver
+keeps the memory for the importers that have it mapped.
 
 A share is announced first and sent then: the stream's write of ``ready`` is queued before anybody can have the
 descriptor, so a refused write leaves nothing that an importer could wait for.
@@ -143,9 +143,11 @@ class Lease(SharedState):
         self.pool: object = None
         """The exported pool. Its mark must exist while descriptors are valid."""
         self._announcer: Stream | None = None
+        """Stream of the last announcement; None before the first."""
         self.lock: AbstractContextManager[bool] = RLock()
         """Held to announce contents, and to decide whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
+        """One function for each hold, which returns the hold, or None if its owner has dropped it."""
 
     # -- announcements ---------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class Lease(SharedState):
     # -- importers -------------------------------------------------------------------------------------------
 
     def _using(self) -> list[int]:
-        """Return the importers that still use the memory, and watch for their deaths."""
+        """Return the indexes of the importers that still use the memory, and begin to wait for their deaths."""
         if self.block.all_closed(self.words):
             return []
         opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
@@ -374,7 +376,7 @@ class KeptReferences(Deferred):
     def attempt(self) -> bool:
         if not self._lease.unused():
             return False
-        # Other libraries may free on the default stream of the current device.
+        # Current, because another library may free its memory on the default stream of the current device.
         with self._lease.block.session.current(self._ordinal):
             self._things = None
         return True
@@ -408,7 +410,7 @@ class Exports:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
-        """Released leases whose slots may have queued work."""
+        """Released leases. A stream may still have to write a word of their slots, so these are not free yet."""
         self.lock: AbstractContextManager[bool] = RLock()
         """Held while a buffer gets its lease, or a pool its handle."""
         self.with_memory: set[Lease] = set()
@@ -420,7 +422,7 @@ class Exports:
         not.
         """
         self.endpoint: bytes = NOWHERE
-        """Address of the handle server in 16 bytes; zeros before :meth:`serve`."""
+        """16 bytes that name the handle server's socket; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
@@ -455,8 +457,8 @@ class Exports:
     def _next_free(self, count: int) -> list[Lease]:
         """Take free slots. Returns none if no control block has so many."""
         with self._slots:
-            # The oldest slots become quiet first. Two checks per taken slot keep up with releases, and few slots in use
-            # stay in the processor's cache.
+            # Check the slots that were released first: they become quiet first. With two checks for each slot that is
+            # taken, released slots are used again soon. So few slots are in use, and the cache keeps their words.
             checks = min(2 * count, len(self.leaving))
             if checks:
                 fence()

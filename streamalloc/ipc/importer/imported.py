@@ -128,9 +128,9 @@ class Announcement(NamedTuple):
 class ImportedPool(Foreign, Closes):
     """A pool of another process. Its allocations can be opened here, but this process cannot allocate from it.
 
-    :func:`open` returns it, and :meth:`from_handle`. The driver's handle is destroyed (``cuMemPoolDestroy``) when
-    nothing here uses the pool, and the owner has closed it or has ended; one of :meth:`from_handle` without waiting for
-    the owner.
+    :func:`open` returns it, and so does :meth:`from_handle`. The driver's handle is destroyed (``cuMemPoolDestroy``)
+    when nothing here uses the pool and the owner has closed it or has ended. The handle of a pool of
+    :meth:`from_handle` does not wait for the owner.
     """
 
     def __init__(self, pool: PoolHandle, device: Device) -> None:
@@ -171,7 +171,7 @@ class ImportedPool(Foreign, Closes):
         session = session_for(None, driver)
         imports = imports_of(session)
         imports.release_ended()
-        # Locked until the object uses the pool, because the import of another thread would destroy it.
+        # Locked until the object is a user of the pool: before that, another thread's import would destroy the pool.
         with handle if isinstance(handle, Fd) else contextlib.nullcontext(), imports.lock:
             found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
             place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
@@ -203,7 +203,7 @@ class ImportedPool(Foreign, Closes):
         """
         data = bytes(MemPoolPtrExportData(export_data))
         described = Descriptor(Mechanism.POOL_POINTER, NOWHERE, payload=data)
-        with self._pool.imports.lock:  # A close between these calls would destroy the pool.
+        with self._pool.imports.lock:  # A close by another thread between these calls would destroy the pool.
             self._check_open()
             return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
 
@@ -231,7 +231,8 @@ class ImportedPool(Foreign, Closes):
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
         """Give another device of this process access to the pool's memory (``cuMemPoolSetAccess``).
 
-        Nobody has access from the owner's process: only the device that has the memory, where this process sees it.
+        Access that the owner has given to devices does not apply here. At first only the device that has the memory has
+        access, if this process sees it.
 
         Raises
         ------
@@ -258,7 +259,7 @@ class ForeignMemory(Memory, Foreign):
     _announced: Announcement | None
     """Announcement of the last open; None without a control block."""
     _contents: tuple[Announcement, ...]
-    """One announcement for each open without a stream."""
+    """One announcement for each open without a stream. Each stream waits for them before it uses the memory."""
 
     @property
     def address(self) -> int:
@@ -319,7 +320,7 @@ class ImportedBuffer(ForeignMemory, Closes):
                 announced.notify_listener(self, stream)
                 announced.precede(stream)
         except BaseException as first:
-            # If a signal handler raises here, the owner's free must not wait forever.
+            # Undo the open after any error, out of a signal handler too. Otherwise the owner's free would wait forever.
             try:
                 self._use.release(stream, used=False)
             except CudaError as later:
@@ -421,7 +422,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
 
 def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
-    """Open memory by the handle of the driver alone."""
+    """Open memory by the driver's handle alone: without a lease and without an announcement of its contents."""
     ordered = new.device.default_stream if stream is None else as_stream(stream, new.imports.session)
     refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
     return ImportedBuffer(new, described, ordered, None)

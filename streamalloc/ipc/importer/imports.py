@@ -51,20 +51,21 @@ _STALE = "this memory was freed by its owner before it was opened here"
 
 
 class DriverVersionWarning(UserWarning):
-    """Exporter and importer run different drivers, which NVIDIA does not support. :func:`open` issues this warning.
+    """Exporter and importer run different drivers, which NVIDIA does not support.
 
-    :func:`open` gives it.
+    :func:`open` issues it and opens the memory all the same.
     """
 
 
 class ReceivedHandles:
-    """The handles that came with a message. :meth:`close` closes the remaining ones."""
+    """The handles that came with a message. :meth:`take` passes one to the caller; :meth:`close` closes the rest."""
 
     endpoint: bytes
-    """Address of the exporter's handle server in 16 bytes; zeros without one."""
+    """16 bytes that name the socket of the exporter's handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        # Handles that this process has shared itself. They stay open, because the process may share the memory again.
+        # Handles that this process has shared itself. Work with duplicates of these: the originals must stay open,
+        # because the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
@@ -138,7 +139,8 @@ class HostUse(Deferred):
         words, self._words = self._words, None
         if words is not None:
             with self.imports.lock:
-                # Read the number first, because later opens have a higher one.
+                # Read the count before this lease leaves ``users``: an open after that has a higher count, and must not
+                # be closed here.
                 number = words.opened.value
                 words.users.discard(self)
                 if not words.users:
@@ -165,8 +167,9 @@ class PoolHandle(Deferred):
         self.imports: Imports = imports
         self._raw: Any = None
         self._frees: Fence | None = None
+        """The work, frees included, that was queued at the first attempt to destroy the handle; None before."""
         self.marks: set[tuple[ControlBlock, int]] = set()
-        """Marks of the exporter. One with its value shows that the pool still exists."""
+        """The exporter's marks of this pool: control block and number. While one has its value, the pool exists."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Objects (:class:`ImportedPool`) that use the handle."""
 
@@ -219,7 +222,7 @@ class Import:
         """The driver's export data."""
         self.nbytes: int = described.base_size
         self._raw: Any = None
-        """``CUdeviceptr``; None before the import and after its release."""
+        """``CUdeviceptr`` of the memory in this process; None before the import and after its release."""
         self.address: int = 0
         self.count: int = 1
         """Number of uses that have not ended."""
@@ -248,7 +251,7 @@ class PoolImport(Import):
         self.counted: bool = False
         """Whether the lease counts this import."""
         self.number: int = 0
-        """Value of ``opened`` that counts this import."""
+        """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
 
     def known(self) -> PoolImport | None:
         """Return the import that this process has of the same allocation; None if there is none."""
@@ -295,7 +298,8 @@ class PoolImport(Import):
             _refuse_freed(words, self.generation)
         except StaleDescriptorError:
             if self._raw is not None:
-                # Keep the import without a lease. This open has used no memory, so its end needs no stream.
+                # The memory was imported before, without a lease: keep that import. This open has not used the memory,
+                # so the host can count it back.
                 words.opened.value, self.counted = (number - 1) % WORD, False
             raise
 
@@ -321,7 +325,8 @@ class PoolImport(Import):
         block: Any = self.block
         before = (self.number - 1) % WORD
         if not self.address:
-            # Do not count up ``closed``: streams may still write it for earlier imports.
+            # The import was refused, so count the open back. ``closed`` must not be used for that: streams may still
+            # write it for earlier imports.
             words.opened.value = before
             return
         closed = words.closed.value
@@ -337,7 +342,7 @@ class PlainImport(Import):
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(imports, device, block, described)
-        # A separate lock, because the release waits for a stream.
+        # A lock of its own, because the release waits for a stream, and other imports must not wait with it.
         self.lock: AbstractContextManager[bool] = RLock()
         self._use: HostUse | None = None
 
@@ -542,8 +547,8 @@ class Imports:
             return self.handles.setdefault(int(new._raw), new)
 
     def release_ended(self) -> None:
-        """Release the control blocks and pools of exporters that have ended, closed pools, and unused ones that no
-        descriptor names.
+        """Release what nothing here uses: pools that their owners have closed, pools and control blocks of exporters
+        that have ended, and pools that no descriptor named (:meth:`ImportedPool.from_handle`).
         """
         with self.lock:
             # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
@@ -556,7 +561,7 @@ class Imports:
         for number, pool in list(self.handles.items()):
             ended = pool.ended() or pool not in self.pools.values()
             if pool not in used and not pool.users and ended:
-                # From here on no descriptor finds the pool.
+                # A later descriptor must import the pool anew, because this handle will be destroyed.
                 for name in [name for name, known in self.pools.items() if known is pool]:
                     del self.pools[name]
                 self.deferred.submit(pool)

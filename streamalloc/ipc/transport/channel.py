@@ -241,7 +241,7 @@ def number_of(handle: Fd | int) -> int:
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """Return the packets of a message: one, or several parts of a large message."""
+    """Return the packets of a message: one, or the parts of a large message, each with its descriptors."""
     if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
         yield _HEADER.pack(MAGIC, VERSION, len(handles), len(data)) + data, handles
         return
@@ -295,7 +295,7 @@ _TRUNCATED, _HANDLES_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 
 
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
-    """Return the reason why a packet is invalid as text; None if it is valid."""
+    """Return as text why a packet is invalid; None if it is valid. ``handles``: number of descriptors that came."""
     if flags & _TRUNCATED:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:
@@ -407,6 +407,7 @@ class Channel(_SocketOwner):
         self._sent: set[bytes] = set()
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
+        """A message of which some packets were received and some are missing; None without one."""
         self._misses = 0
         """Number of waits in a row in which polling found no message."""
         # Constants: the properties ``family`` and ``type`` of a socket make an enum member at each call.
@@ -612,7 +613,7 @@ class Channel(_SocketOwner):
                         time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
-        """Wait until the socket is readable, after a receive that failed with ``error``."""
+        """Wait until the socket is readable, after a receive that failed with ``error``; raise if it cannot be."""
         if self.closed:
             raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:

@@ -58,10 +58,12 @@ class Collective(enum.IntEnum):
 
 
 class TimeLimit(NamedTuple):
-    """Time limit of a call, in seconds and as a deadline."""
+    """Time limit of a call."""
 
     seconds: float | None
+    """The limit in seconds; None for no limit."""
     end: float | None
+    """The deadline in seconds on the monotonic clock; None for no limit."""
 
     @classmethod
     def of(cls, seconds: float | None) -> TimeLimit:
@@ -115,13 +117,13 @@ def described(error: BaseException) -> str:
 
 
 def did_not_come(ranks: Iterable[int], limit: TimeLimit, where: str = "") -> GroupTimeoutError:
-    """Return the error for missing ranks. ``where`` begins with a space."""
+    """Return the error for ranks that did not make a call in time. ``where`` names the call, after a space."""
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Ranks as text."""
+    """Return ranks as text: ``rank 3``, or ``ranks 0, 3``."""
     names = [str(rank) for rank in sorted(ranks)]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
@@ -170,6 +172,7 @@ class Mesh(Closes):
         self._rank = rank
         self._channels = channels
         self._calls = 0
+        """Number of calls that have ended, which must be equal on all ranks."""
 
     @classmethod
     def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: TimeLimit) -> Mesh:
@@ -259,7 +262,8 @@ class Mesh(Closes):
     def _send(self, link: _Turn) -> None:
         while link.unsent:
             try:
-                # Not 0 s: poll() reports room even if too many descriptors are in flight.
+                # Not 0 s: if too many descriptors are in flight, the send fails although poll() reports room, and the
+                # loop would run without a pause.
                 link.channel._send_packets([link.unsent[0]], _SHORT)
             except TimeoutError:
                 return
@@ -422,9 +426,10 @@ class _Group(Closes):
         self.host: str = _host()
         self._mesh: Mesh | None = None
         self._ended = ""
+        """Why further calls are refused, as text for errors; empty while the group can be used."""
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes, at most 16 MiB.
+        """Return the bytes of all ranks, by rank. Ranks may pass different numbers of bytes, at most 16 MiB.
 
         Raises
         ------
@@ -445,7 +450,7 @@ class _Group(Closes):
             self._gather(Collective.BARRIER, b"", limit)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors of all ranks, by rank; this rank's own are included. A rank has at most 4096.
+        """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096.
 
         Errors as for :meth:`allgather`. Every rank raises ``ValueError`` if the ranks are not all on one machine, of
         one user and in one network namespace; the group stays usable.
@@ -589,7 +594,7 @@ class ProcessCommunicator(_Group):
 
     @classmethod
     def create(cls, size: int, *, timeout: float | None = 60.0) -> list[ProcessCommunicator]:
-        """A communicator for each of ``size`` processes.
+        """Return a communicator for each of ``size`` processes, by rank.
 
         Parameters
         ----------
@@ -630,6 +635,7 @@ _TAG = 1
 _PAUSE = 1e-5
 _LONGEST_PAUSE = 1e-3
 _abandoned: list[Any] = []
+"""Requests and buffers of failed calls, kept until the process ends because MPI may still write to the buffers."""
 
 
 class MPICommunicator(_Group):
@@ -656,12 +662,13 @@ class MPICommunicator(_Group):
         super().__init__(comm.Get_rank(), comm.Get_size(), timeout)
         self._comm = comm
         self._own: Any = None
+        """The duplicate of ``comm``; None before the first call and after the close."""
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         from mpi4py import MPI
 
         pending: list[Any] = []
-        # Keep the buffers: MPI may still write to those of unfinished requests.
+        # After an error, MPI may still write to the buffers of unfinished requests, so they must not be freed.
         with undoing(lambda: _abandoned.append(pending)):
             if self._own is None:
                 self._own = self._duplicate(call, limit, pending)
@@ -724,7 +731,9 @@ class MPICommunicator(_Group):
 
 
 class TorchCommunicator(_Group):
-    """A group of ``torch.distributed``. Every rank makes one; several for one group in the same order on every rank.
+    """A group of ``torch.distributed``. Every rank makes one.
+
+    If ranks make several for one group, all ranks make them in the same order.
 
     :func:`as_communicator` makes it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
 
@@ -764,7 +773,7 @@ class TorchCommunicator(_Group):
             self._wait(keys, call, limit)
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
-                # Every rank that made this call has read all packets of the previous call.
+                # All ranks have made this call, so all have read the packets of the previous one.
                 with contextlib.suppress(NotImplementedError, RuntimeError):  # some stores cannot do this
                     self._store.delete_key(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
@@ -800,7 +809,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def as_communicator(group: CommunicatorLike = None) -> Communicator:
-    """A communicator over a group of any supported kind.
+    """Return a communicator over a group of any supported kind.
 
     Parameters
     ----------

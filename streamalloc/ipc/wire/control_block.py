@@ -170,7 +170,7 @@ class ExporterMark:
         self._value = value
         self._word: Word | None = None
         self.number: int = 0
-        """Index in the lower 32 bits, value in the upper; 0 without a free word."""
+        """Index of the word in the lower 32 bits, its value in the upper; 0 if no word was free."""
         try:
             self._index = free.pop()
         except IndexError:
@@ -210,7 +210,7 @@ class ControlBlock:
         self.importer: int = -1
         """Index of this process among the importers; -1 in the exporter."""
         self._watched: set[int] = set()
-        """Bytes of the file whose locks a thread waits for."""
+        """Bytes of the file for whose locks threads wait: 0 is the exporter's, ``1 + index`` an importer's."""
         self._expected: dict[tuple[int, int], None] = {}
         """Slot and value of each ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
@@ -235,7 +235,8 @@ class ControlBlock:
         registered.
         """
         session.shut_with_me(self)
-        # Registered memory is portable. A context of its own on another device would cost half a gigabyte there.
+        # Register in a context that exists, because a new one could cost half a gigabyte. The memory is portable, so
+        # streams of all contexts can use it.
         self._ordinal = next(iter(session.ordinals), 0)
         with session.current(self._ordinal):
             self._raw = self._address
@@ -267,7 +268,7 @@ class ControlBlock:
         name = secrets.token_bytes(16)
         fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.fileno(), _BYTES)
-        # Without seals an importer could truncate the file, and the exporter's next access would kill it.
+        # Without seals an importer could truncate the file, and its next access would kill the exporter.
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
         block = cls(session, fd, name)
@@ -400,7 +401,8 @@ class ControlBlock:
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
         """Make a stream wait until an importer's ``closed`` has reached a value, or the importer is dead."""
-        # A dead importer may have written any value. The thread that ends its words writes ``awaited``.
+        # The importer may write any value. If it dies, the thread that ends its words makes them reach ``awaited``, so
+        # that the stream goes on.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -413,8 +415,8 @@ class ControlBlock:
 
     def exporter_alive(self) -> bool:
         """Whether the exporting process is alive."""
-        # Check the byte first: a thread that waited for the exporter's death holds its lock briefly. An importer closes
-        # the block once the exporter has ended.
+        # Check the header byte first: after the exporter's death, each thread that waited for it holds the exporter's
+        # lock for a moment. A closed block also means a dead exporter, because an importer closes it only then.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
@@ -433,13 +435,17 @@ class ControlBlock:
                 self._expected.pop((slot, wanted), None)
 
     def watch_importer(self, importer: int) -> None:
-        """End an importer's leases when it dies, so that no stream of this process waits for it forever."""
+        """Begin to wait for an importer's death, on a thread. Then its uses count as ended.
+
+        So no stream of this process waits for a dead importer forever.
+        """
         self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int) -> None:
-        """Write ``ready`` if the exporter dies before writing it. Call this before a stream waits for ``ready``.
+        """Begin to wait for the exporter's death, on a thread, which then sets ``ready`` to ``wanted`` if it is lower.
 
-        This applies until the announcement has come, even if the memory is closed.
+        Call this before a stream waits for that value. It applies until ``ready`` has reached the value, even if the
+        memory is closed before.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()
@@ -474,6 +480,7 @@ class ControlBlock:
         self._own.close()
 
     def _end(self, importer: int) -> None:
+        """Count all uses of an importer as ended."""
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
@@ -483,7 +490,7 @@ class ControlBlock:
 
 
 def _reopened(file: Fd) -> Fd:
-    """Open a file anew, so that its locks are separate."""
+    """Open the same file again. Locks belong to an open file, so the result has locks of its own."""
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 

@@ -56,7 +56,7 @@ MOST_CHUNKS = 2048
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0x1D
-# A type in NumPy's notation: byte order, kind, size in bytes.
+# The type of an array's elements in NumPy's notation: byte order, kind, size in bytes.
 _TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
 _MOST_DIMENSIONS = 16
 _HANDLE_TYPES = (0, 1, FABRIC)
@@ -86,11 +86,12 @@ class Flags:
     """The bits of :attr:`Descriptor.flags`."""
 
     HELD = 1
-    """The exporter keeps the memory until the mark :attr:`Descriptor.hold` changes. If ``hold`` is 0, a pipe comes with
-    the handles, and the exporter keeps the memory until it is closed.
+    """The exporter keeps the memory until the mark :attr:`Descriptor.hold` changes. If ``hold`` is 0, one end of a pipe
+    comes with the handles, and the exporter keeps the memory until that end is closed.
     """
     GROWABLE = 4
-    """``base_size`` is a capacity; later descriptors of this origin may have more chunks."""
+    """``base_size`` is the capacity of a growable buffer; later descriptors with this ``origin`` may have more chunks.
+    """
     LEASED = 8
     """The slot is the allocation's lease, where importers count opens and closes."""
     ARRAY = 16
@@ -107,7 +108,8 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Pack the end of a payload: text of the type, sizes, number of sizes, length of the text."""
+    """Pack the end of an array's payload: text of the type, sizes of the dimensions, their number, length of the text.
+    """
     return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
 
 
@@ -158,7 +160,7 @@ class Descriptor(NamedTuple):
     handle_type
         ``CUmemAllocationHandleType`` of the handles.
     offset, size, base_size
-        The shared part, and the size of the whole allocation.
+        Offset and size of the shared part, and the size of the whole allocation.
     payload
         The driver's opaque export data.
     chunks
