@@ -92,7 +92,7 @@ class MappedBytes(Node):
         for watcher in allocations.watchers:
             watcher.mapped(address, self.memory)
 
-    def hold(self) -> None:
+    def retain(self) -> None:
         """Take a handle of the memory (``cuMemRetainAllocationHandle``), so that the memory outlives its unmapping even
         if its object is closed.
         """

@@ -36,23 +36,24 @@ from streamalloc.vmm.virtual_buffer import (
     Step,
     Steps,
     VirtualBuffer,
-    copying,
+    do_nothing,
     drop_all,
     drop_woken,
-    kept_of,
-    mapping,
-    nothing,
+    evict_steps,
+    frozen_backups,
     protect,
+    queue_copies,
     read_only,
     release_all,
-    run,
-    unmapping,
+    restore_steps,
+    run_steps,
 )
 
 T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
-Hold: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
+Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
+"""Function that reserves room in a tier for the buffers of a tag, and returns a backup for each."""
 _LONGEST_REASON = 2000
 """Most bytes of an error text sent to other ranks."""
 
@@ -525,16 +526,16 @@ class _Backups(_Members):
             chosen, ordered = self._chosen(tags), self._copying_stream(stream)
             claim.take(chosen)
             going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
-            saved = {one: self._kept(one) for one in going if one.evicted}
+            saved = {one: self._backup_of(one) for one in going if one.evicted}
             awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
             new: dict[VirtualBuffer, Saved] = {}
             waits = listed(after)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
                 return tier_of(self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
             def copy() -> None:
-                copying(new, ordered)
+                queue_copies(new, ordered)
                 ordered.synchronize()
 
             def steps() -> Steps:
@@ -542,10 +543,10 @@ class _Backups(_Members):
                     node, before = buffer.range._node, buffer.rights
                     rights = functools.partial(node.set_rights, list(node.table()), read_only(before), waits)
                     yield rights, functools.partial(protect, buffer, before)
-                yield functools.partial(_hold_all, awake, hold, new), functools.partial(drop_all, new)
-                yield copy, nothing
+                yield functools.partial(_reserve_all, awake, reserve, new), functools.partial(drop_all, new)
+                yield copy, do_nothing
 
-            run(steps())
+            run_steps(steps())
             for buffer, one in (saved | new).items():
                 buffer._frozen = one
 
@@ -594,7 +595,7 @@ class _Backups(_Members):
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
-        self._alone(lambda _: self._kept(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
+        self._alone(lambda _: self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
         """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
@@ -625,7 +626,7 @@ class _Backups(_Members):
             buffer._check_thawed()
             eviction = buffer.eviction
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
-                self._kept(buffer).write(start, array)
+                self._backup_of(buffer).write(start, array)
                 return
             (saved,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
             with undoing(saved.drop):
@@ -634,7 +635,7 @@ class _Backups(_Members):
 
         self._alone(act, buffer)
 
-    def _kept(self, buffer: VirtualBuffer) -> Saved:
+    def _backup_of(self, buffer: VirtualBuffer) -> Saved:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
         if buffer.eviction.held:
@@ -769,14 +770,14 @@ class SleepGroup(_Backups):
                 kept_tags = {keep} if isinstance(keep, str) else set(keep)
                 self._check_tags(kept_tags, self.buffers)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
                 if tag not in kept_tags:
                     return ()
                 if callable(backup):
                     return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
                 return tier_of(backup or self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._put_to_sleep(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
+            return self._put_to_sleep(claim, chosen, reserve, ordered, after, shared=shared, agree=votes.agree)
 
         return votes.run(lambda: self._alone(act))
 
@@ -784,18 +785,18 @@ class SleepGroup(_Backups):
         self,
         claim: Claim,
         chosen: Mapping[VirtualBuffer, str],
-        hold: Hold,
+        reserve: Reserve,
         ordered: Stream,
         after: After,
         *,
         shared: bool = False,
-        stored: bool = False,
-        agree: Callable[[], object] = nothing,
+        resumed: bool = False,
+        agree: Callable[[], object] = do_nothing,
     ) -> int:
         """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
 
-        ``hold`` returns a backup for each buffer of a tag, or nothing if their bytes are not kept. ``stored``: the
-        backups have the bytes already (:meth:`resume`), so nothing is copied, and sleeping buffers get them, too.
+        ``reserve`` returns no backups for a tag whose bytes are not kept. ``resumed``: the backups have the bytes
+        already (:meth:`resume`), so nothing is copied, and sleeping buffers get them, too.
         """
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
@@ -804,23 +805,23 @@ class SleepGroup(_Backups):
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
             # Claimed only here, because hooks may use, close and evict the buffers.
             claim.take(chosen)
-            # Other threads may have removed or evicted some buffers. Evicted ones take part only with ``stored``.
+            # Other threads may have removed or evicted some buffers. Evicted ones take part only with ``resumed``.
             left = self.buffers
-            going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
-            kept = kept_of(going)
-            for buffer in kept if stored else ():
+            going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
+            frozen = frozen_backups(going)
+            for buffer in frozen if resumed else ():
                 buffer._check_thawed()
             entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
-            lacking = {one: tag for one, tag in going.items() if one not in kept}
-            yield functools.partial(_hold_all, lacking, hold, saved), functools.partial(drop_all, saved)
-            # With ``stored``, buffers that already sleep get the stored bytes.
+            lacking = {one: tag for one, tag in going.items() if one not in frozen}
+            yield functools.partial(_reserve_all, lacking, reserve, saved), functools.partial(drop_all, saved)
+            # With ``resumed``, buffers that already sleep get the stored bytes.
             new = {one: saved[one] for one in saved if one in entries}
-            yield from unmapping(entries, new | kept, {} if stored else new, ordered)
+            yield from evict_steps(entries, new | frozen, {} if resumed else new, ordered)
             # All ranks can undo until the vote, so it is the last step before memory is released.
-            yield agree, nothing
+            yield agree, do_nothing
 
-        run(steps())
+        run_steps(steps())
         release_all(entries)
         for buffer, one in saved.items():
             if buffer not in entries:
@@ -866,10 +867,10 @@ class SleepGroup(_Backups):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
                 return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._put_to_sleep(claim, self._chosen(tags), hold, ordered, after, stored=True)
+            return self._put_to_sleep(claim, self._chosen(tags), reserve, ordered, after, resumed=True)
 
         return self._alone(act)
 
@@ -919,12 +920,12 @@ class SleepGroup(_Backups):
             ordered = self._copying_stream(stream)
 
             def steps() -> Steps:
-                yield from mapping(evictions, ordered)
+                yield from restore_steps(evictions, ordered)
                 yield _hook_step(self._after_wake, list(evictions))
                 # All ranks can undo until the vote, so it is the last step before the backups are dropped.
-                yield votes.agree, nothing
+                yield votes.agree, do_nothing
 
-            run(steps())
+            run_steps(steps())
             drop_woken(evictions)
             return sum(eviction.nbytes for eviction in evictions.values())
 
@@ -978,7 +979,7 @@ class SleepGroup(_Backups):
 
 
 def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
-    frozen = kept_of(buffers)
+    frozen = frozen_backups(buffers)
 
     def thaw(buffer: VirtualBuffer) -> None:
         # First, so that a buffer which may be written has no valid backup even if the undo fails.
@@ -991,7 +992,7 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
             protect(buffer, read_only(buffer.rights))
         buffer._frozen = frozen[buffer]
 
-    run((functools.partial(thaw, buffer), functools.partial(freeze, buffer)) for buffer in frozen)
+    run_steps((functools.partial(thaw, buffer), functools.partial(freeze, buffer)) for buffer in frozen)
     asleep = {id(buffer.eviction.saved) for buffer in frozen if buffer.eviction is not None}
     drop_all({buffer: one for buffer, one in frozen.items() if id(one) not in asleep})
 
@@ -1021,12 +1022,12 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
     return call, undos.close
 
 
-def _hold_all(tags: Mapping[VirtualBuffer, str], hold: Hold, saved: dict[VirtualBuffer, Saved]) -> None:
+def _reserve_all(tags: Mapping[VirtualBuffer, str], reserve: Reserve, saved: dict[VirtualBuffer, Saved]) -> None:
     """Reserve room for the bytes of the buffers, tag by tag."""
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
         # Not strict, because there are no backups without bytes to keep.
-        for buffer, one in zip(buffers, hold(tag, buffers) if buffers else (), strict=False):
+        for buffer, one in zip(buffers, reserve(tag, buffers) if buffers else (), strict=False):
             if one is not None:
                 saved[buffer] = one
 

@@ -253,14 +253,13 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         ordered = copying_stream(stream, self)
         wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = None if self._frozen else self._backup(backup, ordered)
-        copied = {} if saved is None else {self: saved}
-        kept = copied | kept_of((self,))
+        new = {} if saved is None else {self: saved}
 
         def steps() -> Steps:
-            yield nothing, functools.partial(drop_all, copied)
-            yield from unmapping({self: entries}, kept, copied, ordered)
+            yield do_nothing, functools.partial(drop_all, new)  # It was made above.
+            yield from evict_steps({self: entries}, new | frozen_backups((self,)), new, ordered)
 
-        run(steps())
+        run_steps(steps())
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
@@ -282,7 +281,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             if len(memory._state.handles) > 1:
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         for entry in entries:
-            entry.hold()
+            entry.retain()
         return entries
 
     def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
@@ -325,7 +324,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
         ordered = copying_stream(stream, self)
-        run(mapping({self: evicted}, ordered))
+        run_steps(restore_steps({self: evicted}, ordered))
         drop_woken({self: evicted})
 
     def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
@@ -472,21 +471,21 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-# Eviction and restore of several buffers: each is a list of steps, which :func:`run` does or undoes as a whole. A step
-# is made when those before it are done, because it may need what they found: a hook may close a buffer, and a copy
-# needs the memory. Whatever cannot be undone comes after :func:`run`: released memory could be another process's at
-# once, and the room of a dropped backup could have other bytes.
+# Eviction and restore of several buffers: each is a list of steps, which :func:`run_steps` does or undoes as a whole.
+# A step is made when those before it are done, because it may need what they found: a hook may close a buffer, and a
+# copy needs the memory. Whatever cannot be undone comes after :func:`run_steps`: released memory could be another
+# process's at once, and the room of a dropped backup could have other bytes.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
 """An act and its undo. The undo is also called for a step that failed, so it checks what was done."""
 Steps: TypeAlias = "Generator[Step, None, None]"
 
 
-def nothing() -> None:
-    """The undo of a step that changes nothing."""
+def do_nothing() -> None:
+    """An act or an undo of a step that has only the other."""
 
 
-def run(steps: Steps) -> None:
+def run_steps(steps: Steps) -> None:
     """Do steps in order. If one fails, undo it and the steps before, the last first, so that nothing has changed. All
     undos are called, even if some fail. Their errors are attached to the first error.
     """
@@ -508,7 +507,7 @@ Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
 """Buffers that are copied in sequence, and the event after their copies."""
 
 
-def copying(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
+def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
     """Queue the copies of buffers to their backups. The buffers behind the last batch have no event."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
@@ -526,10 +525,10 @@ def copying(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Ba
     return batches
 
 
-def unmapping(
+def evict_steps(
     entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    kept: abc.Mapping[VirtualBuffer, Saved],
-    copied: abc.Mapping[VirtualBuffer, Saved],
+    backups: abc.Mapping[VirtualBuffer, Saved],
+    new: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
 ) -> Steps:
     """Steps that copy the bytes of buffers to their backups, and unmap their memory.
@@ -542,30 +541,31 @@ def unmapping(
     ----------
     entries
         Mappings of each buffer.
-    kept
+    backups
         Backups of the buffers whose bytes are kept.
-    copied
-        Those of the backups that do not have the bytes yet.
+    new
+        Those of the backups that do not have the bytes yet. An earlier step of the caller drops them when it is undone.
     stream
         Stream of the copies.
     """
 
     def unmap(buffer: VirtualBuffer) -> Step:
-        act = functools.partial(buffer._unmap, entries[buffer], kept.get(buffer))
+        act = functools.partial(buffer._unmap, entries[buffer], backups.get(buffer))
         return act, functools.partial(buffer._map_again, entries[buffer])
 
-    batches = copying(copied, stream)
+    # Not a step: copies change no buffer. An undo of the caller drops the backups, whose room is reused after the copies.
+    batches = queue_copies(new, stream)
     for batch, end in batches:
         end.synchronize()
         yield from map(unmap, batch)
-    if copied:
+    if new:
         stream.synchronize()
     done = {buffer for batch, _ in batches for buffer in batch}
     yield from (unmap(buffer) for buffer in entries if buffer not in done)
 
 
 def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> None:
-    """Release the memory that :func:`unmapping` has unmapped."""
+    """Release the memory that :func:`evict_steps` has unmapped."""
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
@@ -573,7 +573,7 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
         buffer.range._node.table()
 
 
-def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Steps:
+def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Steps:
     """Steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
     After an undo all buffers are evicted as before, with their backups. The copies may read a backup and write the new
@@ -606,18 +606,18 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
         for buffer in made:
             buffer.eviction = asleep.get(buffer)
 
-    # The first copies run while further memory is created. If a step fails, :func:`run` closes this generator, which
-    # abandons the copies without waiting for the threads that read files.
+    # The first copies run while further memory is created. If a step fails, :func:`run_steps` closes this generator,
+    # which abandons the copies without waiting for the threads that read files.
     for stored, buffers in by_backup.items():
         with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
             for buffer in buffers:
                 yield functools.partial(create, buffer, move), functools.partial(release, buffer)
-    yield note_copies, nothing  # From now on a range that is dropped waits for the copies.
-    frozen = kept_of(evictions)
+    yield note_copies, do_nothing  # From now on a range that is dropped waits for the copies.
+    frozen = frozen_backups(evictions)
     if frozen:
-        yield stream.synchronize, nothing  # The copies write to the memory, which is protected after them.
+        yield stream.synchronize, do_nothing  # The copies write to the memory, which is protected after them.
         for buffer in frozen:
-            yield functools.partial(protect, buffer, buffer.rights), nothing
+            yield functools.partial(protect, buffer, buffer.rights), do_nothing
     for buffer, eviction in evictions.items():
         if eviction.held:  # A sleep and its undo failed, so the bytes are still in the old memory.
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
@@ -650,7 +650,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
     buffer.range._node.grant(list(buffer.range._node.table()), rights)
 
 
-def kept_of(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
+def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
     """Return the valid backups of the frozen ones among these buffers."""
     return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 

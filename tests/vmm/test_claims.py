@@ -15,7 +15,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, mapping, unmapping
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_steps, restore_steps
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
 from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows
@@ -82,10 +82,10 @@ ACTS: dict[str, Callable[[World], object]] = {
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "sleep": vmm.SleepGroup._put_to_sleep,
-    "sleep, copying": unmapping,
-    "wake": mapping,
+    "sleep, copying": evict_steps,
+    "wake": restore_steps,
     "evict": VirtualBuffer._evictable,
-    "restore": mapping,
+    "restore": restore_steps,
     "grow": vmm.GrowableBuffer._resize,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
@@ -173,7 +173,7 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
         with contextlib.suppress(sa.EvictedError):
             world.groups[0].remove(world.buffers[1])
 
-    for world in interleaved(unmapping, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+    for world in interleaved(evict_steps, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
         assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
         world.check()
 
