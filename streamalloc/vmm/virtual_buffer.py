@@ -553,7 +553,8 @@ def evict_steps(
         act = functools.partial(buffer._unmap, entries[buffer], backups.get(buffer))
         return act, functools.partial(buffer._map_again, entries[buffer])
 
-    # Not a step: copies change no buffer. An undo of the caller drops the backups, whose room is reused after the copies.
+    # Not a step: copies change no buffer. An undo of the caller drops the backups, and their room is reused only after
+    # the copies.
     batches = queue_copies(new, stream)
     for batch, end in batches:
         end.synchronize()
