@@ -23,7 +23,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for a page."""
+    """What cuMemAdvise and prefetches have said about a page of managed memory."""
 
     read_mostly: bool = False
     preferred: Place | None = None
@@ -167,12 +167,14 @@ def advise(allocation: LiveMemory, address: int, size: int, change: Callable[[Ad
 
 
 def prefetch(place: Place) -> Callable[[Advice], Advice]:
-    """Apply a prefetch to an advice. As documented, the change is visible before the work runs."""
+    """The change that a prefetch to ``place`` makes to the advice on a page. As documented, queries see it before the
+    prefetch has run.
+    """
     return lambda advice: replace(advice, prefetched=place)
 
 
 def common(places: Iterable[Place | None]) -> Place | None:
-    """The location that all pages have; None if they differ or have none."""
+    """The one location among those of several pages; None if they differ or have none."""
     found = set(places)
     return found.pop() if len(found) == 1 else None
 

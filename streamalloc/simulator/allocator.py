@@ -114,7 +114,7 @@ class Shelf:
 
 
 Reach = Callable[[int], int]
-"""Maps a stream to the sequence number up to which blocks it left can be taken."""
+"""Function of a stream's number: blocks that this stream left up to the returned operation number can be taken."""
 
 
 class PoolAddresses:

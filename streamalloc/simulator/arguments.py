@@ -1,7 +1,7 @@
 """Arguments as the bindings take them: the same conversions, the same Python exceptions.
 
 The annotation of a driver call's parameter determines what the call gets: a number (``Size``), the object of a handle
-(``Stream``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
+(``Queue``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def signed_int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Handle:
-    """Number of a handle: from the bindings' handle class, anything that this class accepts, or None."""
+    """Converts an argument to the number of a handle. The argument is of the bindings' handle class ``cls``, anything
+    that this class accepts, or None for 0.
+    """
 
     cls: Any
 
@@ -150,7 +152,7 @@ Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
-# The code was seen once on H200. A destroyed handle can also kill the process there.
+# The result code for a destroyed event was seen once on H200. Such a handle can also kill the process there.
 QueueEvent = Annotated[contexts.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
@@ -174,7 +176,8 @@ Module = Annotated[kernels.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[kernels.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# For calls that query its name, module or parameters (the driver refuses a null handle on H200: test_modules).
+# For calls that query a function's name, module or parameters, where a null handle has another result code (observed on
+# H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
@@ -193,8 +196,8 @@ BY_NAME = {
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """Return two functions for a parameter: its conversion before the call, and its look-up or check within
-    the call.
+    """Return two functions for a parameter: its conversion before the call takes the lock, and its look-up or check
+    under the lock. None: the parameter needs no such step.
     """
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
@@ -252,7 +255,7 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 
 
 def numbers(values: Any, count: int) -> list[int]:
-    """A list of sizes with at least ``count`` entries."""
+    """The first ``count`` sizes of a list, which must have as many."""
     return [size_t(one) for one in _enough(list(values), count)[:count]]
 
 
@@ -264,7 +267,9 @@ def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
 
 
 def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
-    """Check a list with at least ``count`` members of an enum of the bindings."""
+    """Check a list that must have at least ``count`` objects of one class of the bindings, and return it. ``comma``:
+    text behind the class in the bindings' error message.
+    """
     items = [] if values is None else list(values)
     if not all(isinstance(item, cls) for item in items):
         kind = f"cydriver.{cls.__name__}{comma}"

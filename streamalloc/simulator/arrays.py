@@ -27,10 +27,11 @@ _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 
 _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
 Tile = tuple[int, int, int, int, int, int]
-"""Device, level (or TAIL, or WHOLE), layer, then x, y and z in tiles."""
+"""Place of 64 KiB in an array: device, mip level (or :data:`TAIL` or :data:`WHOLE`), layer, and x, y and z in tiles."""
 TAIL = -1
+"""In the place of the level: the mip tail, one block for all levels that are smaller than a tile."""
 WHOLE = -2
-"""Replaces the level in a ``Tile`` of an array that is mapped as a whole."""
+"""In the place of the level: a part of an array with deferred mapping, which has no tiles. x is the part's number."""
 _MAP_NORESERVE = 0x4000
 
 
@@ -43,14 +44,14 @@ class ArrayLayout:
     solid: bool
     """Whether the array has three dimensions."""
     element: int
-    """Bytes."""
+    """Bytes of an element."""
     levels: int = 1
     mipmapped: bool = False
     sparse: bool = True
     deferred: bool = False
-    """Whether its memory is mapped as a whole."""
+    """Whether the array gets its memory later, as a whole (CUDA_ARRAY3D_DEFERRED_MAPPING)."""
     described: Dim3 = (0, 0, 0)
-    """Format, channels and flags of the descriptor."""
+    """Format, number of channels and flags, as the descriptor gave them."""
     line: bool = False
     """Whether it has one dimension."""
 
@@ -126,11 +127,14 @@ class Storage:
     memory: mmap.mmap | None = None
     """Bytes of an ordinary array."""
     tiles: dict[Tile, tuple[CreatedMemory, int]] = field(default_factory=dict)
+    """By mapped tile: the memory under it, and the tile's offset in that memory."""
     queued: int = 0
     """Number of queued operations that use the memory."""
 
     def put(self, tile: Tile, backing: tuple[CreatedMemory, int] | None) -> None:
-        """Set or remove the memory of a tile. The caller has already counted the tile in the new memory."""
+        """Set the memory of a tile and its offset there; None removes it. The caller has already counted the tile in
+        the new memory (:attr:`.CreatedMemory.tiles`).
+        """
         before = self.tiles.pop(tile, None)
         if before is not None:
             before[0].tiles -= 1
@@ -150,8 +154,8 @@ class Storage:
             self.put(tile, None)
 
     def rows(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
-        """Yield the pieces of a plane of a part: the array's bytes or None, the row and byte in the plane where the
-        piece begins, and its height and width.
+        """Yield the pieces of plane ``z`` of a part: the array's bytes (None for an unmapped tile), the row and the
+        byte in the plane where the piece begins, and its height and width.
         """
         layout, z = self.layout, part.z + z
         if not layout.sparse:
@@ -175,8 +179,8 @@ class Storage:
                 yield rows_at(memory.window.base + start + offset, pitch, *piece), y, x, piece
 
     def _segments(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """Yield the pieces of a plane by tile: the tile, the row and byte in the plane, height and width, the offset in
-        the tile, and the tile's pitch.
+        """Yield the pieces of plane ``z`` of a part, one for each tile: the tile, the row and the byte in the plane
+        where the piece begins, its height and width, its offset in the tile, and the pitch of the tile's rows.
         """
         layout, device, level = self.layout, self.context.device.ordinal, part.array.level
         layer, z = (z, 0) if layout.layers else (0, z)
@@ -215,7 +219,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Part:
-    """The beginning of a box in an array: x in bytes, z in layers or slices."""
+    """The place in an array where a copied box begins: x in bytes, y in rows, z in layers or slices."""
 
     array: Array
     x: int
@@ -223,7 +227,7 @@ class Part:
     z: int
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """The bytes of a plane. Unmapped tiles read as zero."""
+        """The bytes of plane ``z`` of the box. Unmapped tiles read as zero."""
         found: Bytes = np.zeros((shape.height, shape.width), np.uint8)
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
@@ -231,7 +235,7 @@ class Part:
         return found
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:
-        """Write a plane. Unmapped tiles discard it."""
+        """Write plane ``z`` of the box. Unmapped tiles discard their bytes."""
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
                 stored[:] = rows[y : y + height, x : x + width]
@@ -255,7 +259,7 @@ class Arrays:
     mipmapped: Handles[MipmappedArray] = field(default_factory=Handles)
 
     def levels_of(self, mipmap: MipmappedArray) -> list[Array]:
-        """The levels with handles."""
+        """The levels of a mipmapped array that calls have made handles for."""
         return [one for one in self.arrays.values() if one.mipmap is mipmap]
 
     def destroy(self, one: Array | MipmappedArray) -> None:
@@ -293,8 +297,8 @@ class Remap(Operation):
 
 
 class BoxCopy(Operation):
-    """Copies a box between arrays and ordinary memory, a few planes per step. If memory was unmapped meanwhile, the
-    context fails, not the process.
+    """Copies a box between arrays and ordinary memory, a few planes per step. If memory was unmapped since the call,
+    all later calls in the context fail; the process does not crash.
     """
 
     def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:

@@ -28,7 +28,9 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Count the memory that other processes use, and publish the count of this process."""
+        """From now on count the memory that other processes of the machine use too, and tell them the bytes that this
+        process uses. ``number``: the bank's number in ``usage``.
+        """
         self._shared = (usage, number)
         self.used = self._used
 
@@ -55,7 +57,7 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close a file whose memory came from this bank. The bank counts the bytes until no process has the file."""
+        """Close a file with memory of this bank once no other process has it. Until then the bank counts its bytes."""
         self._released.append(physical)
         self._collect()
 
@@ -132,9 +134,10 @@ class Banks:
         return bank.free >= needed
 
     def trim(self, asking: Space) -> None:
-        """Release unused memory of other pools and of graphs. The pool that needs memory decides where: a device's pool
-        releases memory of that device, a pool of a NUMA node memory of the host, another host pool memory of all
-        devices. Observed on H200 (test_placements); the last case on a machine of one device.
+        """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory. A device's
+        pool makes the driver release memory of that device. A pool of a NUMA node makes it release memory of the host.
+        Another host pool makes it release memory of all devices. Observed on H200 (test_placements); the last case on
+        a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]
@@ -208,8 +211,9 @@ class Space:
             self.bank.used -= size
 
     def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
-        """Release memory that is free for all streams until at most ``keep`` bytes are left. The memory that has been
-        free longest goes first; with ``highest``, the highest addresses. ``among``: release only these chunks.
+        """Release memory that is free for all streams until the pool has at most ``keep`` bytes. The memory that has
+        been free longest goes first; with ``highest``, the highest addresses. ``among``: numbers of the only chunks
+        that may be released.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
@@ -254,11 +258,11 @@ class Pieces:
         self._clock = 0
 
     def add(self, start: int, size: int) -> None:
-        """Another range, all of it free."""
+        """Add a range of addresses, all of it free."""
         self._put(Block(start, size))
 
     def take(self, size: int) -> Block | None:
-        """The first ``size`` bytes of a free piece."""
+        """Take the first ``size`` bytes of a free piece; None if no piece is large enough."""
         block = self._free.best(size)
         if block is None:
             return None
@@ -290,16 +294,18 @@ class Pieces:
 
 
 class Regions:
-    """Addresses for cuMemAlloc on a device, and for the pinned memory of its contexts."""
+    """Addresses for cuMemAlloc on a device, and for the pinned memory of its contexts. ``left_by_context``: for each
+    region that begins with the context's own memory, the bytes that are left behind it.
+    """
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
         self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # with room for holes
         self._addresses = Pieces()
-        """As offsets: from here regions are taken."""
+        """The addresses that are divided into regions, as offsets in the reservation."""
         self._addresses.add(0, self.size)
         self._regions: list[tuple[Block, Pieces]] = []
-        """The newest last."""
+        """The addresses of each region and the pieces in it, the newest region last."""
         for left in left_by_context:
             self._new_region(_REGION).take(_REGION - left)
 
@@ -338,9 +344,9 @@ class Heap:
         self._bank = bank
         self._regions = regions
         self._small: dict[int, Pieces] = {}
-        """Allocations that share blocks, by kind."""
+        """By kind of allocation: the pieces of the blocks that small allocations of this kind share."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
-        """Shared blocks by start: block, kind, flags of its first allocation."""
+        """By the start of a shared block: the block, the kind of its allocations, and the flags of its first one."""
 
     @functools.cached_property
     def _physical(self) -> Physical:
@@ -385,7 +391,7 @@ class Heap:
     # -- large pieces ----------------------------------------------------------------------------------------
 
     def take(self, size: int) -> Block | None:
-        """A large piece, with memory under it; None if there is not enough memory."""
+        """Take whole blocks and map memory under them; None if there is not enough memory."""
         if not self._banks.make_room(self._bank, size):
             return None
         reservation = self._regions.reservation

@@ -4,8 +4,9 @@ call.
 A call of the real driver runs no Python code. A simulated call is Python code, so three things must be kept out of it:
 
 * Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
-* The garbage collector, since finalisers make driver calls. While a thread holds the lock, the first threshold is 0, so
-  that no automatic collection starts. ``gc.disable`` would not do: other threads disable and enable collections, too.
+* The garbage collector, since finalisers make driver calls. While a thread holds the lock, the collector's first
+  threshold is 0, so that no automatic collection starts. ``gc.disable`` would not do: other threads disable and enable
+  collections, too.
 * Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
   :data:`_SIGNALS`. The handler runs after the call. While a call waits, the original handlers are in place, and an
   exception of a handler ends the wait.
@@ -66,12 +67,12 @@ class WaitEnded(BaseException):
         self.error = error
 
 
-_lock = threading.RLock()  # Finalisers can make calls at each bytecode of enter and leave.
+_lock = threading.RLock()  # reentrant: a finaliser can make a call on this thread at any bytecode of enter and leave
 _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
 _held = 0  # number of acquisitions by the holding thread
 _depth = 0  # nesting depth of that thread's calls
-_threshold = gc.get_threshold()[0]  # number of automatic collections before these calls
+_threshold = gc.get_threshold()[0]  # the collector's first threshold, to be set again after the calls
 
 
 def enter(is_main: bool = False) -> None:
@@ -140,7 +141,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 
 # -- signals ---------------------------------------------------------------------------------------------------
 
-_holding = 0  # calls of the main thread that run inside each other
+_holding = 0  # nesting depth of the main thread's calls; the handlers are replaced while it is not 0
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _handlers: list[Any] = []  # handlers of _SIGNALS, as the program installed them
 _replaced: dict[int, Any] = {}  # by signal, the handlers that are functions

@@ -28,14 +28,18 @@ _LARGEST = (1 << 63) - 1
 
 
 def inherited() -> str | None:
-    """Value of the variable when this process began; None if it was not set."""
+    """Value of ``CUDA_VISIBLE_DEVICES`` when this process began; None if it was not set."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
     return next((os.fsdecode(value) for name, _, value in pairs if name == VISIBLE.encode()), None)
 
 
 def chosen() -> str | None:
-    """Value that applies now: see :func:`streamalloc.testing.install`."""
+    """Value of ``CUDA_VISIBLE_DEVICES`` that selects among simulated devices; None selects all.
+
+    Under :func:`streamalloc.testing.install` the present value counts. Otherwise it counts only for a machine of
+    ``STREAMALLOC_DRIVER``, and only if the program has changed it: the initial value is meant for real devices.
+    """
     given, environ = os.environ.get(VISIBLE), os.environ
     if environ.get("STREAMALLOC_INSTALL"):
         return given
@@ -63,7 +67,9 @@ def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
 
 
 def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Parse a number like strtol, cut to 32 bits. Any characters may follow the digits."""
+    """Parse a device number like strtol, cut to 32 bits; None if no device has it. Any characters may follow the
+    digits.
+    """
     read = re.match(r"\s*([+-]?)0*(\d*)", name, re.ASCII)
     if read is None or not read[0].strip("+-" + string.whitespace):
         return None
@@ -72,7 +78,9 @@ def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Find the only device whose id begins with these digits. Any characters may follow."""
+    """Find the number of the only device whose id begins with these digits; None if several do, or none. Any characters
+    may follow.
+    """
     digits = re.match(r"[0-9a-f-]*", name[4:].lower())
     assert digits is not None
     wanted = digits[0].replace("-", "")[:32]
@@ -124,7 +132,7 @@ class Context:
     """Operations that each stream made later waits for."""
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
-    """Last operations of destroyed streams."""
+    """By number of a destroyed stream, its last operation; also the operations of other streams that precede it."""
     _legacy: Queue | None = None
     _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
     """Per-thread streams by thread number. A later thread may have the number of an ended one."""
@@ -241,7 +249,9 @@ class Context:
 _WORD = 8
 _SLOT_WORDS = 16
 _RING = _SLOT_WORDS - 1
-"""Recordings per event with a slot. An older one counts as done once its slot's newer recording is done."""
+"""Recordings of an event that have a word of their own. An older one counts as done once the newer recording that uses
+its word is done.
+"""
 TABLE_EVENTS = 8192
 TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
 
@@ -261,8 +271,8 @@ class EventTable:
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
-        """A new event; None if the table is full. Slots are never reused, because a handle of a destroyed event still
-        opens (H200: test_sharing).
+        """A new event; None if the table is full. The words of a destroyed event are never used again, because its
+        handle still opens (H200: test_sharing).
         """
         if self.taken == TABLE_EVENTS:
             return None
@@ -367,7 +377,7 @@ class QueueEvent:
     capture: Any = None
     nodes: list[Any] = field(default_factory=list)  # captured nodes that precede it
     shared: SharedEvent | None = None
-    opened: bool = False  # latest recording by a handle of another process
+    opened: bool = False  # made by cuIpcOpenEventHandle from another process's handle
     handle: int = field(default_factory=new_handle)
 
     @property

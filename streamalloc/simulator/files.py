@@ -25,13 +25,15 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """The parts of a file's name. ``kind``: pool, memory, multicast, heap or events."""
+    """The parts of a file's name. ``kind``: pool, memory, multicast, heap, events or usage."""
 
     kind: str
     machine: str
     """Name of the machine in all its processes: 16 digits domain, 8 host."""
     serial: str
-    """Random number, unique to the files of this machine object."""
+    """Random number in hexadecimal digits, of the file (:meth:`Labels.new`) or of the machine object
+    (:meth:`Labels.own`).
+    """
     place: Place
     compression: int = 0
     """Compression type of memory, read by importers."""
@@ -59,7 +61,9 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """The label of a descriptor; None if its file cannot be mapped safely."""
+    """The label of a descriptor's file. None if it is no file of a machine, or is read-only, or can still shrink, which
+    would make mappings of it fault.
+    """
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
         return None
@@ -113,7 +117,9 @@ class Labels:
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """The label of a file with device memory or events. Others find it by process and descriptor."""
+        """The label of a file with cuMemAlloc memory, events or usage. Other processes find such a file by this process
+        and its descriptor.
+        """
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
     def number(self, ordinal: int) -> int:
@@ -121,7 +127,7 @@ class Labels:
         return self.host << 32 | self.of_machine(ordinal)
 
     def of_machine(self, ordinal: int) -> int:
-        """The machine's number of a device."""
+        """The machine's number of the device with this ordinal in the process."""
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 
     def seen(self, number: int) -> int:
@@ -138,10 +144,12 @@ class Labels:
 
 
 HOST_BANK = 63
-"""Number of the host's memory in a slot; devices have ordinals."""
+"""Index in a slot of the host's word. The words of devices come before, at the devices' ordinals."""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
-"""Word with the number of slots ever taken."""
+"""Index of the word behind the slots: the number of the highest slot that was ever taken, plus 1. No slot from there on
+needs to be read.
+"""
 _BYTES = (_HIGHEST + 1) * _WORD
 _PATIENCE = 10.0
 _LIST = "/proc/net/unix"
@@ -167,11 +175,11 @@ class Usage:
                 self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
-        """Record the bytes that this object uses."""
+        """Record the bytes of a bank that this object uses."""
         self._words[self._slot * _BANKS + bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
-        """Bytes that all other machine objects use."""
+        """Bytes of a bank that all other objects of the machine use, in any process."""
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]

@@ -39,7 +39,7 @@ class LastUses:
 
 
 class GraphChunk:
-    """A piece of physical memory under addresses of graphs."""
+    """One chunk of a device's physical memory, which launches map at addresses of their graphs."""
 
     def __init__(self, offset: int) -> None:
         self.offset: int = offset
@@ -93,9 +93,11 @@ class DeviceGraphMemory:
     def take(
         self, reserved: int, mapped: int, clock: Clock, before: Container[GraphChunk], moved: bool
     ) -> list[GraphChunk]:
-        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first chunks
-        that the graph had ``before``, then the oldest chunks, or the newest if the graph needs new ones. With
-        ``moved``, the chosen chunks become the newest (observed on H200: test_graph_memory).
+        """Choose ``mapped`` chunks for a launch that is ordered after ``clock``.
+
+        If fewer than ``reserved`` chunks are usable, make the missing ones. Choose first the chunks that the graph had
+        ``before``, then the oldest ones; if chunks were made, the newest ones. With ``moved``, the chosen chunks count
+        as the newest from now on (observed on H200: test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -159,8 +161,9 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Holes in the order of their frees."""
-        self._places: dict[GraphChunk, int] = {}  # chunks of the latest launch, by number
-        self._mapped: dict[int, GraphChunk] = {}  # chunks of queued launches, by offset, in stream order
+        # Place n of a graph is the n-th range of the size of a chunk among its addresses.
+        self._places: dict[GraphChunk, int] = {}  # the chunks of the latest launch, with their places
+        self._mapped: dict[int, GraphChunk] = {}  # by place, the chunk that the last launch to run has mapped there
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
         """Sizes of the allocations that outlived a launch, by address."""
@@ -215,8 +218,8 @@ class GraphHeap:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
-        """Choose the chunks of a launch that is ordered after ``clock``, with their offsets. ``outlives``: allocations
-        of the launch outlive it. ``moved``: the latest launch was in another stream.
+        """Choose the chunks of a launch that is ordered after ``clock``. Returns them with their places. ``outlives``:
+        allocations of the launch outlive it. ``moved``: the latest launch was in another stream.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)
@@ -227,7 +230,7 @@ class GraphHeap:
         return self._places
 
     def map(self, places: dict[GraphChunk, int]) -> None:
-        """Map chunks at the addresses. Runs in stream order, because earlier launches may use other chunks."""
+        """Map chunks at their places. Runs in stream order, because earlier launches may use other chunks there."""
         for chunk, place in places.items():
             if self._mapped.get(place) is not chunk:
                 address = self._reservation.base + place * CHUNK
@@ -254,7 +257,7 @@ class GraphHeap:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, chunk: GraphChunk) -> None:
-        """Release a chunk."""
+        """Unmap a chunk that the device releases."""
         self._places.pop(chunk, None)
         for place in [place for place, one in self._mapped.items() if one is chunk]:
             self._reservation.unmap(self._reservation.base + place * CHUNK, CHUNK)

@@ -45,7 +45,7 @@ class GraphNode:
     """Whether a launch runs the node."""
     child: NodeGraph | None = None
     origin: GraphNode | None = None
-    """In a cloned graph, the original node."""
+    """In a clone or an instance of a graph: the node of the graph that this node was copied from."""
     address: int = 0
     size: int = 0
     device: int = 0
@@ -65,7 +65,7 @@ class NodeGraph:
     memories: dict[int, GraphHeap] = field(default_factory=dict)  # by device
     instances: int = 0
     frees: bool = False
-    """Whether a free was attempted during the capture."""
+    """Whether a free node was added, or refused for its address."""
     open: dict[int, GraphNode] = field(default_factory=dict)
     """Allocation nodes without a free node, by address; these allocations outlive a launch."""
 
@@ -86,7 +86,7 @@ class NodeGraph:
             other.after = [one for one in other.after if one is not node]
 
     def clone(self) -> NodeGraph:
-        """Copy the graph and its nodes. Graphs with allocations cannot be copied."""
+        """Copy the graph, its nodes and its child graphs. The caller has refused graphs with allocations."""
         made = self.graphs.create()
         copies: dict[GraphNode, GraphNode] = {}
         for node in self.ordered():
@@ -183,7 +183,7 @@ class GraphExec:
         self.keep()
 
     def keep(self) -> None:
-        """Keep the addresses of the graph's allocations."""
+        """Count as an instance of the graph. The graph's addresses stay while an instance exists."""
         self.graph.instances += 1
         for memory in self.graph.memories.values():
             memory.owners += 1

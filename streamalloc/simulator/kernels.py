@@ -207,7 +207,7 @@ class Contents:
     kernels: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     variables: dict[str, int] = field(default_factory=dict)
     initialised: frozenset[str] = frozenset()
-    """Variables with values, which are not read."""
+    """Names of the variables that the module initialises. The initial values are not read."""
 
 
 def _read(text: str) -> Contents:
@@ -270,7 +270,7 @@ class Module:
     contents: Contents | None
     context: Context | None
     library: Module | None = None
-    """Library that the module belongs to."""
+    """Library of which this is the module in a context; None for others."""
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[tuple[str, Context], VariableMemory] = field(default_factory=dict)
     handle: int = field(default_factory=new_handle)
@@ -321,7 +321,7 @@ class Function:
 
 @dataclass(eq=False)
 class Linker:
-    """Texts to link, and the result after the first request."""
+    """The texts that were added to a CUlinkState, and the image that cuLinkComplete made of them."""
 
     texts: list[bytes] = field(default_factory=list)
     linked: Any = None

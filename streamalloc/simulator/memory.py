@@ -149,7 +149,7 @@ class Runs(Generic[V]):
                 del self._starts[at], self._values[at]
 
     def _split(self, at: int) -> int:
-        """Begin a run at an address if none begins there. Returns its index."""
+        """Begin a run at an address if none begins there. Returns the run's index in both lists."""
         number = bisect_left(self._starts, at)
         if self._starts[number : number + 1] != [at]:
             self._starts.insert(number, at)
@@ -193,8 +193,8 @@ class Addresses:
         self._taken.add(*_KEPT_BY_DRIVER)
 
     def take(self, size: int, alignment: int) -> int:
-        """Reserve the lowest free range; returns 0 if there is none. The range is inaccessible, except for kept freed
-        memory.
+        """Reserve the lowest free range and return its address; 0 if there is none. The range is inaccessible, except
+        for freed memory in it that stays readable.
         """
         taken, looked = self._taken, False
         while True:
@@ -263,7 +263,7 @@ def _place(base: int, size: int) -> bool:
 
 
 def _mapped_now(taken: Intervals) -> Intervals:
-    """Taken ranges, and all other mappings of this process."""
+    """The ``taken`` ranges and all mappings of this process, because other code may map addresses, too."""
     found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
@@ -329,14 +329,14 @@ class ReservedExtent(Extent):
     ) -> None:
         self.size = size
         self.readable: int = 0
-        """Bytes from the start that read as :data:`FREED` after the end."""
+        """Bytes from the start that read as :data:`FREED` after the range is closed."""
         self.mapped: Intervals = Intervals()
         if hint:
             self.base: int = hint if _addresses.take_at(hint, size) else 0
         else:
             self.base = _addresses.take(size, max(alignment, CHUNK) if size >= CHUNK else alignment) if low else 0
         self.is_placed: bool = self.base != 0
-        """The system did not choose the address."""
+        """Whether this module chose the address, not the operating system."""
         if not self.is_placed:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # at the high end: the system places its next range right below
@@ -437,7 +437,7 @@ _addresses = Addresses()
 
 
 def window(fd: int, offset: int, size: int) -> ReservedExtent:
-    """A mapping of physical memory outside of simulated addresses."""
+    """Map bytes of a file where no simulated allocation lies, for work that has no simulated address."""
     return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
 
 
@@ -479,16 +479,16 @@ class Side(NamedTuple):
     """The bytes at ``address``, if the call has read them."""
 
     def span(self, shape: Shape) -> int:
-        """Bytes from the first to behind the last."""
+        """Bytes from the first to the last byte of a copy, with the gaps between rows and planes."""
         return (shape.depth - 1) * self.plane + (shape.height - 1) * self.pitch + shape.width
 
     def read(self, shape: Shape) -> Side:
-        """Read the bytes now."""
+        """Return this side with a copy of its bytes, so that later writes to the memory do not change them."""
         data = ctypes.string_at(self.address, self.span(shape))
         return self._replace(address=view_address(data), data=data)
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """A plane of the memory."""
+        """Plane ``z`` of the memory, as rows of bytes."""
         return rows_at(self.address + z * self.plane, self.pitch, shape.height, shape.width)
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:

@@ -33,6 +33,7 @@ from streamalloc.simulator.virtual import VirtualMemory
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """Team states: devices missing; complete; complete without a free switch slot."""
 
+# Indexes of words in a table; behind them the added devices and the records of bindings.
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(8)
 _FIRST_ADDED = 16
 _FIRST_RECORD = 512
@@ -41,7 +42,7 @@ _MAX_RECORDS = 4096
 _WORD = 8
 _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 
-_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes that are locked
+_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # offsets of the bytes that are locked
 
 
 class TeamBinding(NamedTuple):
@@ -50,6 +51,7 @@ class TeamBinding(NamedTuple):
     number: int
     """Unique number; 0 in a free record."""
     holder: int
+    """Number of the holder that bound the memory."""
     process: int
     fd: int
     """Descriptor of the memory file in that process."""
@@ -59,7 +61,7 @@ class TeamBinding(NamedTuple):
     offset: int
     """Bytes from the start of the object."""
     start: int
-    """In the file."""
+    """Offset of the memory in its file."""
     size: int
 
     @property
@@ -224,7 +226,9 @@ _OF_A_TEAM = Place(Location.DEVICE, -1)
 
 
 class Segment(NamedTuple):
-    """A range of bytes that a step of an operation reads or writes."""
+    """Bytes at ``address`` that a step of an operation reads or writes. ``at``: their offset in the range of the
+    step.
+    """
 
     address: int
     at: int
@@ -255,7 +259,7 @@ class MulticastMemory(Mappable):
         self.imported = imported
         self._owner = owner
         self._bound: dict[int, Backing] = {}  # by binding number; only bindings of this holder
-        self._windows: dict[int, ReservedExtent] = {}  # windows of all bindings
+        self._windows: dict[int, ReservedExtent] = {}  # by binding number; mapped bytes of bindings of any holder
 
     @property
     def serial(self) -> str:
@@ -328,7 +332,7 @@ class MulticastMemory(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """The bound segments of a range on each device of the team."""
+        """By number of each device of the team: the bound parts of a range of the object."""
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()
         live = {binding.number for binding in bindings}
@@ -343,7 +347,7 @@ class MulticastMemory(Mappable):
         return found
 
     def _window(self, binding: TeamBinding) -> ReservedExtent | None:
-        """The bytes of a binding; None after their release."""
+        """A mapping of the bytes of a binding; None if they were released."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._owner.allocations.is_live(allocation):
@@ -470,7 +474,7 @@ class Multicast:
         return mapping, mapping.memory
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """The segments of a range of one mapping on each device; None unless every device has bound all of it."""
+        """By device number: the bytes behind a range of one mapping. None unless every device has bound all of it."""
         found = self.mapping_at(address)
         if found is None or address + size > found[0].end:
             return None

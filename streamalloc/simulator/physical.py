@@ -41,15 +41,20 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: MappedExtent | None = None
-        """For RDMA memory: the mapping that decides whether others can get access. At first it is the oldest mapping.
-        After the leader is unmapped, the next mapping that is made or gets access is the leader. If a mapping leads
-        because it got access, then no other one can be made or get access while it has access (observed on H200:
-        test_mappings).
+        """For RDMA memory: the mapping that decides about the others (observed on H200: test_mappings); None for none.
+
+        * Without a leader, the next mapping that is made or gets its first access becomes the leader.
+        * A mapping that is unmapped stops being the leader. If it became the leader by access, it also stops when it
+          has lost all access.
+        * While a mapping leads by access, no other mapping can be made or get its first access.
         """
         self.leads_by_access: bool = False
+        """Whether the leader became it by access, not when it was made."""
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
-        """Record a mapping that is new or was given access."""
+        """Make a mapping that is new or gets its first access the leader, if there is none. Fails if the present
+        leader forbids it.
+        """
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
             if self.leader is None:
@@ -64,7 +69,9 @@ class Mappable:
         raise NotImplementedError
 
     def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """Map the bytes from ``offset`` on at ``start``. The host has no address for memory of several devices."""
+        """Map the bytes from ``offset`` on at ``start``. Nothing is mapped for a multicast object, which has no bytes
+        of its own.
+        """
 
     def leave(self) -> None:
         """Release the memory if no handle and no mapping is left."""
@@ -161,5 +168,5 @@ def connected(mappings: list[MappedExtent]) -> list[MappedExtent]:
 
 
 def least_right(mappings: Iterable[MappedExtent], place: Place) -> int:
-    """The access that a location has to all of some mappings."""
+    """The access right that a location has to every one of some mappings."""
     return min(mapping.right(place) for mapping in mappings)

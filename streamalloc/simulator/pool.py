@@ -62,7 +62,9 @@ class Pool(Accessible):
     reserved_high: int = 0
     destroyed: bool = False
     follow_events: int = 1
-    """The three reuse policies, for memory freed in other streams."""
+    """With the next two fields: the reuse policies, for memory freed in other streams, 1 if on
+    (CU_MEMPOOL_ATTR_REUSE_*).
+    """
     opportunistic: int = 1
     internal_dependencies: int = 1
     access: dict[int, int] = field(default_factory=dict)
@@ -160,8 +162,8 @@ class Pool(Accessible):
         return grown
 
     def _grow(self, missing: list[int], had: int) -> bool:
-        """Put memory under these chunks; returns False if some of them get none. The pool already ``had`` memory for so
-        many chunks.
+        """Put memory under these chunks; returns False if some of them get none. ``had``: the number of chunks that the
+        pool has just released elsewhere, for this growth.
         """
         bank = self.space.bank
         needed = len(missing) * CHUNK
@@ -251,7 +253,7 @@ class OpenedPool(Accessible):
     """A pool of another process. Its allocations have the same offsets here, at this process's addresses."""
 
     managed = False
-    granted = True  # memory of a device always has access
+    granted = True  # the memory's own device always has access
     # It cannot be exported again (observed on H200: test_sharing).
     handle_types = constants.HandleType.NONE
 
@@ -265,7 +267,7 @@ class OpenedPool(Accessible):
         self.imports: int = 0
         """Number of its allocations that are imported now."""
         self.freed: dict[int, tuple[Queue, int]] = {}
-        """The last free of an imported allocation, by stream."""
+        """By stream number: the stream, and the number of its last operation that freed an imported allocation."""
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
         # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
@@ -326,7 +328,9 @@ class PoolTable:
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """The key of a location. Locations with the same default and current pool have the same key."""
+        """The key of a location and an allocation type: location type, id (0 if it does not matter), allocation type.
+        Locations with the same default and current pool have the same key.
+        """
         return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 
     def default(self, place: Place, allocation_type: int = PINNED) -> Pool:
@@ -341,9 +345,9 @@ class PoolTable:
         return self.default(place, allocation_type) if pool is None else pool
 
     def host_has_seen(self, clock: Clock, told: bool) -> None:
-        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised. If the clock is
-        news to any pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on
-        H200: test_placements).
+        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised. In that case all
+        pools release memory above their thresholds if blocks of any pool became free for all streams, or if
+        :attr:`to_release` is set (observed on H200: test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.free_left(clock) for pool in pools]
@@ -354,5 +358,5 @@ class PoolTable:
             self.to_release = False
 
     def pending_streams(self) -> set[int]:
-        """The streams with frees that the host has not seen."""
+        """The numbers of the streams with frees that the host has not seen."""
         return {number for pool in self.pools.values() for number in pool.line.pending_streams()}

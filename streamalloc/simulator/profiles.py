@@ -61,7 +61,7 @@ class ProfileError(ValueError):
 
 
 Check = Callable[[str, Any], Any]
-"""Checks and returns a field's value; raises :class:`ProfileError` if it is invalid."""
+"""Function of a field's name and its value. It returns the value, converted, or raises :class:`ProfileError`."""
 
 
 def _shown(value: object) -> str:
@@ -96,7 +96,9 @@ def _list(one: Check, least: int = 0, most: int = 64) -> Check:
 
 
 def _table(one: Check) -> Check:
-    """A mapping by driver names. null marks names that this driver does not know."""
+    """Make the check of a JSON object whose keys are names of the driver. ``one`` checks each value except null, which
+    marks a name that the driver does not know.
+    """
 
     def check(at: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > 1024:
@@ -217,7 +219,9 @@ class Profile:
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
     def device_attributes(self, ordinal: int) -> dict[str, int]:
-        """The attributes of a device that its driver supports."""
+        """The attributes of a device, without those that its driver does not know. A device beyond those of the profile
+        has the attributes of the last one, and the next PCI device numbers.
+        """
         read = self.devices[min(ordinal, len(self.devices) - 1)]
         found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
         found["PCI_DEVICE_ID"] += max(ordinal - len(self.devices) + 1, 0)

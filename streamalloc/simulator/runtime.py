@@ -35,7 +35,7 @@ _PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemH
 
 
 def driver_call(name: str) -> str | None:
-    """The driver call behind a function of the runtime; None if there is none."""
+    """The name of the driver call behind a function of the runtime; None if there is none."""
     names = [_RENAMED.get(name, f"cu{name.removeprefix('cuda')}")]
     names += [ours + name.removeprefix(theirs) for theirs, ours in _PREFIXES.items() if name.startswith(theirs)]
     return next((one for one in names if hasattr(cuda, one)), None)
@@ -57,7 +57,9 @@ OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerPar
 """Structs with another layout than the driver's struct."""
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
-"""Struct fields with lists of structs, which the bindings store separately."""
+"""By a struct of the runtime: its field with a list of structs, and the driver's class of these. The bindings store the
+list outside of the struct, so a copy of the struct's bytes lacks it.
+"""
 
 
 def _members(enum: Any, prefix: str) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def _result(line: str) -> str:
 
 
 _NOT_READY = 600
-"""Errors that the runtime keeps returning."""
+"""cudaErrorNotReady: the result of a query, which the runtime does not store as the last error."""
 _HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
 ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
 """Memory types of source and target, by cudaMemcpyKind."""
@@ -272,9 +274,9 @@ class Forgotten(Failed):
 
 
 def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
-    """Make a copy of several rows, or of bytes of one row. ``target`` and ``source``: number of arguments of each side:
-    an array with offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that
-    extend into the next row.
+    """Make a function of the runtime that copies several rows or, without ``rows``, bytes of one row. ``target`` and
+    ``source``: the number of arguments for each side. An array has three: its handle, and offsets in bytes and rows. A
+    pointer has one, and a pitch if ``rows``. The driver refuses bytes that extend into the next row.
     """
 
     def copy_rows(functions: Functions, *args: Any) -> None:
@@ -302,10 +304,10 @@ class Functions:
         self._retained: dict[int, Any] = {}
         self._lock = Lock()
         self.thread: threading.local = threading.local()
-        """``device`` and ``last``, the last error."""
+        """For each thread: ``device``, the ordinal that it chose, and ``last``, the code of its last error."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """The value of a driver call."""
+        """The first value of a driver call; None if it has none."""
         values = self.values(name, *args)
         return values[0] if values else None
 

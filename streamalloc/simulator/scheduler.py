@@ -1,7 +1,8 @@
 """Queues of operations, their clocks, and the worker thread that runs the operations. Each stream is a :class:`Queue`.
 
-Every stream numbers its operations. Each stream has a vector clock: for each other stream, the highest operation number
-that certainly precedes. The host also has such a clock, which only synchronising calls advance.
+Every stream numbers its operations. Each stream has a vector clock: for each other stream, the highest number of an
+operation that certainly runs before the stream's next one. The host also has such a clock, which only synchronising
+calls advance.
 
 If nothing delays its stream, an operation runs on the submitting thread. Otherwise it is queued, and a daemon thread
 runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
@@ -26,7 +27,9 @@ from streamalloc.simulator import call_lock
 from streamalloc.simulator.errors import DeadlockError, Result, check, code_of
 
 Clock = dict[int, int]
-"""For each stream, by its number, the highest number of an operation that certainly precedes."""
+"""For each stream, by its number: the highest number of an operation that certainly precedes the next operation of the
+clock's owner, a stream or the host.
+"""
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
 """Operations, each as a stream and a number."""
 
@@ -57,7 +60,7 @@ class Operation:
     is_command = True
     """Whether the operation is sent to the device at once. Others are sent with the next command."""
     polled = False
-    """Whether its condition is polled, because no call announces it."""
+    """Whether :meth:`is_blocked` must be asked again and again, because no call announces a change of its answer."""
     runs = False
     """Whether it uses memory now, on a thread of its own."""
     seq = 0
@@ -110,7 +113,9 @@ class Until(Operation):
 
 
 def start_thread(function: Callable[[], None], name: str) -> threading.Thread | None:
-    """A thread, or None if the process may not start one now. While the interpreter exits, no new thread would run."""
+    """Start a daemon thread and return it; None if the process may not start one now. While the interpreter exits, no
+    new thread would run.
+    """
     thread = threading.Thread(target=function, name=name, daemon=True)
     with contextlib.suppress(RuntimeError):
         if not sys.is_finalizing():
@@ -189,9 +194,11 @@ class Queue:
 
     @property
     def known(self) -> int:
-        """The number up to which other streams see the operations of this stream as done. A mark shows it. The mark is
-        sent with the next command, after the operations that the command waits for. An idle stream needs no mark
-        (observed on H200: test_reuse).
+        """The number up to which other streams see the operations of this stream as done.
+
+        They see it by a mark. The stream sends a mark only with its next command, behind the operations that this
+        command waits for. So operations at the end of a queue can be done without being seen. All operations of an idle
+        stream are seen, without a mark (observed on H200: test_reuse).
         """
         queue = self.operations
         if not any(operation.counts for operation in queue):
@@ -201,8 +208,9 @@ class Queue:
         return self.done if reached else self.marked
 
     def done_with(self) -> Clock:
-        """The clock after all work of the stream. Work of other streams that precedes counts only from the next
-        submission on, except in the legacy stream (observed on H200: test_placements).
+        """The clock of a host that has waited for all work of the stream. For the legacy stream it contains the work of
+        the blocking streams. A blocking stream learns of the legacy stream's work only at its next submission (observed
+        on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -230,8 +238,8 @@ class Queue:
         return tuple(pending)
 
     def look(self) -> None:
-        """Merge the order that the legacy stream implies, without an operation. In the legacy stream this counts as
-        one.
+        """Merge the order that the legacy stream implies into this stream's clock, without an operation. The legacy
+        stream itself takes an operation number for it.
         """
         self.catch_up()
         if self.peers is not None:
@@ -317,12 +325,12 @@ class Scheduler:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """The number up to which a stream is known to be done; the maximum for a destroyed stream."""
+        """The number up to which a stream is seen as done (:attr:`Queue.known`); :data:`ALL` for a removed stream."""
         found = self.streams.get(stream)
         return ALL if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """The maximum for a destroyed stream, whose frees count as run (H200: test_reuse); 0 for a live one."""
+        """:data:`ALL` for a removed stream, whose frees count as run (H200: test_reuse); 0 for any other stream."""
         return 0 if stream in self.streams else ALL
 
     def retire(self, stream: Queue) -> None:
@@ -332,7 +340,7 @@ class Scheduler:
             self._forget(stream)
 
     def _forget(self, stream: Queue) -> None:
-        """Remove an idle stream, also from clocks (:meth:`executed`)."""
+        """Remove an idle stream. Clocks need no entry for it, because all its operations count as done."""
         self.streams.pop(stream.id, None)
         rank = self.ranks.pop(stream.id, None)
         if rank is not None:
@@ -371,7 +379,9 @@ class Scheduler:
             self._asleep.remove(woken)
 
     def pump(self, heavy: bool = False) -> bool:
-        """Run the operations that can run now. Returns whether there were any."""
+        """Run the operations that can run now. Returns whether there were any. With ``heavy``, make only one pass, with
+        one step of each heavy operation; without it, leave these operations to the worker.
+        """
         progress = False
         again = True
         while again:
@@ -385,7 +395,9 @@ class Scheduler:
         return progress
 
     def run_down(self) -> None:
-        """Release the lock and wait until no operation can run. With a seed, only wait for running operations."""
+        """Release the lock and wait until no queued operation can run. With a seed, wait only for operations that run
+        already.
+        """
 
         def is_down() -> bool:
             heads = [one.operations[0] for one in self._busy.values() if one.operations]
@@ -462,7 +474,9 @@ class Scheduler:
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
-        """Block the calling thread without the lock until ``finished()``. ``polled``: nothing announces the change."""
+        """Block the calling thread, without the lock, until ``finished()`` is true. ``polled``: ask it often, because
+        nothing announces the change.
+        """
         caller = self.caller
         self._waiters += 1
         try:

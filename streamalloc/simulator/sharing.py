@@ -56,7 +56,9 @@ def pack_memory(serial: int, *words: int) -> bytes:
 
 
 def _block_of(words: tuple[int, ...]) -> tuple[int, int, int]:
-    """The first block of the memory of an IPC memory handle: process and descriptor, owner, number in the file."""
+    """Identity of the first block of the memory of an IPC memory handle: process and descriptor in one number, owner,
+    and the block's number in the file.
+    """
     where, _, offset, owner, _ = words
     return where, owner, offset // BLOCK
 
@@ -238,7 +240,7 @@ class Sharing:
         check(not self.labels.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:
-            # A GPU opens such memory (observed on H200: test_sharing).
+            # The real driver still opens such an event (observed on H200: test_sharing). Here the file is gone.
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(own))
