@@ -123,6 +123,7 @@ def raw_share(stage: Stage) -> Measured:
 
 
 def _serve_raw(worker: WorkerBase, shared: str) -> Call:
+    """The other process's half of :func:`raw_share`. ``shared``: handle of the event after the contents, as text."""
     driver = cast(Any, worker.device.driver)
     worker.resources.enter_context(worker.device.current())
     connection = _connection(worker)
@@ -215,7 +216,9 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
     OUR_SHARE: (our_share, _serve_ours),
     CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
 }
-"""Setups of each variant: in this process, and in the other one."""
+"""Two setups of each variant: that of this process, which returns the measured half of a transfer, and that of the
+other process, which returns its half.
+"""
 
 
 class BenchActions(WorkerBase):

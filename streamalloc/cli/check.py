@@ -48,7 +48,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 _Ended = SystemExit | DriverMisuseError | None
 _Found = tuple[list[dict[str, Any]], list[str], _Ended]
-"""Hazards, notes of what was not checked, and the program's exit."""
+"""Result of a check: the hazards as plain data, notes of what was not checked, and the program's exit or error."""
 
 
 def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:

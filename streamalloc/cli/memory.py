@@ -23,6 +23,7 @@ from streamalloc.driver.internal import line_of
 from streamalloc.formats.html import escape, mib
 
 _MOST_LINES = 20
+"""Most lines of the program in the second table."""
 _ROW = 20
 """Height of a frame in the picture, in pixels."""
 _SMALLEST = 1 / 2000
@@ -145,7 +146,9 @@ class Frame(NamedTuple):
     """Frame of a flame graph. Its bytes are those of all frames below it."""
 
     depth: int
+    """Number of frames above it."""
     start: int
+    """Distance from the left edge, in bytes."""
     nbytes: int
     label: str
     color: str
@@ -178,7 +181,7 @@ def _frames_of(
         start += nbytes
 
 
-_LIBRARY_DEPTH = 2
+_LIBRARY_DEPTH = 2  # of the frames of libraries. Each gives its colour to the frames below it.
 _STYLE = """body{font:13px sans-serif;color:#24292f;margin:24px}.g{position:relative;margin-bottom:32px}
 .g div{position:absolute;box-sizing:border-box;overflow:hidden;white-space:nowrap;color:#fff;
 font-size:11px;padding:2px 4px;border:1px solid #fff;border-radius:2px}.g div:hover{filter:brightness(1.2)}"""

@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, VERSION
 
-_NODES = 64
+_NODES = 64  # most NUMA nodes to try
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

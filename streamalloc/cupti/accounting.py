@@ -31,6 +31,8 @@ _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
 _WORDS = {"HALF": 16, "FLOAT": 32}
+"""Bits of a channel, for array formats whose names have words in place of a number."""
+# Kinds of memory, as in Row.what: the driver's first, then those of a library's segments.
 REST = "context, modules and the driver's own"
 POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
 LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
@@ -45,6 +47,7 @@ def _array_bytes(desc: Any) -> int:
 
 
 def _mipmap_bytes(desc: Any, levels: int) -> int:
+    """Bytes of all levels. Each level has half the extent of the one before, in each dimension of the array."""
     whole, most = _array_bytes(desc), max(int(desc.Width), int(desc.Height), int(desc.Depth), 1)
     shrinks = 1 + (int(desc.Height) > 0) + (int(desc.Depth) > 0)
     return sum(max(whole >> (level * shrinks), 1) for level in range(min(int(levels), most.bit_length())))
@@ -70,6 +73,7 @@ _ENDERS = {
     "cuArrayDestroy": "array",
     "cuMipmappedArrayDestroy": "array",
 }
+"""Functions that free: kind of the handle."""
 
 
 class Line:
@@ -113,7 +117,11 @@ class Moment(NamedTuple):
 
 
 class _Held:
-    """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped."""
+    """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped.
+
+    ``handles`` and ``maps`` count these. ``keys`` are its keys in ``Memory._held``. ``address`` is that of the latest
+    mapping; before the first one it is the handle.
+    """
 
     __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
 
@@ -161,10 +169,13 @@ class Memory:
         self._lock = threading.RLock()  # reentrant, because a finaliser may free memory under it
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
+        """Memory by kind and handle."""
         self._mapped: dict[int, tuple[int, _Held]] = {}
+        """Bytes of each mapping and its memory, by address."""
         self._blocks: dict[int, tuple[Line, int]] = {}
         """CuPy's live blocks, by address."""
         self._sums, self._block_sums = Sums(), Sums()
+        """Bytes that driver calls have allocated, and bytes of CuPy's blocks."""
         self._peak = self._peak_blocks = 0
         self._peak_from = self._peak_to = 0
         """Times at which the peak began and ended. The end is 0 while the peak lasts."""
@@ -174,6 +185,7 @@ class Memory:
         """Thread that began each capture, by stream handle."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
+        """The latest refused allocation: its text, its time, and what both sums were then."""
 
     @property
     def error(self) -> BaseException | None:
@@ -201,6 +213,11 @@ class Memory:
                 _OTHERS[name](self, call)
 
     def _is_captured(self, call: DriverCall) -> bool:
+        """Whether a call became a node of a graph, so that it allocates and frees nothing now.
+
+        A stream may have joined a capture by an event, which is not followed. So each such call of a thread that
+        captures counts as captured.
+        """
         if not self._capturing or not call.function.endswith("Async"):
             return False
         return number_of(call.args[-1]) in self._capturing or call.thread in self._capturing.values()
@@ -444,6 +461,7 @@ class _Asked:
         self._reserved: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
         """Bytes that pools hold by device: now under False, and the largest so far under True."""
         self._graphs: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        """The same for memory of graphs."""
         self.lost: set[int] = set()
         """Contexts that have been destroyed."""
         self.free: dict[int, tuple[int, int, str]] = {}

@@ -77,6 +77,7 @@ def parts_of(launch: DriverCall) -> tuple[Part, ...]:
 @functools.lru_cache(10_000)
 def _parts(kernel: Kernel, addresses: tuple[int, ...], operands: tuple[Operand, ...]) -> tuple[Part, ...]:
     written = kernel.written(addresses)
+    # Without a convention it is not known (None) whether the kernel writes an address.
     unknown = False if written else None
     first: dict[int, Operand] = {}
     for operand in operands:
@@ -113,6 +114,7 @@ class Run(NamedTuple):
     at: int
     """Number of the first launch in its stream."""
     clock: dict[int, int]
+    """Operations that come before the first launch: number of the last one of each stream, by number of the stream."""
     launches: list[DriverCall]
 
     def uses(self) -> list[Use]:
@@ -132,6 +134,7 @@ class Use(NamedTuple):
     at: int
     """Number of the operation in its stream."""
     clock: dict[int, int]
+    """Operations that come before it, as :attr:`Run.clock`."""
     what: str
     place: Stack
     parts: Sequence[Part]
@@ -162,6 +165,7 @@ class _Block:
     range: Range | None = None
     """The judge's record of uses; None while only the block's own stream has used the block."""
     end: int = 0
+    """Address after the last byte."""
 
     def __post_init__(self) -> None:
         self.end = self.event.address + self.event.nbytes
@@ -273,7 +277,9 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                continue  # An address without a tensor. The first one has counted, which is the one that writes.
+                # A further address of the same launch in this block, without a tensor. Written parts come first, so the
+                # one that has counted is a write if any is.
+                continue
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
                 self._is_stale(block, use)

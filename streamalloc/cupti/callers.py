@@ -113,6 +113,7 @@ class Gpu(NamedTuple):
 
 _MOST_PROCESSES = 256
 _UNKNOWN = (1 << 64) - 1
+"""NVML's number of bytes for a process whose memory it does not know."""
 
 
 def gpus() -> dict[str, Gpu]:
@@ -151,6 +152,7 @@ class Process:
 
     def __init__(self) -> None:
         self._before = gpus()
+        """The GPUs when this object was made."""
         self._numbers: dict[str, int] = {}
         """Number of this process in NVML, by GPU. :meth:`figures` finds it."""
 

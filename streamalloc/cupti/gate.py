@@ -46,6 +46,9 @@ QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSync
 wait for no other thread, because that thread may wait for the mutex.
 """
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
+"""Number of slots of the ring, and the form of a slot: number of the function, result, thread, context, arguments. The
+machine code fills at most 4,000 slots: threads that make this check at the same moment need the others.
+"""
 _PATIENCE = 1.0
 """Most seconds to wait for the callbacks of other threads. A signal handler may have ended one before it was counted.
 """
@@ -154,6 +157,7 @@ class Gate:
         self._words[_TABLE], self._words[_RING] = ctypes.addressof(self.modes), ctypes.addressof(self._ring)
         self._words[_HAS_GIL] = ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p).value or 0
         self.words: Any = memoryview(self._words).cast("B").cast("Q")
+        """The words of the machine code, by the indices above."""
         self.user: int = ctypes.addressof(self._words)
         if self._code is not None:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
@@ -215,7 +219,7 @@ class Gate:
 
 
 def machine_code(listing: str) -> bytes:
-    """Return the bytes of a listing."""
+    """Return the bytes of an assembler listing: hexadecimal, in columns 5 to 31 of each line."""
     return b"".join(bytes.fromhex(line[4:31]) for line in listing.strip().splitlines())
 
 

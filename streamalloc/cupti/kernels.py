@@ -27,7 +27,7 @@ Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for the driver's answer about a kernel."""
 _SMALL = 64
-"""Most bytes of an argument of a PyTorch kernel in which every byte is set. Larger ones have bytes of earlier calls."""
+"""Most bytes of an argument of which PyTorch sets every byte. Larger ones may have stale bytes of earlier calls."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 """Range of the device addresses that the driver returns."""
 
@@ -59,10 +59,15 @@ class Kernel(str):
     is_known: bool
     """Whether a convention tells which pointers the kernel writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
+    """Match of the convention's pattern, and the function that picks the written pointers; None if there is none."""
     _parts: list[tuple[int, int, int]] | None
+    """Parts of the arguments that may have pointers, as :func:`_parts` returns them; None for unknown sizes."""
     _lists: _Lists | None
+    """Lists of tensors in the first argument; None without them."""
     _has_rows: bool
+    """Whether a launch sets only one pointer of an argument for each row of the grid."""
     _at: Callable[[Any, int], Addresses]
+    """Reads the addresses of the arguments, which ``kernelParams`` lists."""
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
         """Return the pointers among the arguments of a launch. Return None if the driver does not tell the sizes of the
@@ -132,8 +137,8 @@ def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int,
     """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
-        # The arguments are the number of elements, a functor, and the pointers. The functor may have pointers, too,
-        # and the output would not be the first.
+        # Arguments: number of elements, functor, pointers. The first pointer of all counts as the output, and the
+        # functor may have pointers, too. So the third argument goes first.
         found.insert(0, found.pop(2))
     return [one for one in found if one[2]]
 
@@ -147,9 +152,11 @@ def _part(name: str, size: int) -> tuple[int, int]:
     if size <= _SMALL or "at::native::" not in name:
         return 0, size // 8 * 8
     if "::reduce_kernel<" in name:
-        # source, two targets, two buffers, semaphores; then two words of settings
+        # The last 64 bytes: source, two targets, two buffers, semaphores, which are six pointers; then two words of
+        # settings.
         return size - 64, 48
     if "::elementwise_kernel<" in name:
+        # An OffsetCalculator, which has 304 bytes and 100 for each tensor, and then a pointer to each tensor.
         count = round((size - 304) / 108)
         return -(-_calculator(count) // 8) * 8, 8 * count
     if "::index_elementwise_kernel<" in name or "_gather_elementwise_kernel<" in name:
@@ -157,6 +164,7 @@ def _part(name: str, size: int) -> tuple[int, int]:
         return start, (size - start) // 8 * 8
     if "::CatArrayBatchedCopy" in name or "::multi_tensor_apply_kernel<" in name:
         return 0, size // 8 * 8
+    # Of another large argument only the first word is sure to be set. An OffsetCalculator has no pointers.
     return 0, 8 * (size not in map(_calculator, range(1, 9)))
 
 
@@ -185,6 +193,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.known: dict[int, Kernel] = {}
+        """Kernels by handle."""
         self._asked: SimpleQueue[tuple[int, str, int, threading.Event] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -219,6 +228,7 @@ class Kernels:
 def _sizes(function: int, context: int) -> list[int] | None:
     """Return the bytes of each argument of a kernel; None if the driver does not tell them."""
     cuda.cuCtxSetCurrent(cuda.CUcontext(context))
+    # A launch may name its kernel by a CUkernel or a CUfunction.
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
@@ -237,6 +247,7 @@ _OF_LISTS = re.compile(_LISTS)
 _SLOTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """Slots of a row by the number of lists, from PyTorch's ``MultiTensorApply.cuh``."""
 _MOST_BLOCKS = 320
+"""Thread blocks for which the lists have room, from the same file."""
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
     (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),

@@ -94,6 +94,7 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
     counts = [index for index, name in enumerate(names) if re.search(r"(?i)count|num", name)]
     found = []
     for index in listed:
+        # The length is the next argument whose name speaks of a number. If none follows, it is the last one before.
         length = next((one for one in counts if one > index), next(reversed(counts), None))
         kind = kinds[index].removesuffix("*").replace("const", "").strip()
         if length is None or not kinds[index].endswith("*"):

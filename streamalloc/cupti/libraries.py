@@ -247,6 +247,7 @@ _around_rmm: list[Any] = []
 
 
 _UNLOCKED = "release_lock_on_cudamalloc:True"
+"""PyTorch's setting that :meth:`Libraries._release_lock` makes."""
 
 
 _WITH_LOCK = (

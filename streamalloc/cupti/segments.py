@@ -47,9 +47,11 @@ class Torch:
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.segments: dict[int, int] = {}
+        """Bytes of each segment, by address."""
         self.blocks: dict[int, tuple[int, Any]] = {}
+        """Bytes and origin of each live block, by address."""
         self.device_of: dict[int, int] = {}
-        """Device of each segment."""
+        """Device ordinal of each segment, by address."""
         for segment in snapshot.get("segments", ()):
             self.segments[segment["address"]] = segment["total_size"]
             self.device_of[segment["address"]] = segment["device"]

@@ -36,7 +36,7 @@ _SAME = (
 the newest version is, which the bindings call.
 """
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
-_NEWEST = 99
+_NEWEST = 99  # of a function of _OTHER_NAMES: above all versions
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
 """Reads a ``CUpti_CallbackData``: site (0 before the call), and the addresses of the arguments, the result, the name of
@@ -52,6 +52,7 @@ _configuration = struct.Struct("II24xQ").unpack_from
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _DEEPEST = 8
+"""Most frames of a place."""
 
 
 class DriverCall(NamedTuple):
@@ -141,6 +142,7 @@ class Subscription:
                 else:
                     self._returned(number, args, result, context)
             elif self.gate.modes[number]:
+                # The machine code has counted the begin of this callback, and Gate.asking waits for its end.
                 self.gate.left += 1
         except BaseException as error:
             self._fail(error)
@@ -301,6 +303,7 @@ class _Watch:
         """Start the timer, if the C library has ``timer_create``."""
         if hasattr(self._c, "timer_create") and hasattr(self._c, "warnx"):
             text, function = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._text, self._c.warnx))
+            # A ``struct sigevent``: argument of the function, signal, way of notification, function.
             event = struct.pack("QiiQ40x", text, 0, _SIGEV_THREAD, function)
             if not self._c.timer_create(_CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
                 threading.Thread(target=self._go_on, name="streamalloc watch", daemon=True).start()

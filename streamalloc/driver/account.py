@@ -44,6 +44,7 @@ ENDERS = {
 
 
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
+"""Calls whose handles may be released but need not be."""
 _NODES = ("cuGraphAddMemAllocNode", "cuGraphAddNode", "cuGraphAddNode_v2")
 
 
@@ -52,6 +53,7 @@ class HandleCounts:
 
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
+        """Number of owners of each handle or address, by kind and handle."""
         self._uncounted: set[int] = set()
         """Handles that need not be released: graph memory, imported pools, mipmap levels."""
 
@@ -70,7 +72,7 @@ class HandleCounts:
             if handle and captured:
                 self._uncounted.add(handle)
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
-                pass  # the call was captured into an existing graph
+                pass  # The stream was captured into a graph that exists already, and has its owner.
             elif handle:
                 # The driver may reuse an address that belonged to a graph.
                 self._uncounted.discard(handle)
@@ -83,7 +85,8 @@ class HandleCounts:
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:
-            # A node allocates at each launch. The parameters of other kinds lie where those of this one would.
+            # Memory of a node is not counted, because each launch allocates it, and the graph may free it. In the
+            # parameters of cuGraphAddNode, `alloc` is one side of a union: it is read only if the type says so.
             params = args[-1]
             if name != "cuGraphAddMemAllocNode":
                 params = params.alloc if getattr(params.type, "name", "").endswith("_MEM_ALLOC") else None

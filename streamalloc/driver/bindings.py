@@ -39,7 +39,7 @@ _ADDED = {
 # (cuMemcpyBatchAsync), or that reads it (CU_MEMPOOL_ATTR_*, named since 13.1). For error messages only.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
-# Both property structs begin with the allocation type and the handle types, each a C int.
+# CUmemPoolProps and CUmemAllocationProp both begin with the allocation type and the handle types, each a C int.
 _HANDLE_TYPES_OFFSET = 4
 
 
@@ -165,7 +165,8 @@ def prop_bytes(prop: Any) -> bytes:
     return ctypes.string_at(prop.getPtr(), _PROP_BYTES)
 
 
-# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings hide them.
+# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings give no access to
+# these, so they are read and written at the struct's address.
 _OPAQUE_BYTES = 64
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 COPY_KERNEL, COPY_MANY = "streamalloc_copy_blocks", "streamalloc_copy_many_blocks"
 """Names of the kernel in its module, with few and with many parameters."""
 COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
-"""Most blocks of a launch."""
+"""Most blocks of a launch, by name of the kernel. More would not fit its parameters."""
 COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
 _THREADS = 256  # threads of a block
@@ -29,7 +29,11 @@ _PART = 2048  # bytes that a warp moves at once
 
 
 class BlockCopies(ctypes.Structure):
-    """The parameters of a launch. The driver reads as many as the kernel has."""
+    """The parameters of a launch: base addresses of targets and sources, number of blocks, bytes of a block, and the
+    offsets of each block's target and source from the bases, in units of :data:`COPY_UNIT`.
+
+    The driver reads only as many bytes as the kernel has parameters.
+    """
 
     _fields_ = (
         ("target", ctypes.c_uint64),
@@ -40,7 +44,7 @@ class BlockCopies(ctypes.Structure):
     )
 
     def shape(self, most: int) -> tuple[int, ...]:
-        """The extents of grid and thread blocks, of at most so many thread blocks."""
+        """The three extents of the grid and the three of a thread block. ``most``: most thread blocks."""
         warps = self.count * -(-self.nbytes // _PART)
         return min(-(-warps * 32 // _THREADS), most), 1, 1, _THREADS, 1, 1
 
@@ -63,7 +67,8 @@ def block_copies(
         return ()
     if not bits >> _SPAN:
         return _launches(bases, target, source, nbytes, most)
-    # One launch reaches 64 GiB on each side.
+    # An offset has 32 bits and counts units, so one launch reaches 64 GiB from each base. Blocks in other windows of
+    # 64 GiB get launches of their own.
     windows = target >> _SPAN, source >> _SPAN
     order = np.lexsort(windows)
     apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
@@ -77,7 +82,8 @@ def _launches(
     for at in range(0, len(target), most):
         made = BlockCopies(*bases, min(len(target) - at, most), nbytes)
         end = at + made.count
-        # Both offsets of a block at once: the source's has 32 - _SHIFT bits to go, because it is in bytes.
+        # One word of 64 bits has both offsets of a block: the target's in the lower half, the source's in the upper
+        # half. The source's is in bytes yet, so a shift by 32 - _SHIFT bits also divides it by the unit.
         offsets = np.frombuffer(made.offsets, np.int64, made.count)
         np.left_shift(source[at:end], 32 - _SHIFT, out=offsets)
         offsets |= target[at:end] >> _SHIFT

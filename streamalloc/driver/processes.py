@@ -12,7 +12,7 @@ from pathlib import Path
 _STARTUP = str(Path(__file__).with_name("startup"))
 """Folder whose ``sitecustomize`` prepares child processes."""
 _EXITING = 4
-"""``PF_EXITING`` of the kernel."""
+"""The kernel's flag ``PF_EXITING``, in the flags of ``/proc/PID/stat``."""
 
 
 def search_path() -> str:

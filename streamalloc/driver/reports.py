@@ -51,6 +51,7 @@ class Launched(Called):
     """Place of a capture or of a node, together with the place of its launch."""
 
     launch: Stack
+    """Place of the launch."""
 
     def __new__(cls, stack: Stack, launch: Stack) -> Launched:
         """Combine the two places."""
@@ -66,8 +67,9 @@ def function_of(stack: Stack) -> str:
 
 
 LAUNCHED = ", launched"
-"""End of the name of a place that launched the graph of the place before."""
+"""End of a name in :attr:`Hazard.places`, for the place where the graph of the operation before it was launched."""
 _DEPTH = 8
+"""Most frames of a place."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 # An installed driver's replacements pass the program's calls on. They do not use memory themselves.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
@@ -82,8 +84,11 @@ _CALLERS = (
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
 )
 _THEIRS, _FACADE, _SKIPPED, _RUNNER = range(4)
+"""Kinds of files: the program's; this package's; those that no place shows, such as drivers and Python's callers; and
+those at which a place ends.
+"""
 _kinds: dict[str, int] = {}
-"""Kind of each file by name."""
+"""Kind of each file, by its path."""
 
 
 def here(depth: int = _DEPTH) -> Stack:
@@ -201,6 +206,7 @@ class Hazard:
     order may be missing.
     """
     places: tuple[tuple[str, Stack], ...] = ()
+    """The operations, such as ``"allocated"`` or ``"used"``, each with its place. :attr:`stacks` has them as text."""
     count: int = 1
     """Number of times that it was found at these places, also for other memory. The other fields describe the first
     time.

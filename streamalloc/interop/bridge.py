@@ -104,8 +104,8 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # A checked CUDA driver has settings, too. Numba calls the functions of the bindings, and ``testing.install``
-    # replaces these by functions with ``__wrapped__``.
+    # Only a simulated driver has settings, also behind a checker. Numba calls the functions of the bindings: in a block
+    # of ``testing.install`` these have ``__wrapped__``, and then Numba uses the simulated driver, too.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(
@@ -472,7 +472,7 @@ class Ledger:
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
         """Free the memory at an address in the order of a stream, and return its bytes; 0 for an unknown address.
 
-        ``handle`` is that of the stream; None for the stream of the allocation.
+        ``handle``: that of the stream, on device ``ordinal``; None for the stream of the allocation.
         """
         held = self._held.pop(address, None)
         if held is None:

@@ -42,7 +42,7 @@ from streamalloc.formats.arrays import check_dense, cuda_array, tensor_in
 from streamalloc.interop.bridge import check_driver
 from streamalloc.pool.internal import residence_of
 
-_CUDA = 2
+_CUDA = 2  # DLPack's type for device memory
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
@@ -81,7 +81,8 @@ class _End(Deferred):
         return True
 
     def _ordered(self, use: Fence, then: Stream) -> bool:
-        # Also while the library captures its stream.
+        # This queues nothing while the library captures the stream, because the wait would become a node of its graph.
+        # A later attempt does.
         return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 
 

@@ -166,7 +166,11 @@ def memory(array: Any, stream: Stream) -> Borrowed:
 
 
 def _drop(held: list[Memory]) -> None:
-    """Free memory that Numba has dropped. Numba calls it on any thread, also at the exit of the process."""
+    """Free memory that Numba has dropped. Numba calls it on any thread, also at the exit of the process.
+
+    ``held`` has the memory. The call empties the list, so that Numba's callback keeps no memory. Memory that is no
+    :class:`Buffer` is released with its last reference.
+    """
     memory = held.pop()
     if isinstance(memory, Buffer):
         dropped_of(session_of(memory)).add(memory)

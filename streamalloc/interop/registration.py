@@ -156,7 +156,9 @@ _SEVERAL = (
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
-    """Return the answer for each library: that of the first rule that applies."""
+    """Return the answer for each library: that of the first rule that applies. ``mapped``: whether the memory was
+    mapped by ``cuMemMap``.
+    """
     in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
     several = _SEVERAL.format(mappings) if mappings > 1 else ""
@@ -203,4 +205,5 @@ def _refusal(why: str) -> Answer:
 
 
 def _first(*rules: tuple[object, Answer]) -> Answer:
+    """Return the answer of the first rule whose condition holds."""
     return next(answer for applies, answer in rules if applies)

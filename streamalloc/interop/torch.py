@@ -46,6 +46,7 @@ from streamalloc.vmm import SleepGroup
 __all__ = ["TorchBridge", "memory", "state_dict", "tensor", "use", "write_state_dict"]
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+"""C type of the function that allocates: it takes bytes, device ordinal and stream, and returns the address."""
 
 _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
@@ -247,15 +248,16 @@ class _Route:
         _active.discard(self)
 
 
-# Active routes of all threads; pools of closed bridges, until they can be released; callbacks of all bridges, which
-# PyTorch may call until the process ends.
 _active: set[_Route] = set()
+"""Active routes of all threads."""
 _ended: list[Any] = []
+"""Pools of closed bridges, until they can be released."""
 _made: list[Callbacks] = []
-# Lock that is held while a snapshot is taken and used, and the number of the last snapshot. An older one lacks new
-# segments, which would be taken for freed ones.
+"""Callbacks of all bridges. PyTorch may call them until the process ends."""
 _snapshots = RLock()
+"""Held while a snapshot is taken and used. An older one lacks new segments, which would be taken for freed ones."""
 _latest = [0]
+"""Number of the last snapshot."""
 
 
 @contextlib.contextmanager
@@ -335,7 +337,8 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
     if group is None or not routes or torch.cuda.is_current_stream_capturing():
         return 0
     pool, nbytes = routes[-1]._pools[ordinal], 0
-    # A captured graph uses the pool, perhaps memory without tensors, or another thread does.
+    # Two uses are the bridge's own and this thread's route. A further one is by another thread, or by a captured graph,
+    # which may also use memory without tensors.
     if pool.use_count() > 2:
         return 0
     tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}
@@ -378,7 +381,9 @@ class Callbacks:
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the two functions. The one that frees takes no lock and does nothing."""
+        """Addresses of the functions that allocate and free. The latter is ``Py_IsInitialized``, which takes no lock
+        and frees nothing.
+        """
         functions = self._function, ctypes.pythonapi.Py_IsInitialized
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 

@@ -110,6 +110,7 @@ class Account:
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
+        # Weak reference to an object, and start and end of a range of addresses in which it maps memory.
         self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets
@@ -117,6 +118,7 @@ class Account:
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes that are not entered yet: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
+        """Allocations that were freed last. If the driver refuses the free of one, it is live again."""
         self._unreported: deque[Allocation] = deque()
         """Freed allocations for which ``on_free`` was not called yet."""
         for session in self.sessions:
@@ -185,7 +187,7 @@ class Account:
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Before an allocation: raise if a limit leaves no room for it."""
+        """Raise if a limit leaves no room for an allocation. Called before the driver is."""
         limits = [(self.limit, "the observer's limit")] if self.limit else []
         limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
         for limit, whose in limits:
@@ -213,32 +215,32 @@ class Account:
         return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
-        """After an allocation."""
+        """Record an allocation. Called after the driver."""
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
     def allocation_failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
-        """After the driver has refused an allocation."""
+        """Record that the driver has refused an allocation."""
         if allocator is not None:
             one = self._from(allocator, 0, nbytes, int(stream))
             self._note(_ALLOCATION_FAILED, one, one.stream)
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Before a free. For finalisers, too, so it only appends a note."""
+        """Note a free, before the driver is called. Finalisers call this, too, so it takes no lock."""
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def free_failed(self, address: int) -> None:
-        """After the driver has refused a free. For finalisers, too."""
+        """Note that the driver has refused a free. Finalisers call this, too."""
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Before memory is mapped: raise if a limit leaves no room for it."""
+        """Raise if a limit leaves no room for a mapping. Called before the memory is mapped."""
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
     def mapped(self, address: int, memory: MappedMemory) -> None:
-        """After memory was mapped."""
+        """Record a mapping that was made, if it is to be observed."""
         where = getattr(memory, "location", MemLocation.none())
         wanted = self._everything or any(where == one.location for one in self._devices)
         if self._spanned(address) or (wanted and is_counted(memory)):
@@ -251,7 +253,7 @@ class Account:
             self.on_allocate(one)
 
     def unmapped(self, address: int) -> None:
-        """Before memory is unmapped."""
+        """Note the end of a mapping, before it is unmapped."""
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:

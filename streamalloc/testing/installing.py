@@ -152,6 +152,7 @@ def install_in_child() -> None:
 
 _NOT_CALLING = ("cuda", "numba")
 """Modules whose import gives no warning: the bindings' package, and Numba, whose load by ctypes gives one."""
+# Whether a block of watch_imports runs, whether its audit hook was added, and the libraries that were warned about.
 _watching = False
 _added = False
 _reported: set[str] = set()

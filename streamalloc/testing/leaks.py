@@ -57,6 +57,7 @@ def leak_report(leaks: Sequence[object]) -> str:
 
 
 _EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", "cuMemGetHandleForAddressRange"}
+"""Functions that may return a file descriptor, which the program has to close."""
 
 
 def descriptor_key(number: int) -> tuple[int, int, int]:
@@ -85,6 +86,7 @@ class Accounts(Wrapper):
         self._lock = RLock()
         self._account = HandleCounts()
         self._made: dict[int, tuple[str, Stack]] = {}
+        """Function and stack of the call that made each handle or address, oldest call first."""
         self.exported: dict[tuple[int, int, int], Stack] = {}
         """Stacks of the calls that returned a file descriptor, by :func:`descriptor_key`."""
 
@@ -130,7 +132,8 @@ _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGro
 """
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
-"""Classes that own one driver handle or descriptor. This counts in place of the object."""
+"""Classes that own one driver handle or descriptor. A leak of the handle or descriptor is reported, and not the object.
+"""
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 """Kinds of descriptors that count, by the beginning of their names in ``/proc/self/fd``."""
@@ -141,7 +144,7 @@ _GRACE = 0.5
 _WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
 """Modules whose threads end by themselves, or belong to objects that count."""
 _STANDARD = 3
-"""Number after those of standard input, output and error."""
+"""First descriptor that counts: the three before are standard input, output and error."""
 _DRIVERS = ("streamalloc.driver.", "streamalloc.simulator.", "streamalloc.checker.")
 _NOT_KEEPERS = (*_DRIVERS, "streamalloc.testing.")
 """Modules whose variables do not count as the package's own (:func:`_inside`)."""
@@ -174,7 +177,9 @@ class _Places:
         self._lock = Lock()
         self._watches = 0
         self._functions: list[tuple[type, str, Any]] = []
+        """Each wrapped constructor: class, name, and the original function, which :meth:`end` restores."""
         self._found: dict[int, _Made] = {}
+        """Records by ``id`` of the object. A later object may have the ``id`` of one that is gone."""
         self._numbers = itertools.count(1)
 
     def of(self, thing: object) -> Stack:
@@ -337,6 +342,7 @@ def _live() -> Iterator[Any]:
 
 
 def _reference(thing: object) -> weakref.ref[object] | None:
+    """Return a weak reference to an object; None if its class allows none."""
     return weakref.ref(thing) if type(thing).__weakrefoffset__ else None
 
 

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 
 _MARK = "streamalloc"
 _FIXTURE = "streamalloc_machine"
+# Set for a failed test, its class and its module: the test's traceback keeps objects alive, so no leaks are reported.
 _failed = pytest.StashKey[bool]()
 _FLAGS = {
     "one_machine": (

@@ -17,7 +17,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
 from streamalloc.driver.internal import choice_of, cuda, default_or_simulated
 
-_SIZE = 64
+_SIZE = 64  # bytes of pinned memory for the flag of a gate, which takes four of them
 
 
 class Gate(Closes):
@@ -101,8 +101,8 @@ class Faults(Faulty):
 def settle() -> int:
     """Collect garbage, and make the deferred releases of all drivers that are possible now. Return how many are left.
 
-    Those wait for an importer, a capture, or queued work. Synchronise the device first, so that none waits for queued
-    work.
+    A release that is left waits for an importer, for the end of a capture, or for queued work. Synchronise the device
+    first, so that none waits for queued work.
 
     Examples
     --------

@@ -373,6 +373,7 @@ class Replay:
                     free(thing)
                 else:
                     free_on(thing, *stream)
+                # The drop of the last reference is a part of the measured free; for some libraries it is the free.
                 thing = None
         return clock() - start
 

@@ -38,7 +38,7 @@ FORMAT = "streamalloc trace"
 VERSION = 1
 # JSON of an event; its action and numbers need no escapes.
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
-_LEVEL = 6
+_LEVEL = 6  # of gzip's compression
 _GZIP = b"\x1f\x8b"
 _LONGEST = 1 << 20  # bytes of a line of text
 # A compressed file may expand to 200 times its size, and 4 MiB more. A larger one could exhaust memory.
@@ -172,7 +172,9 @@ class CheckedTrace:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._alive: dict[int, int] = {}
+        """Bytes of each live allocation, by its number."""
         self._seen: set[int] = set()
+        """Numbers of all allocations so far."""
 
     def add(self, event: Event) -> None:
         """Add an event. Raise ``ValueError`` if it does not fit those before."""
@@ -292,10 +294,15 @@ class _Recording:
         self._checked = CheckedTrace()
         self._numbers = itertools.count()
         self._alive: dict[object, tuple[int, int]] = {}
+        """Number and bytes of each live allocation, by address."""
         self._streams: dict[object, int] = {}
+        """Number of each stream, by handle."""
         self._threads: dict[object, int] = {}
+        """Number of each thread, by its name in the recording."""
         self._began: int | None = None
+        """Time of the first event, which becomes 0; None before it."""
         self.skipped: Counter[str] = Counter()
+        """Number of calls that are no events, by kind."""
 
     def is_alive(self, address: object) -> bool:
         """Whether memory at this address is allocated."""
@@ -375,7 +382,7 @@ def _handle(args: Sequence[Any], at: int | None) -> int:
 _RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
 _DAY = 24 * 3600 * 10**9
-_LATE = 60 * 10**9
+_LATE = 60 * 10**9  # nanoseconds by which a line from before midnight may come late
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:

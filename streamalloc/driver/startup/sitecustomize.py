@@ -1,4 +1,4 @@
-"""Does in a child process, when it starts, what its parent has done: installs a machine
+"""Start-up code of a child process, which Python imports by its name. As its parent did, it installs a machine
 (:mod:`streamalloc.testing.installing`), or checks all driver calls (:mod:`streamalloc.cupti`).
 """
 
