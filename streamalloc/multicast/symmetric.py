@@ -176,6 +176,8 @@ class SymmetricMemory(Closes, Shown):
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {team.local[0]: device}
         deadline = steps.deadline_or_none(timeout)
+        # Undone from the inside: release here, wait until the other ranks have released theirs, then close the
+        # communicator, which that wait needs.
         with undoing(self._close_communicator), undoing(functools.partial(team.barrier_after_failure, deadline)):
             plan, chosen = steps.agree(team, arguments, given, driver, deadline)
             resources = RankResources(session_of(chosen[team.local[0]]), chosen, team.size, plan.physical_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -60,6 +61,19 @@ def use(rank: Rank) -> None:
         memory.barrier(stream)
         stream.synchronize()
         stream.close()
+
+
+def test_the_error_lists_the_steps_in_their_order(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, None] = {}
+    step = RankGroup.step
+
+    def noted(group: RankGroup, name: str, *rest: Any) -> list[bytes]:
+        made[name] = None
+        return step(group, name, *rest)
+
+    monkeypatch.setattr(RankGroup, "step", noted)
+    crew.run(use)
+    assert [*made] == re.findall(r'``"(\w+)"``', SymmetricMemoryError.__doc__ or "")
 
 
 def assert_all_fail(crew: Crew, make: Callable[[Rank], SymmetricMemory], who: int, step: str, reason: str) -> None:

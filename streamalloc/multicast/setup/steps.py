@@ -159,21 +159,23 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
     if group.communicator is not None:
         _exchange(group, resources, plan.multicast, deadline)
 
-    def once(do: Callable[[], None]) -> Callable[[int], None]:
+    def by_process(do: Callable[[], None]) -> Callable[[int], None]:
+        # A step is called for each rank of this process, and ``do`` concerns the process.
         return lambda rank: do() if rank == group.local[0] else None
 
-    steps: list[tuple[str, Callable[[int], None]]] = []
+    # The names are listed at ``SymmetricMemoryError.step``.
+    later: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
         # Two steps, because the driver blocks in a bind until all ranks have added their devices.
-        steps += [("add", resources.add_device), ("bind", resources.bind)]
-    steps += [
-        ("reserve", once(resources.reserve)),
-        ("map", once(resources.map)),
-        ("access", once(resources.set_access)),
+        later += [("add", resources.add_device), ("bind", resources.bind)]
+    later += [
+        ("reserve", by_process(resources.reserve)),
+        ("map", by_process(resources.map)),
+        ("access", by_process(resources.set_access)),
         # The last one: a rank that has passed it may use the memory of every other rank.
         ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
-    for name, do in steps:
+    for name, do in later:
         group.step(name, do, deadline)
     return tuple(replica.address for replica in resources.replicas.values())
 
@@ -184,6 +186,7 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
 
         def create(rank: int, kind: MemHandleType = kind) -> bytes:
             if kind is not plan.handle_types[0]:
+                # All of this process. It has one rank then, because the plan has one handle type if it has all ranks.
                 resources.release()
             try:
                 resources.create(rank, kind, plan.multicast)
