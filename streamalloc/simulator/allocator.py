@@ -42,8 +42,8 @@ from streamalloc.simulator.constants import CHUNK
 
 USED = -1
 """The owner of a block that is not free."""
-HEAP = 0
-"""Owner of a block free for all streams; other owners are stream numbers."""
+FREE_FOR_ALL = 0
+"""The owner of a block that is free for all streams. Other owners are the numbers of streams that left the block."""
 
 
 class Block:
@@ -51,7 +51,7 @@ class Block:
 
     __slots__ = ("next", "owner", "prev", "seq", "since", "size", "stamp", "start")
 
-    def __init__(self, start: int, size: int, owner: int = HEAP, seq: int = 0) -> None:
+    def __init__(self, start: int, size: int, owner: int = FREE_FOR_ALL, seq: int = 0) -> None:
         self.start: int = start
         self.size: int = size
         self.owner: int = owner
@@ -123,8 +123,8 @@ class PoolAddresses:
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
         self._head = self._last = Block(0, capacity)
-        self._heap = Shelf()  # all but the end of the line
-        self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # by stream
+        self._common = Shelf()  # blocks that are free for all streams, except the end of the line
+        self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # blocks that a stream left, by stream
         self._ranks = ranks
         self.backed: set[int] = set()
         """The chunks that have memory, by number."""
@@ -150,7 +150,7 @@ class PoolAddresses:
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
         """Find a block by rules 1 and 2; None if none is large enough."""
-        return self._left[stream].best(size) or self._heap.best(size, self._is_backed)
+        return self._left[stream].best(size) or self._common.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
         """Find a block by rules 3 to 5; None if none is large enough. ``ordered`` (rule 3): for each other stream, the
@@ -162,8 +162,8 @@ class PoolAddresses:
             block = self.best_left(size, done)
         if block is None:
             self.free_left(done)
-            block = self._heap.best(size)
-        if block is None and self._last.owner == HEAP and self._last.size >= size:
+            block = self._common.best(size)
+        if block is None and self._last.owner == FREE_FOR_ALL and self._last.size >= size:
             block = self._last
         return block
 
@@ -189,7 +189,7 @@ class PoolAddresses:
 
     # -- freeing ---------------------------------------------------------------------------------------------
 
-    def free(self, block: Block, owner: int = HEAP, seq: int = 0) -> None:
+    def free(self, block: Block, owner: int = FREE_FOR_ALL, seq: int = 0) -> None:
         """Free a block that is on no shelf: for all streams, or, with ``seq``, once that operation of stream ``owner``
         has run. Merge the block with neighbours of the same owner.
         """
@@ -227,8 +227,8 @@ class PoolAddresses:
 
     def spare(self) -> list[int]:
         """The chunks under blocks that are free for all streams, in the order of their release."""
-        found = [(block.since, at) for block in self._heap for at in self._inner(block) if at in self.backed]
-        if self._last.owner == HEAP:
+        found = [(block.since, at) for block in self._common for at in self._inner(block) if at in self.backed]
+        if self._last.owner == FREE_FOR_ALL:
             low = -(-self._last.start // CHUNK)
             found += [(self._last.since, at) for at in self.backed if at >= low]
         return [at for _, at in sorted(found)]
@@ -254,16 +254,16 @@ class PoolAddresses:
 
     def _put(self, block: Block) -> None:
         self._clock += 1
-        if block.owner != HEAP:
+        if block.owner != FREE_FOR_ALL:
             self._left[block.owner].put(block, self._clock)
         elif block is not self._last:
-            self._heap.put(block, self._clock)
+            self._common.put(block, self._clock)
 
     def _take_off(self, block: Block) -> None:
-        if block.owner != HEAP:
+        if block.owner != FREE_FOR_ALL:
             self._left[block.owner].remove(block)
         elif block is not self._last:
-            self._heap.remove(block)
+            self._common.remove(block)
 
     def _absorb(self, block: Block, following: Block) -> None:
         block.absorb(following)

@@ -151,6 +151,7 @@ StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
+# A parameter ``hStream: Queue`` is thus the stream itself, not its handle; of kind ``StreamHandle``, it is the handle.
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The result code for a destroyed event was seen once on H200. Such a handle can also kill the process there.
 QueueEvent = Annotated[contexts.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]

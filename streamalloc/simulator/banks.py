@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from streamalloc.formats.ranges import RangeMap
-from streamalloc.simulator.allocator import HEAP, USED, Block, PoolAddresses, Shelf
+from streamalloc.simulator.allocator import FREE_FOR_ALL, USED, Block, PoolAddresses, Shelf
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK, round_up
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.files import Usage
@@ -275,10 +275,10 @@ class Pieces:
     def free(self, block: Block) -> int | None:
         """Free a used piece. Returns the start of its range if the whole range is then free."""
         before, after = block.prev, block.next
-        if after is not None and after.owner == HEAP:
+        if after is not None and after.owner == FREE_FOR_ALL:
             self._free.remove(after)
             block.absorb(after)
-        if before is not None and before.owner == HEAP:
+        if before is not None and before.owner == FREE_FOR_ALL:
             self._free.remove(before)
             before.absorb(block)
             block = before
@@ -288,7 +288,7 @@ class Pieces:
         return None
 
     def _put(self, block: Block) -> None:
-        block.owner = HEAP
+        block.owner = FREE_FOR_ALL
         self._clock += 1
         self._free.put(block, self._clock)
 

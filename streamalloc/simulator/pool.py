@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.simulator import constants
-from streamalloc.simulator.allocator import HEAP, Block, PoolAddresses
+from streamalloc.simulator.allocator import FREE_FOR_ALL, Block, PoolAddresses
 from streamalloc.simulator.banks import Banks, Space
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, need
@@ -121,7 +121,7 @@ class Pool(Accessible):
             ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
         done = scheduler.executed if self.opportunistic else scheduler.outlived
         block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        if block.owner == HEAP and not self._back(block, size):
+        if block.owner == FREE_FOR_ALL and not self._back(block, size):
             self.release()
             left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
@@ -166,20 +166,20 @@ class Pool(Accessible):
         pool has just released elsewhere, for this growth.
         """
         bank = self.space.bank
-        needed = len(missing) * CHUNK
+        most, needed = len(missing), len(missing) * CHUNK
         if not self._banks.make_room(bank, needed, self.space) and self.device is None:
-            missing = missing[:had]  # a pool of the host keeps nothing of a failed growth
+            most = had  # A pool of the host keeps nothing of a failed growth.
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)
         try:
-            self.space.back(missing[: room // CHUNK])
+            self.space.back(missing[: min(most, room // CHUNK)])
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
             return False
         if needed <= room:
-            return len(missing) * CHUNK == needed
+            return most == len(missing)
         if self.max_size:
             self._banks.trim(self.space)  # the driver trims even though that cannot help (H200: test_placements)
         return False
