@@ -109,7 +109,7 @@ class TrackedGraph:
         self.handles: dict[int, list[TrackedNode]] = {}
         """Nodes that calls added explicitly, by handle."""
         self.after: dict[int, list[int]] = {}
-        """Handles of the nodes that each node depends on."""
+        """By handle of a node: the handles of the nodes that it depends on."""
 
     def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
         """Add a node of a call such as ``cuGraphAddKernelNode``."""
@@ -236,6 +236,7 @@ class TrackedEvent:
     mark: Obstacle | None = None
     """End of the recorded work; None if no recording was seen."""
     captured: tuple[TrackedCapture, Clock] | None = None
+    """The capture with the latest recording, and the recording's clock there; None if it was not captured."""
     elsewhere: bool = False
     """Whether another process has the event and may record it."""
     index: int | None = None

@@ -82,12 +82,14 @@ class Actor:
 
 @dataclass(eq=False, slots=True)
 class Obstacle:
-    """An event that streams wait for and that has not happened, as far as is known."""
+    """Something that streams wait for and that has not happened, as far as the checker knows: the end of work, a value
+    in memory, or the return of a host function.
+    """
 
     source: TrackedStream | None = None
-    """Stream whose work causes the event; None if the host causes it."""
+    """Stream whose work it is; None if the host causes it, or if the cause is unknown."""
     clock: Clock | None = None
-    """Clock at which the event happened; None before it did."""
+    """Clock at which it happened; None before it did."""
     waiters: list[TrackedStream] = field(default_factory=list)
 
 
@@ -133,7 +135,7 @@ class Timeline:
         self.retired: list[TrackedStream] = []
         """Destroyed streams whose work may still run."""
         self.foreign: dict[TrackedStream, None] = {}
-        """Streams that other libraries may have ordered."""
+        """Streams that other libraries may use, and may have ordered among each other unseen."""
         self.over: dict[int, int] = {}
         """By actor number, the time up to which the host may have waited unseen."""
         self.ended_threads: deque[int] = deque()
@@ -143,7 +145,7 @@ class Timeline:
         self.ready: Clock = Clock()
         """Clock of all announcements that other processes have made."""
         self._live: set[int] = set()
-        """Numbers of actors without ended streams and threads. An ended one precedes all later work."""
+        """Numbers of the actors that have not ended. All work of an ended one precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """Choices of the driver: a clock, and the later actor and time."""
         self._searches = 0

@@ -85,7 +85,7 @@ class ElementTypes:
                     return
 
     def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
-        """Make memory bytes that an operation writes."""
+        """Remove the types from the bytes that an operation writes."""
         for (range_, low, high), write in pieces:
             if write:
                 for memory, start, end in range_.physical(low, high):
@@ -139,7 +139,7 @@ checksum.
 
 @dataclass(eq=False)
 class _QueuedSource:
-    """A part of host memory that a queued operation reads."""
+    """A part of host memory that a queued operation reads, with the checksum of its bytes at the call."""
 
     piece: Piece
     stream: TrackedStream
@@ -159,7 +159,9 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has continued since the present call. It may have written arguments or sources meanwhile."""
+        """Whether the host has continued since the present call, as a late feed sets it. The host may have written
+        sources meanwhile, so :meth:`check` does nothing.
+        """
         self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
         """Bytes that the host may poll, each with the end of the work that writes them."""
@@ -328,6 +330,7 @@ _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
 """Most writes kept for each address, and most addresses."""
 
 _Key = tuple[Bytes | None, int]
+"""Place of a value: physical memory and an offset in it. For unknown memory, None and the address."""
 
 
 @dataclass(eq=False, slots=True)
@@ -354,6 +357,7 @@ class WaitValues:
         self._on_host = on_host
         """Whether the host can read an address outside of all ranges."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
+        """By place: the latest values that streams wrote there, each with the clock of the write."""
         self._ignored: set[_Key] = set()
 
     def _key(self, address: int) -> tuple[_Key, Range | None]:

@@ -5,10 +5,10 @@ shared memory, that comes after the earlier one. A checker sees only its own pro
 of shared memory with the event recordings after them, and reads those of the others before a use. Where another process
 may have waited unseen, the order counts as given, with a note.
 
-Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. The
-next reader removes the boards of ended processes. An entry is an *event*, with the number of its recordings, an open
-*import* of an allocation, or a *post*. A post announces an export that is not complete, or a later use of a part of
-shared memory by the exporter or an importer.
+Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. A
+process that finds the board of an ended process removes it. An entry is an *event*, with the number of its recordings,
+an open *import* of an allocation, or a *post*. A post announces an export that is not complete, or a later use of a
+part of shared memory by the exporter or an importer.
 
 A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
 work, because the host may then notify others in ways that no checker sees. It is also removed when a stream writes a
@@ -58,20 +58,24 @@ def digest(exported: bytes) -> bytes:
 
 
 ENTRIES, POSTS = 1024, 768
-"""Entries of a board: for events and imports, and for posts."""
+"""Numbers of entries of a board: for events and imports, then for posts."""
 IMPORT = b"import"
 """End of the name of an import, after the export data."""
 COVERS = 4
 """Most recordings that one post names."""
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
-"""Fields of an entry: name; recordings of the event, or number of recordings that the post names; offsets of the
-written part (0, 0 for all); and for each recording that the post names, index of the event and its recording number.
+"""Fields of an entry:
+
+* name: that of the event, import or post (:func:`digest`); empty for a free entry
+* number: how often the event was recorded; in a post, how many recordings it names
+* part: in a post, the offsets of the first used byte and of the end; 0 and 0 for all memory
+* covers: in a post, for each recording that it names, the event's index on the board and the recording's number
 """
 
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """An entry on the board of another process."""
+    """The entry at index ``at`` on the board of another process."""
 
     board: Any = field(compare=False)
     at: int
@@ -94,7 +98,7 @@ class Board:
 
     def __init__(self, on_full: Callable[[], object] = int) -> None:
         self._on_full = on_full
-        """Called if an announcement cannot be made, or replaces one for unfinished work."""
+        """Called if an announcement cannot be made, or replaces one about work that may be unfinished."""
         self._entries: Any = None
         self._free = list(reversed(range(ENTRIES)))
         self._posts = 0
@@ -183,7 +187,7 @@ class Announced(NamedTuple):
     covers: tuple[tuple[BoardEntry, int], ...]
     """Recordings, one of which an importer must wait for; empty for values."""
     part: tuple[int, int] = (0, 0)
-    """Offsets of the written part; both 0 for all memory."""
+    """Offsets of the first used byte and of the end; both 0 for all memory."""
 
     @property
     def over(self) -> bool:
@@ -192,11 +196,13 @@ class Announced(NamedTuple):
 
 
 _boards: dict[str, Any] = {}
-"""Boards of other processes by file name."""
+"""Mapped boards of other processes, by file name."""
 
 
 def _look() -> None:
-    """Map the boards of other live processes, and remove those of ended processes."""
+    """Map new boards of live processes, and remove the new files of ended ones. A board that is mapped already stays as
+    long as its file, even if its process has ended; readers ask whether the process lives (:attr:`Announced.over`).
+    """
     folder, there = _path(), set()
     for name in os.listdir(folder):
         if name in _boards:
@@ -210,12 +216,14 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # An entry may still refer to the mapping, and then keeps it alive.
+        # The file is gone. A BoardEntry that refers to the mapping keeps it alive.
         del _boards[gone]
 
 
 def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEntry]]:
-    """Yield the entries with these names on the boards of other processes."""
+    """Yield the entries with these names on the boards of other processes, each with its name: posts, or events and
+    imports.
+    """
     with contextlib.suppress(OSError):
         _look()
     first, last = (ENTRIES, ENTRIES + POSTS) if posts else (0, ENTRIES)
@@ -233,17 +241,19 @@ def events_of(name: bytes) -> list[BoardEntry]:
 
 
 def importers(exported: bytes) -> list[int]:
-    """Return the entries of other processes that have an import of this export data."""
+    """Return the ids of the live processes that have an open import of this export data, without this process."""
     return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
-    """Return posts of other processes with these names. A name is export data, or derived from it."""
+    """Return the posts of other processes with these names, each with its name. A name is export data, or
+    :func:`_named` of it.
+    """
     return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
-    """Return the post about the whole memory; None if there is none."""
+    """Return a post with this name about the whole memory; None if there is none."""
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
@@ -312,14 +322,16 @@ class Interprocess:
     names: dict[Range, bytes] = field(default_factory=dict)
     """Export data of exported and imported memory."""
     entries: dict[Range, int] = field(default_factory=dict)
-    """Entry of each open import on the board."""
+    """By open import: the index of its entry on the board."""
     leaving: dict[Range, TrackedStream] = field(default_factory=dict)
-    """Streams of the pending frees of imports."""
+    """By import that is freed in stream order: the stream of the free, until others may know of it."""
     uses: dict[Range, list[_Use]] = field(default_factory=dict)
     """Uses that other processes may have to wait for, by range."""
     events: dict[bytes, TrackedEvent] = field(default_factory=dict)
+    """Exported and opened events by their export data."""
     posted: dict[int, tuple[bytes, Callable[[], bool]]] = field(default_factory=dict)
-    """Name and completion test of incomplete exports, by board index."""
+    """Posts about incomplete exports, by index on the board: name, and a function that tells whether the work is over.
+    """
     announced: dict[bytes, Obstacle] = field(default_factory=dict)
     """Latest announcements of the facade, by name."""
     _settled: int = 0

@@ -267,7 +267,9 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range. ``ordered``: text about the order that holds in this run."""
+        """Report a hazard of a range. ``ordered``: the order that its operations have in this run nevertheless, a
+        constant of :mod:`.clocks`. ``places``: further places in the program, by their titles in the report.
+        """
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
         for name, stack in {"this call": call, **places, made: range_.stack}.items():
@@ -278,7 +280,7 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """Describe the previous owner of a range's addresses: text and places."""
+    """Describe the range that had the addresses before: end of a sentence, and places by their titles."""
     for one in range_.previous:
         if one.ended is not None:
             text = f"; before that {one} was there, until {one.ended} freed it"

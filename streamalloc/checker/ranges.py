@@ -153,7 +153,7 @@ class Bytes:
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
-        """Whether no operation has used a byte of the memory."""
+        """Whether no operation has used the byte at offset ``at``."""
         before = bisect_right(self._segments, at, key=_start) - 1
         return before < 0 or self._segments[before].end <= at
 
@@ -188,7 +188,7 @@ class Bytes:
 
 @dataclass
 class BoundBytes:
-    """Bytes bound to a part of a multicast object."""
+    """``size`` bytes of physical memory from ``start`` on, bound at ``offset`` of a multicast object."""
 
     offset: int
     size: int
@@ -257,7 +257,7 @@ class Range(Extent):
     awaited: tuple[AwaitedPart, ...] = ()
     """Parts of an import that may not be complete."""
     deferred: bool = False
-    """Whether the free waits for importers."""
+    """Whether a missing free is no leak: the driver call comes later, or the range ends with its module."""
     viewed: bool = False
     """Whether the host has an array of it."""
     waiting_write: bool = False
@@ -348,7 +348,9 @@ class AddressMap(RangeMap[Range]):
         return None if found is None or found.divided or found.ended is not None else found
 
     def any_whole(self, addresses: tuple[int, ...]) -> bool:
-        """Whether one of these addresses is, or was, in a range that is not divided."""
+        """Whether one of these addresses is in a live range that is not divided. A range that was freed meanwhile may
+        still count.
+        """
         found = self._verdicts.get(addresses)
         if found is None:
             if len(self._verdicts) > _MANY_RANGES:

@@ -52,7 +52,7 @@ class _Note:
     """A reason for which something is not checked, as it was found in this run."""
 
     place: str
-    """Place in the program where the hazard happened first."""
+    """Place of the call in the program at which it was found first."""
     count: int = 0
     subjects: dict[str, None] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class Reports:
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        """Show each hazard when it is found: in the parent test, or on stderr if ``test`` is None."""
         self._at_once, self._test = True, test
 
     def _show(self, hazard: Hazard) -> None:

@@ -100,9 +100,9 @@ class State:
     primary: dict[int, int] = field(default_factory=dict)
     """Primary context by device."""
     access: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Access of devices to the plain memory of each context."""
+    """By context: the access of devices to its plain memory. By device: 1 read, 3 read and write."""
     pools: dict[int, dict[int, int] | None] = field(default_factory=dict)
-    """Access of devices by pool handle; None: all have access."""
+    """By pool handle: the access of devices to its memory, as in ``access``; None: all have access."""
     host_pools: set[int] = field(default_factory=set)
     """Pools of host memory."""
     current_pools: dict[int, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class State:
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
     """Called with each use of a range that may be a segment, when its stream runs the use."""
     now: int = 0
-    """Time of the present call; 0 if the feed does not tell it."""
+    """Time of the present call in the feed's own unit; 0 if the feed does not tell it."""
 
     def __post_init__(self, driver: Any) -> None:
         # Order.
@@ -168,7 +168,9 @@ class State:
         return found
 
     def close(self) -> None:
-        """Check the queued operations of waiting streams, and remove entries that other processes read."""
+        """Judge the operations that are queued behind waits, as if the host had seen these streams idle. Then remove
+        what this process announces to others, and forget the open files.
+        """
         self.sources.check()
         for stream in tuple(self.timeline.waiting):
             self.timeline.force(stream)

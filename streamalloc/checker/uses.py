@@ -28,19 +28,22 @@ Touch = tuple[int, int, bool]
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 Finish: TypeAlias = Callable[[Answer], object]
-"""Called with the driver's answer."""
+"""The second half of a rule with steps: a function of the driver's answer."""
 Steps: TypeAlias = Generator[None, Answer, Any]
 """Generator that yields where the driver makes the call, and gets the answer there. It may end before."""
 After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-"""Called after a successful call."""
+"""Rule that is called after a success, with the state, the call's name, its arguments and the driver's answer."""
 Around: TypeAlias = Callable[[State, str, Arguments], Steps]
-"""Rule for both sides of a call. A free needs it: another thread may get the memory as soon as the call is made, so the
-free is recorded before, and undone if the driver refuses it.
+"""Rule with steps before and after a call; it gets the state, the call's name and its arguments. A free needs it:
+another thread may get the memory as soon as the call is made. So the free is recorded before the call, and undone if
+the driver refuses it.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
 """A part of memory: first byte, end, and whether it is written (None: unknown)."""
 Kernel: TypeAlias = "tuple[str, Stack, Callable[[], Iterable[Part]]]"
-"""A kernel launch: text, place, and a function that returns the memory behind its address arguments."""
+"""A kernel launch: its name in reports, its place in the program, and a function that returns the memory behind its
+address arguments.
+"""
 Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
 """The addresses among a launch's arguments (None: unknown), and a function that returns its :data:`Kernel`."""
 T = TypeVar("T")
@@ -154,7 +157,9 @@ def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
 
 
 def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
-    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :func:`check_extent`."""
+    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. ``where``: end of the kernel's
+    name in reports. ``runs``: see :func:`check_extent`.
+    """
     what, uses = kernel_name(state, call, *launch), kernel_uses(state, *launch)
     if uses is None:
         return [TrackedNode("use", what, stack, kernel=True, unseen=Unseen(_named(state, *launch[1:])))]
@@ -256,7 +261,9 @@ def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
 
 
 def prepare(state: State, pieces: Pieces) -> None:
-    """Before a use, read again the announcements of other processes about the memory."""
+    """Before a use, read again what other processes announce about the memory, and stop watching the written memory as
+    a source of queued copies.
+    """
     if state.interprocess.uses:
         written = {piece[0] for piece, write in pieces if write}
         for range_ in {piece[0] for piece, _ in pieces}:
@@ -265,7 +272,7 @@ def prepare(state: State, pieces: Pieces) -> None:
 
 
 def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
-    """Queue a kernel that the program reports."""
+    """Queue a use by a kernel that the program reports (:meth:`.wrapper.Recorder.used`)."""
     stack, touched = state.place(), [(address, nbytes, write)]
     _note_unknown(state, touched)
     queue_use(state, stream, TrackedNode("use", KERNEL, stack, all_pieces(state, touched), kernel=True, atomic=atomic))
@@ -362,7 +369,9 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
 
 
 def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """Record the uses of a node behind the wait of its stream. A free by the host before they run is then a hazard."""
+    """If the stream waits for something, record the uses of a node as queued. A free by the host before they run is a
+    hazard then.
+    """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.waiting_write |= write
         if not state.values.may_be_over(stream):
@@ -402,7 +411,9 @@ def use_on_host(
 
 
 def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
-    """Report uses of ranges with the rights ``old`` that may still run on devices that lose access."""
+    """Report uses that may still run on devices that lose access. ``old``: the rights by device that are replaced; only
+    ranges that share this very object are concerned. ``new``: the rights that ``what`` sets.
+    """
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
     devices = state.streams.devices
     for range_ in [one for one in ranges if one.grants is old] if lost else ():

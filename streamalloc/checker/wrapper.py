@@ -110,7 +110,7 @@ class Recorder:
         self._postponed: deque[Callable[[], None]] = deque()
         """Records of calls that finalisers made while their thread was changing the state."""
         self._destroyed: dict[int, Stack] = {}
-        """Places of the calls that destroyed handles."""
+        """By destroyed handle: the place of the call that destroyed it."""
         self._on = on
         found: list[Hazard] = []
         self.state: State = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
@@ -172,9 +172,9 @@ class Recorder:
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that was not made through the wrapper, with the caller's context and place.
 
-        Calls are fed in the order in which they were made, without the questions of the checker itself. Their hazards
-        are delivered like those of the wrapper's calls. It is too late to stop a wrong one: a free of an unknown handle
-        is reported only if the driver has refused it, since the handle may be older than the feed.
+        Calls are fed in the order in which they were made, without those that the checker itself makes. Their hazards
+        are delivered like those of the wrapper's calls. It is too late to stop a wrong call. A free of an unknown
+        handle is reported only if the driver has refused it, since the handle may be older than the feed.
         """
         if call.name not in RULES and call.name not in COUNTED:
             self._skipped(call.name, call.answer)
@@ -225,8 +225,8 @@ class Recorder:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Finish | None, list[Hazard]]:
-        """Return the finish of the call and its new hazards. They are returned under the lock, so that no other thread
-        takes them.
+        """Return the finish of the call (None: it must not be made) and its new hazards. The hazards are taken under
+        the lock, so that no other thread takes them.
         """
         finish = None if self._ends_unknown(name, args) else self._apply(name, args)
         return finish, self._reports.take()
@@ -268,7 +268,7 @@ class Recorder:
         return self._reports.take() if take else []
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        """Record a finaliser's call after the call was made."""
+        """Record a call that was already made: by a finaliser in the middle of a rule, or seen by another feed."""
         self._after(name, args, answer, self._apply(name, args), take=False)
 
     # -- handles -----------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ class Recorder:
         self._reports.show_rest(summary=True)
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        """Show each hazard when it is found: in the parent test, or on stderr if ``test`` is None."""
         self._reports.show_at_once(test)
 
 
@@ -459,8 +459,8 @@ class _WithoutLock:
     """The wrapped driver without the lock, for the checker's own questions."""
 
     def __init__(self, driver: Any, turn: _CallTurn) -> None:
-        # The recorder would make a reference cycle, which keeps the driver alive after its last user. A weak reference
-        # stays empty if a finaliser revives the recorder's garbage.
+        # Not the recorder itself: it would make a reference cycle, which keeps the driver alive after its last user. A
+        # weak reference to it would stay empty if a finaliser revives the recorder's garbage.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:
@@ -473,7 +473,7 @@ class _WithoutLock:
 
 
 def _handle(args: tuple[Any, ...]) -> int:
-    """Return the handle that a call ends; 0 for wrong arguments, which the driver refuses."""
+    """Return the handle in a call's first argument; 0 if it is none, which the driver refuses."""
     try:
         return number_of(args[0])
     except REFUSED:
@@ -510,7 +510,7 @@ class CheckedDriver(Wrapper, Recorder):
         Recorder.__init__(self, driver, on, uninitialized)
         self._poison = Poison(driver, self.state) if poison else None
         self._host_functions: dict[int, Any] = {}
-        """Our host functions by pointer, which the driver may still call."""
+        """By pointer: our host functions. They are kept here because the driver may still call them."""
         _alive.add(self)
         if from_server():
             from multiprocessing.util import Finalize
@@ -766,8 +766,8 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONG
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}
-"""Calls before which memory of a kind is filled."""
+"""By a call that frees: the kind of memory that is filled before the call."""
 _ALLOCATES = frozenset(
     ["cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAlloc", "cuMemAllocPitch", "cuMemHostAlloc", "cuMemAllocHost"]
 )
-"""Calls after which memory is filled."""
+"""Calls that allocate memory, which is filled after them."""

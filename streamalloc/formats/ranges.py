@@ -47,7 +47,7 @@ class RangeMap(Generic[E]):
             del self._bases[at]
 
     def find(self, address: int) -> E | None:
-        """The range that contains an address."""
+        """The range that contains an address; None if there is none."""
         found = self.at.get(address)
         if found is not None:
             return found

@@ -327,7 +327,7 @@ WHY = {
 
 
 class _Freed(NamedTuple):
-    """Freed memory."""
+    """Memory that a call has freed in ``stream`` and that the driver may reuse."""
 
     address: int
     nbytes: int

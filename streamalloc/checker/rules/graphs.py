@@ -24,12 +24,12 @@ _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DE
 
 
 def graph_of(state: State, handle: Any) -> TrackedGraph:
-    """The graph of a handle."""
+    """The graph of a handle; an empty one, with a note, if it was not built through this driver."""
     return _built(state, state.graphs, number_of(handle), TrackedGraph)
 
 
 def executable_of(state: State, handle: Any) -> Executable:
-    """The executable graph of a handle."""
+    """The executable graph of a handle; one without nodes, with a note, if this driver did not instantiate it."""
     return _built(state, state.executables, number_of(handle), partial(Executable, []))
 
 
@@ -42,7 +42,9 @@ def _built(state: State, known: dict[int, T], number: int, make: Callable[[], T]
 
 
 def launch(state: State, executable: Executable, stream: TrackedStream, stack: Stack) -> None:
-    """Queue a launch of a graph. It runs after earlier launches of the same graph."""
+    """Queue a launch of a graph. It runs after earlier launches of the same graph. If the stream is captured, add the
+    graph's nodes to the capture instead.
+    """
     nodes, capture = executable.nodes, state.capture_of(stream)
     if capture is not None:
         copies = [replace(node, handle=0) for node in nodes]
@@ -94,7 +96,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
             else:
                 made = node.range
                 if not made.pending and made.ended is None:
-                    # The graph was instantiated with automatic frees at each launch.
+                    # The graph was instantiated to free at each launch what the launch before left allocated.
                     state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                 made.ended = None
                 made.last.clear()
@@ -155,8 +157,8 @@ def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> N
 def _adds(
     at: int, make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """Add the nodes made from argument ``at``. The graph is checked at its instantiation, because edges may be added
-    until then.
+    """Rule for a call that adds a node: ``make`` returns our nodes for argument number ``at``. They are judged only at
+    the instantiation, because edges may be added until then.
     """
     graph = graph_of(state, args[0])
     for node in make(state, args[at]):
@@ -165,8 +167,8 @@ def _adds(
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
-    """Find freed memory in the arguments of a call that adds a node, before the call. The driver may refuse
-    the call.
+    """Rule for a call that adds a node: report freed memory in its arguments. This comes before the call, because the
+    driver may refuse it.
     """
     return uses.stale_at_launch(state, name, touched(state, args[3]))
 
@@ -299,15 +301,17 @@ def _sets(
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """Remove the reported kernels from the nodes, after a call changed the arguments of one."""
+    """Return the nodes without kernels that :meth:`~.wrapper.Recorder.used` reported, because a call has changed the
+    arguments of a kernel: the report may no longer be true.
+    """
     if any(one.what == uses.KERNEL for one in nodes):
         state.notes.add("nodes", "reported uses of a kernel that got other arguments")
     return [one for one in nodes if one.what != uses.KERNEL]
 
 
 def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
-    """Replace the nodes of a handle. If no node has the handle, return only the nodes whose operation is
-    still known.
+    """Return the nodes with those of a handle replaced by ``made``. If no node has the handle, one of those without a
+    known handle was changed, nobody knows which: then these are left out, with a note.
     """
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is not None:

@@ -37,7 +37,9 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
 
 
 def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Steps:
-    """Record that the host frees ranges by a call. Returns the driver's answer."""
+    """Record that a call of the host frees ranges, or unmaps or releases them (``ending``). If the driver refuses the
+    call, undo that. Returns the driver's answer.
+    """
     thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
     ended = [one for one in ranges if one.ended is None]
@@ -95,7 +97,7 @@ def _current_pool(state: State, device: int | None) -> int:
 
 
 def _find_pool(state: State, pool: int, device: int) -> None:
-    """Record a pool of the driver or of other code, with the access that devices have to it now."""
+    """Record a pool that the driver or other code has made, with the access that devices have to it now."""
     if pool in state.pools:
         return
     grants = {device: 3}
@@ -160,12 +162,14 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
     again = bool(ranges) and ranges[0].ended is not None
     answer = yield from end(state, ranges, name, ending)
     if again and answer[0]:
-        # Only registered memory needs this: the driver refuses other addresses.
+        # Reports a second unregistration. A second free of other memory was reported before the call (`_ends_unknown`).
         state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
-    """Rule for an allocation. ``of_device``: memory that other devices reach only by peer access to its context."""
+    """Rule for an allocation. ``size``: returns its bytes. ``of_device``: memory that other devices reach only by peer
+    access to its context.
+    """
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
@@ -227,7 +231,7 @@ def _ends_array(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for a call that finds a variable of a module or library. The variable lasts as long as these."""
+    """Rule for a call that finds a variable of a module or library. The variable ends when that is unloaded."""
     if None in answer[1:]:
         return  # C code may ask for the address or the size alone.
     there = state.addresses.find(int(answer[1]))
@@ -287,7 +291,7 @@ def _device(args: Arguments) -> int | None:
 
 
 def granted(descriptors: Any) -> dict[int, int]:
-    """Return the access of devices in one or several ``CUmemAccessDesc``."""
+    """Return the access that one or several ``CUmemAccessDesc`` give, by device: 0 none, 1 read, 3 read and write."""
     several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
@@ -433,7 +437,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # The facade may export before the memory is complete; it notifies the listener later (Listener.shared).
+    # The facade may export before the memory is complete. It tells the recorder when it is (Recorder.shared).
     if not from_package():
         state.interprocess.export(range_, state.place(), name)
 

@@ -80,7 +80,9 @@ class HostCall:
 
 
 def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStream], object]) -> bool:
-    """Whether a stream is captured. If so, each launch of the graph calls ``step`` with its stream."""
+    """Whether a stream is captured. If so, ``step`` becomes a node: each launch of the graph calls it with the stream
+    of the launch.
+    """
     capture = state.capture_of(stream)
     if capture is not None:
         state.streams.name_nodes(stream, capture.step(step))
@@ -88,7 +90,7 @@ def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStrea
 
 
 def event_of(state: State, handle: Any) -> TrackedEvent:
-    """The event of a handle."""
+    """The event of a handle. One that was not created through this driver counts as an event of another library."""
     number = number_of(handle)
     found = state.events.get(number)
     if found is None:
@@ -97,7 +99,9 @@ def event_of(state: State, handle: Any) -> TrackedEvent:
 
 
 def record(state: State, event: TrackedEvent, stream: TrackedStream, external: bool = False) -> None:
-    """Record an event in a stream. ``external``: if it is captured, record at each launch."""
+    """Record an event in a stream. If the stream is captured, the event joins the capture; with ``external``, each
+    launch of the graph records it.
+    """
     capture = state.capture_of(stream)
     if external and _at_launch(state, stream, lambda stream: record(state, event, stream)):
         return
@@ -130,8 +134,8 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
-    """Make a stream wait for an event. With ``external`` in a capture, each launch waits for an event outside of the
-    graph.
+    """Make a stream wait for an event. If the stream is captured, ``external`` makes each launch of the graph wait for
+    an event outside of the graph.
     """
     if event.captured is not None:
         of, clock = event.captured

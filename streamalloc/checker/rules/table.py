@@ -32,7 +32,7 @@ _NEED_MEMORY = {
 
 
 def _checked(around: Around | None, at: int) -> Around:
-    """A rule that checks for freed memory first."""
+    """Rule that reports freed memory at argument number ``at`` and then does what ``around`` does."""
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         gone = begin(stale(state, 0, name, ((args[at], 1, False),), in_order=False))

@@ -70,8 +70,11 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
 
 
 def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool:
-    """Whether the host waits for the work: for copies to pageable memory, for synchronous copies with a side in host
-    memory except those from pageable memory to a device, and for synchronous fills of host or managed memory.
+    """Whether the host waits for the work. It does so for
+
+    * a copy to pageable memory, even an asynchronous one;
+    * a synchronous copy with a side in host memory, unless it is from pageable memory to a device;
+    * a synchronous fill of host or managed memory.
     """
     if not synchronous:
         return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
@@ -124,7 +127,7 @@ def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """Return the rows of a plane; a single piece if they are contiguous."""
+    """Return a use for each row of a plane, or a single one if the rows are contiguous. ``write``: they are written."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
     if height > _ROWS:
@@ -133,7 +136,7 @@ def rows(state: State, start: int, pitch: int, width: int, height: int, write: b
 
 
 def plane(state: State, copy: Any) -> list[Touch]:
-    """Return both sides of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``."""
+    """Return the rows that a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes."""
     depth, width, height = int(getattr(copy, "Depth", 1) or 1), int(copy.WidthInBytes), int(copy.Height)
     found: list[Touch] = []
     for side, write in (("src", False), ("dst", True)):
@@ -198,7 +201,9 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
-    """Rule for a copy of a row to or from an array. ``target`` and ``source``: argument indices (an array has two)."""
+    """Rule for a copy of a row to or from an array. ``target`` and ``source``: index of the side's first argument. An
+    array has two arguments: its handle, and an offset in bytes.
+    """
 
     def read(state: State, args: Arguments) -> _Uses:
         size, touched = int(args[source + 1 + array_from]), []
