@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="Python file, or module with -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    rest.required = False  # argparse names only this argument if both are missing
+    rest.required = False  # If the program is missing, argparse would name these arguments, too.
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
@@ -61,10 +61,10 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
     """Run a program, then call ``report``, also after an exception. A forked child that comes here does not report."""
     process = os.getpid()
     try:
-        kept = program()  # Its variables hold memory, which the report shows.
+        kept = program()  # The program's variables: they hold memory until the report has shown it.
     except UsageError:
         raise
-    except BaseException:  # The traceback holds the variables of the functions meanwhile.
+    except BaseException:  # The traceback holds the variables of the program's functions during the report.
         if os.getpid() == process:
             report()
         raise

@@ -659,7 +659,7 @@ class _Graphs(NamedTuple):
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # otherwise all memory of the context is lost
+    if not isinstance(error, LOST):  # With a lost context all its memory is gone, not only this.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 

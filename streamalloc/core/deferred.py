@@ -245,13 +245,15 @@ class DeferredQueue:
         total, left = 0, [math.inf if most is None else most]
         try:
             self._working[me] = None
-            # Errors of the guard are not raised: the caller's own act is done.
+            # An error of the guard, which sets the capture mode, is not raised: the caller's own call has succeeded. A
+            # later point of work attempts the items.
             with contextlib.suppress(CudaError), self._guard():
                 # Repeat while items end, because another item, such as a pool's, may have waited for them.
                 while ended := self._round(me, left):
                     total += ended
         finally:
-            # Something other than an error of the driver, such as an exception of a signal handler, ended an attempt.
+            # If an item is left, an exception such as that of a signal handler has ended its attempt: it is submitted
+            # again.
             item = self._working[me]
             del self._working[me]
             if item is not None:
@@ -329,7 +331,7 @@ class DeferredQueue:
 
     def _add(self, item: Deferred) -> None:
         if item in self._working.values():
-            item._round = -1  # It was submitted again during its attempt.
+            item._round = -1  # The attempt that goes on may have missed why it was submitted: one more follows.
         elif item not in self._waiting:
             self._new[item] = None
 
@@ -368,7 +370,7 @@ def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more
             lock.release()
 
 
-# Queues with items. They must stay alive.
+# Queues with items, which nothing else may refer to: with the queue, its releases would be lost.
 _unfinished: set[DeferredQueue] = set()
 
 

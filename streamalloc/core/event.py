@@ -232,7 +232,7 @@ class Event(Closes, Shareable, Shown):
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or self._kept_for_later():
             return
-        # Other objects of this garbage cycle may still use the event.
+        # Other objects of this garbage cycle may still use the event, and must find it closed.
         self._raw = None
         end_handle(self._session, "cuEventDestroy", raw)
 

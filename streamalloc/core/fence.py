@@ -186,8 +186,8 @@ class Fence:
         if isinstance(end, Event):
             if end._raw is not None:
                 return (end,)
-            # Its owner may have closed it before the work was done, so all known streams stand for it. Events that were
-            # not given belong to closed streams, whose owners have synchronised.
+            # A given event may have been closed by its owner before the work was done, so all known streams stand for
+            # it. Without given ends (None), the event is that of a closed stream, whose owner has synchronised.
             return () if self._thread is None else Fence(self.session)._ends
         try:
             return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
@@ -265,7 +265,9 @@ def await_device(session: Session, ordinal: int) -> None:
     blocks all threads that need the context. So the host first waits for the streams that are known.
     """
     fence = Fence(session, queueing=True)
-    fence.queueing = 0  # The next line records it, and raises what the driver refuses.
+    # Made with ``queueing``, so that the constructor recorded nothing: it hides errors of the driver. The next line
+    # records the streams, and raises them.
+    fence.queueing = 0
     fence.synchronize()
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):
         try:

@@ -129,7 +129,7 @@ def closable(stream: Any, number: int) -> Any | None:
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    return stream if tells else _Named(stream, number)  # cuda.core's object tells
+    return stream if tells else _Named(stream, number)  # cuda.core's object has ``is_closed``
 
 
 def device_of_library_stream(stream: object) -> int | None:

@@ -287,7 +287,8 @@ def _precede(stream: Stream, handle: int) -> None:
     if raw is not None and handle not in DEFAULT_HANDLES:
         # An event object and a stream object would cost three times as much as both calls.
         theirs = cuda.CUstream(handle)  # this raises for a value that is no handle
-        event = spare.pop() if spare else None  # in one line, within which threads are not switched
+        # In one line, within which threads are not switched: no other thread can empty the list after the test.
+        event = spare.pop() if spare else None
         if event is not None:
             record, wait = session.cuEventRecord, session.cuStreamWaitEvent
             try:

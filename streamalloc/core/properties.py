@@ -139,7 +139,7 @@ def checked_type(name: str, value: object, kind: type[T]) -> T:
     """Return ``value`` if it has this type; otherwise raise ``TypeError`` with the argument's name. A bool is no
     integer.
     """
-    # Versions of numpy below 2.3 take their own bool as an index.
+    # Without this test by name, ``operator.index`` would take a bool of numpy below 2.3 for a number.
     if kind is int and not isinstance(value, int) and type(value).__name__ != "bool":
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type, return-value]

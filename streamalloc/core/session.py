@@ -205,7 +205,7 @@ class Session(_Direct):
         the driver refuses, the handle is restored unless it is gone (:func:`~streamalloc.core.errors.is_gone`).
         """
         function = self._function(name)
-        # Threads are not switched between these lines.
+        # Threads are not switched between these lines, so only one thread gets the handle.
         raw = owner._raw
         owner._raw = None
         if raw is None:

@@ -72,7 +72,7 @@ def layout(function: str) -> Layout | None:
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
-    # The outputs are the first pointers to non-constant memory.
+    # The Python function lacks the outputs. They are the first pointers to non-constant memory, as many as it lacks.
     answers = len(types) - len(names)
     inputs: list[tuple[int, Read]] = []
     outputs: list[tuple[int, Read]] = []
@@ -180,7 +180,7 @@ def _copy(value: Any) -> Any:
 def _member(members: Any, value: int) -> Any:
     try:
         return members(value)
-    except ValueError:  # This field is newer than these bindings.
+    except ValueError:  # The value is newer than these bindings, which have no member for it.
         return value
 
 

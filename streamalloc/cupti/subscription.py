@@ -160,7 +160,7 @@ class Subscription:
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
             if one.result and name == "cuEventQuery":
-                continue  # It has not ended. Allocators query such events again and again.
+                continue  # The event has not completed. Allocators query such events very often.
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
             if one.thread not in places:

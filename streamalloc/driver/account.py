@@ -74,7 +74,7 @@ class HandleCounts:
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
                 pass  # The stream was captured into a graph that exists already, and has its owner.
             elif handle:
-                # The driver may reuse an address that belonged to a graph.
+                # The driver may reuse an address that belonged to a graph: now it has to be freed.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:

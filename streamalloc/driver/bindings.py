@@ -82,7 +82,9 @@ WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     2: lambda there, value, bits: there & value != 0,
     3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
 }
-"""Comparisons of memory with the waited-for value, by CUstreamWaitValue_flags."""
+"""Comparisons of ``cuStreamWaitValue32`` and ``64``, by ``CUstreamWaitValue_flags``. Each takes the value in memory,
+the value to wait for, and their number of bits.
+"""
 
 
 _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")

@@ -134,7 +134,7 @@ class Faulty(Wrapper):
         self.seen: list[str] = []
         """Names of all calls since the last :meth:`fail`."""
         self.failed: list[str] = []
-        """Names of the refused ones."""
+        """Names of the calls that were refused."""
         self._target: str | int = ""
 
     def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:

@@ -421,7 +421,7 @@ class Dropped:
             deferred_queue(session).submit(batch)
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
-            self.refused = True  # An item that has ended stays in the queue until the next point of work.
+            self.refused = True  # Its item stays in the queue, although it has ended, until the next point of work.
 
 
 BATCH = 64

@@ -48,7 +48,7 @@ class Registration:
     ipc: Answer
     """Other processes: :func:`streamalloc.ipc.share`."""
     dma_buf: Answer
-    """Other drivers of this machine: :func:`streamalloc.vmm.physical_memory`."""
+    """Other drivers of this machine: :func:`streamalloc.vmm.dma_buf`."""
     gpu_direct_storage: Answer
     """cuFile: ``cuFileBufRegister``, without a bounce buffer."""
     nccl: Answer
@@ -62,7 +62,7 @@ class Registration:
     mappings: int
     """Number of mappings that the memory spans; 1 for memory of a pool."""
     handle_types: MemHandleType
-    """Handle types of the pool, or of all the mappings."""
+    """Handle types of the pool, or those that all the mappings have."""
     gpu_direct_rdma: bool
     """Whether PCIe devices can access the memory without DMA-BUF (nvidia-peermem)."""
     legacy_ipc: bool

@@ -25,7 +25,7 @@ __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "r
 _INTERNAL = ("runtime", "cudagraph")
 """Tags whose bytes are kept by each sleep."""
 _DEFERRABLE = ("weights", "kv_cache")
-"""Tags that a wake must name. Memory of all others wakes in any case."""
+"""Tags whose memory stays asleep if a wake names others. Memory of further tags always wakes."""
 _NAME = "streamalloc"
 _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
 

@@ -64,7 +64,8 @@ class Counters(NamedTuple):
 
 # Kinds of notes.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
-# Number of frees to remember. A note of a free comes before the driver call, which may be refused.
+# Number of latest frees to remember. A free is noted before the driver call. If that is refused, the allocation is live
+# again.
 _REMEMBERED = 256
 
 

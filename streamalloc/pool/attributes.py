@@ -121,15 +121,15 @@ class PoolAttributes:
     used_mem_high: Attribute[int] = Attribute(int)
     """Most bytes allocated since :meth:`MemoryPool.reset_peaks`."""
     allocation_type: Attribute[MemAllocationType] = Attribute(MemAllocationType, since="13.1")
-    """Pinned or managed, by the driver's record."""
+    """Pinned or managed, as the driver reports it."""
     export_handle_types: Attribute[MemHandleType] = Attribute(MemHandleType, since="13.1")
-    """Kinds of handles that the pool can be shared by, by the driver's record."""
+    """Kinds of handles by which the pool can be shared, as the driver reports them."""
     location_id: Attribute[int] = Attribute(int, since="13.1")
-    """Device ordinal or NUMA node, by the driver's record."""
+    """Device ordinal or NUMA node, as the driver reports it."""
     location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
-    """Kind of the memory's location, by the driver's record."""
+    """Kind of the memory's location, as the driver reports it."""
     max_pool_size: Attribute[int] = Attribute(int, since="13.1")
-    """Most bytes that it may hold, by the driver's record."""
+    """Most bytes that the pool may hold, as the driver reports it."""
     hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
     """Whether the decompression engine can use the memory."""
     locality_domain_id: Attribute[int] = Attribute(int, since="13.4")

@@ -81,7 +81,7 @@ class PoolEnd(HandleEnd):
         self._resign()
         if self.readers or not self._unused():
             return False
-        # First, because the driver may give the handle to a new pool at once.
+        # Before the pool is destroyed, because the driver may give its handle to a new pool at once.
         closed.discard(int(raw))
         pool_locations(self._session).pop(int(raw), None)
         try:

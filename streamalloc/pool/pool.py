@@ -579,7 +579,8 @@ def reading(pool: MemoryPool) -> Iterator[None]:
 
 def known_pools(session: Session) -> list[MemoryPool]:
     """The open pools of a driver that have an object in this process."""
-    known = [reference() for reference in pools_of(session).alive.valuerefs()]  # other threads make pools
+    # By a list of the references, because other threads may make pools meanwhile.
+    known = [reference() for reference in pools_of(session).alive.valuerefs()]
     return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import multiprocessing  # creates its configuration
+import multiprocessing  # Its import creates the configuration that `inherited` changes.
 import os
 import tempfile
 from collections.abc import Callable, Iterator

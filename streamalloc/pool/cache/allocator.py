@@ -62,15 +62,15 @@ class CacheStatistics(NamedTuple):
     """
 
     reserved: int
-    """Memory that the pool holds of its device or host."""
+    """Bytes of the device or host that the pool holds."""
     reserved_high: int
-    """The most it held since the last reset."""
+    """Most bytes that it held since the last reset."""
     used: int
     """Bytes allocated from the pool, in use or cached; sizes are class sizes."""
     used_high: int
     """Most bytes allocated since the last reset."""
     in_use: int
-    """Memory of the pool that is allocated and not cached."""
+    """Bytes allocated from the pool and not cached."""
     cached: int
     """Bytes that were freed and can be reused."""
     misses: int

@@ -116,8 +116,8 @@ class CachedBuffer(Buffer):
         block, own = self._ptr, self._stream
         if block is not None and still_imported is _DEFER and (stream is None or stream is own):
             home = block.home
-            # Not the per-thread stream of another thread, whose work may come after this free. During the call another
-            # thread may have freed the buffer.
+            # Not for the per-thread stream of another thread, whose work may come after this free. The buffer is asked
+            # again, because another thread may have freed it during the call of `get_ident`.
             caller = own.caller
             if home is not None and (caller is True or (caller == get_ident() and self._ptr is block)):
                 self._ptr = None

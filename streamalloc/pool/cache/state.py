@@ -78,7 +78,7 @@ MAX_RETURNING = 64
 _ALLOWANCE = 1.05
 """Initial factor of the streams' peaks. A pool without a cache reserves about as much."""
 _ALLOWANCE_STEP = 1 / 32
-"""Growth of the factor per stream and release: programs with many sizes settle."""
+"""Growth of the factor at each release, for each stream. So even a program with many sizes comes to need no release."""
 _MAX_ALLOWANCE = 2.0
 """Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
 _MAX_OF_SEVERAL = 2.5
@@ -113,7 +113,7 @@ class StreamCache(Deferred):
         self.returning: deque[tuple[Event, CachedBlock]] = deque()
         """Blocks freed on other streams, each behind the event after its last use."""
         self.peak: int = 0
-        """Most bytes in use up to the last count."""
+        """Most bytes in use at any count, which :meth:`CacheState._allowance` makes."""
         end_with_stream(stream, self)
 
     def size_class(self, nbytes: int) -> SizeClass:
