@@ -30,6 +30,7 @@ for each device or location.
 """
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
+"""Permission of each location. The host is one location, ``MemLocation.host()``, whatever NUMA node was named."""
 
 
 def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
@@ -126,7 +127,10 @@ def listed(after: After) -> list[Any] | None:
 
 
 def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
-    """Check the stream of an eviction or a restore. None stands for ``owner.stream``."""
+    """Return the stream for the copies of an eviction, a restore or a swap; ``CaptureError`` if it is being captured.
+
+    None stands for ``owner.stream``.
+    """
     ordered = as_stream(owner.stream if stream is None else stream, session_of(owner))
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered

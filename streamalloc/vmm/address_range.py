@@ -65,6 +65,7 @@ class AddressRange(OwnsNode):
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
+        """Whether a buffer, a cache or a mapping owns the range, so that only its methods map and unmap memory here."""
         self._session = session_for(None, driver)
         self.driver: Driver = self._session.driver
         """Driver that the range belongs to."""
@@ -377,7 +378,7 @@ class RangeView(Memory):
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
+        """Device address of the first byte."""
         return self.range.address + self.offset
 
     @property
@@ -426,6 +427,7 @@ class RangeView(Memory):
         return BufferView(RangeView(self.range, start, start + part.nbytes, holes=True), 0, part.nbytes)
 
     def _await_on(self, stream: Stream) -> None:
+        # Refuse a view with a hole before work is queued: work at an unmapped address breaks the context.
         self.range._covering(self.offset, self._stop)
 
     def _entries(self) -> Sequence[MappedBytes]:

@@ -37,6 +37,7 @@ class Claim:
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
+        """Claims of the call of this thread in which this call was made; None if there is none."""
         self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = get_ident()
@@ -89,6 +90,7 @@ _thread = local()
 """Attribute ``claim``: the claims of the thread's innermost call."""
 _lock = RLock()  # Reentrant, because a signal handler may claim while its thread claims.
 _process = object()
+"""Stands for this process. A forked child replaces it, so that the parent's claims do not hold there."""
 
 
 def _forget_after_fork() -> None:

@@ -61,18 +61,18 @@ from streamalloc.vmm.reservation import MappedBytes
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 _ALLOWANCE = 1.03
-"""Factor of the most bytes in use. With 1, each growth of the cache would move chunks."""
+"""The chunks may have this many times the most bytes in use at once. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Multiple of the device's memory that is reserved as addresses. A moved chunk leaves addresses without memory."""
 _SMALLEST_SHARE = 96
-"""A new chunk has at most a 96th of the memory. Large chunks waste memory behind the last block, small ones need more
-calls.
+"""A new chunk has at most a 96th of the cache's memory. Large chunks waste memory behind the last block, small ones
+need more driver calls.
 """
 _LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second size."""
 _SHIFT = 48
-_OFFSET = (1 << _SHIFT) - 1  # A free range is a number: its size, shifted, and its offset.
+_OFFSET = (1 << _SHIFT) - 1  # A free range is one number: its size in the bits from 48 on, its offset in those below.
 _QUERIES = 1 << 8
 """Number of event queries before memory is released. An idle stream needs no more; a busy stream is not waited for."""
 
@@ -87,17 +87,17 @@ class FreeRanges:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """Sorted numbers made of size and offset. To compare numbers runs no Python code."""
+        """The free ranges, each as one number of size and offset, sorted. To compare numbers runs no Python code."""
         self._starts: dict[int, int] = {}
-        """First offset of each range by last offset. May have entries of lost ranges."""
+        """Start of each range by its end. May have ranges that are not free any more: :attr:`_sizes` decides."""
         self._stops: dict[int, int] = {}
-        """Last offset of each range by first offset. May have entries of lost ranges."""
+        """End of each range by its start. May have ranges that are not free any more: :attr:`_sizes` decides."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First and last offset of each range, the largest first."""
+        """Start and end of each range, the largest range first."""
         for key in reversed(self._sizes[:]):
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
@@ -141,7 +141,7 @@ class FreeRanges:
         return at is not None
 
     def without(self, part: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-        """Remove the bytes between two offsets from a range, and return what is left before them."""
+        """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns the part before them."""
         if self.remove(*part):
             if part[0] < start:
                 self.add(part[0], start)
@@ -150,12 +150,12 @@ class FreeRanges:
         return part[0], start
 
     def start_of(self, stop: int) -> int:
-        """Return the first offset of the range that ends at ``stop``; ``stop`` if there is none."""
+        """Return the start of the free range that ends at ``stop``; ``stop`` if there is none."""
         start = self._starts.get(stop, stop)
         return stop if self._find(start, stop) is None else start
 
     def end_of(self, start: int) -> int:
-        """Return the last offset of the range that begins at ``start``; ``start`` if there is none."""
+        """Return the end of the free range that begins at ``start``; ``start`` if there is none."""
         stop = self._stops.get(start, start)
         return start if self._find(start, stop) is None else stop
 
@@ -180,18 +180,19 @@ class _Segment:
         """Bytes of reserved addresses."""
         self._rights: Rights = {device.location: MemAccess.READWRITE}
         self.top: int = 0
-        """End of the addresses that were used at any time."""
+        """Highest offset that an allocation has reached so far, in whole pages. It never falls."""
         self.chunks: list[MappedBytes] = []
         """Chunks in the order of addresses. Between them the addresses have no memory."""
         self.left: deque[tuple[Event, MappedBytes, bool]] = deque()
-        """Mappings to unmap once an event has completed, and whether to release their memory. The memory of a moved
-        chunk is also mapped elsewhere, so it stays.
+        """Old mappings, each with the event after which it is unmapped, and whether its memory is then released. The
+        memory of a moved chunk stays, because it is mapped at another offset, too.
         """
         self.leaving: int = 0
-        """Bytes of chunks whose release waits for an event."""
+        """Bytes of chunks whose release waits for an event. :attr:`reserved` still counts them."""
         self.reserved: int = 0
         """Bytes of all chunks."""
         self.reserved_high: int = 0
+        """Most bytes of all chunks since the peaks were reset."""
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts without memory between two offsets, in whole pages and in order."""
@@ -298,7 +299,7 @@ class _Segment:
         return any(one.offset < stop and one.stop > start for _, one, _ in self.left)
 
     def drop(self) -> None:
-        """Release everything once the work that is queued now has completed."""
+        """Drop the range of addresses. It is released, with its memory, once the work queued now has completed."""
         del self.range
         self.chunks, self.reserved = [], 0
         self.left.clear()
@@ -313,6 +314,7 @@ class _Ranges(StreamCache):
 
     def __init__(self, cache: CacheState, stream: Stream) -> None:
         self.ranges = FreeRanges()
+        """Free ranges outside of slabs."""
         self.small = FreeRanges()
         """Free parts of slabs, for small blocks. In other free ranges, small blocks would keep large chunks from being
         moved.
@@ -396,7 +398,8 @@ class _Ranges(StreamCache):
         return super().attempt()
 
     def release(self, ordered: Stream) -> None:
-        """Give all free ranges to the other streams once the work of ``ordered`` has completed."""
+        """List the free ranges for the other streams, which may take them once the work of ``ordered`` has completed.
+        """
         self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:
@@ -418,12 +421,13 @@ class _State(CacheState):
         self.ended: deque[tuple[Event, FreeRanges]] = deque()
         """Free ranges of ended streams, each with the event after the stream's work."""
         self.limit: int = 0
+        """Most bytes of all chunks; 0 for no limit."""
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
         """The most bytes of all blocks up to the last merge."""
         self.peak: int = 0
-        """The most bytes in use up to the last merge."""
+        """Most bytes in use at once, as counted at searches for memory. The allowance is a multiple of it."""
         self.busy: bool = False
         """Whether a call searches for memory. A signal handler's allocation must then not search, too."""
         self.segment.spec.allocations.arenas.add(self)
@@ -509,7 +513,7 @@ class _State(CacheState):
 
     @property
     def most(self) -> int:
-        """Return the most bytes that may be reserved while there is memory that can be moved."""
+        """The allowance: most bytes that all chunks may have as long as chunks can be moved instead."""
         most = int(self.peak * _ALLOWANCE) + self.segment.page
         return min(most, self.limit - self.segment.leaving) if self.limit else most
 
@@ -654,8 +658,10 @@ class _State(CacheState):
         return True
 
     def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> tuple[list[tuple[MappedBytes | None, int]], bool]:
-        """Choose the memory for a part: chunks to move, taken out of free ranges, and sizes of chunks to create. Also
-        return whether that is enough. The caller holds the lock.
+        """Choose the memory for the addresses from ``at`` to ``end``. The caller holds the lock.
+
+        Returns the steps, and whether they cover all of these addresses. A step is a chunk to move, which is taken out
+        of its free range, and its size; or None and the size of a chunk to create.
         """
         segment = self.segment
         steps: list[tuple[MappedBytes | None, int]] = []
@@ -689,7 +695,7 @@ class _State(CacheState):
         return None
 
     def _created(self, at: int, nbytes: int) -> MappedBytes | None:
-        """Create memory below an offset. Returns None if there is none."""
+        """Create a chunk at an offset. Returns None if the device has no memory."""
         with contextlib.suppress(OutOfMemoryError):
             return self.segment.create(at, nbytes)
         return None

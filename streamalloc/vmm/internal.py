@@ -100,7 +100,8 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether this process created memory that was just mapped and has no other mapping."""
+    """Whether a watcher should count memory that was just mapped: this process created it, and it has no other mapping.
+    """
     if not isinstance(memory, GenericAllocation):
         return True  # it is a page
     state = memory._state

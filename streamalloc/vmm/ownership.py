@@ -83,17 +83,19 @@ class Node:
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
         self.given_up: bool = False
-        """Whether the owner has closed or dropped it."""
+        """Whether the owner has closed or dropped the resource."""
         self.gone: bool = False
-        """Whether it is released."""
+        """Whether the resource is released."""
         self.first: dict[Node, None] = {}
         """Nodes that must be released before this one. Several threads add to it."""
         self._busy = False
+        """Whether a thread attempts the release now."""
         self._dropped: int | None = None
-        """Time at which the owner was dropped, in nanoseconds. None if it was closed, which happens after the work that
-        may use it.
+        """Time at which the owner was dropped, in nanoseconds of the monotonic clock. None if the owner was closed,
+        which happens after the work that may use the resource.
         """
         self._fence: Fence | None = None
+        """Fence behind the work that the release of a dropped owner waits for; None before the first attempt."""
 
     @property
     def users(self) -> Collection[int]:
@@ -154,7 +156,7 @@ class Team(Node):
 
     @gone.setter
     def gone(self, value: bool) -> None:
-        """Derived."""
+        """Ignored, because the value is derived."""
 
 
 class AllocationState:
@@ -211,7 +213,7 @@ class OwnsNode(Closes, Drawn):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the object was closed."""
         node = self._node
         return node._raw is None or node.given_up
 
@@ -295,7 +297,7 @@ class MappedMemory(Protocol):
 
     @property
     def location(self) -> MemLocation:
-        """Where it is."""
+        """Location of the memory."""
 
 
 class MappingWatcher(Protocol):
@@ -321,6 +323,7 @@ class Allocations:
         self.arenas: weakref.WeakSet[Any] = weakref.WeakSet()
         """Page stocks of all arenas. ``make_room()`` releases the unused pages of one and returns their bytes."""
         self.watchers: tuple[MappingWatcher, ...] = ()
+        """Objects that are notified of each mapping."""
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
         self.imported: tuple[bytes, Any] | None = None

@@ -49,7 +49,7 @@ _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
-_ROOM = 32  # times as many addresses are reserved for each next part of a search for a size
+_ROOM = 32  # A search for a size tries 32 sizes, then 32 times as many, and reserves addresses for the largest of them.
 _UNSAID = object()
 
 T = TypeVar("T")
@@ -505,7 +505,8 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 def _most_bytes(memory: PhysicalMemory) -> int:
-    """Return the most bytes that an allocation mapped where ``memory`` is mapped can have."""
+    """Return the most bytes that an allocation at the location of ``memory`` can have: all that the device or host has.
+    """
     place = memory.location
     if place.type is MemLocationType.DEVICE and place.seen:
         return Device(place.id, driver=memory.driver).memory_info().total

@@ -35,7 +35,9 @@ class MappedBytes(Node):
         super().__init__(Kind.MAPPING)
         self.reservation: Reservation = reservation
         self.offset: int = offset
+        """Bytes from the start of the reservation to the mapping."""
         self.stop: int = stop
+        """Bytes from the start of the reservation to the end of the mapping."""
         self.rights: Rights = rights
         """Permissions. The dictionary is never modified, because several mappings share it."""
         self.spec: Any = spec
@@ -119,7 +121,9 @@ class MappedBytes(Node):
         self.release_handle()
 
     def unmap(self) -> None:
-        """Call ``cuMemUnmap``. A signal handler may have raised after an earlier call, so a repeated call succeeds."""
+        """Call ``cuMemUnmap``. The call can be repeated, for example after a signal handler raised: the driver also
+        accepts addresses that are unmapped already.
+        """
         reservation = self.reservation
         reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
@@ -239,7 +243,7 @@ class Reservation(HandleNode):
         return entries[bisect_right(entries, start, key=_STOP) : bisect_left(entries, stop, key=_START)]
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        """Check the offsets of a part of the range, in bytes."""
+        """Check and return the start and the end of a part of the range, as offsets in bytes. None: the range's end."""
         begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
             raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
@@ -254,7 +258,7 @@ class Reservation(HandleNode):
         return entries
 
     def grant(self, entries: Sequence[MappedBytes], rights: Rights) -> None:
-        """Set permissions of adjacent mappings (``cuMemSetAccess``). No mapping or no permission is no call."""
+        """Set permissions of adjacent mappings (``cuMemSetAccess``). Without mappings or permissions, make no call."""
         if not (entries and rights):
             return
         start, structs = entries[0].offset, structs_of(rights)

@@ -80,7 +80,7 @@ class TilePool(Closes):
     nbytes
         Size in bytes, a multiple of the granularity.
     round_up
-        Whether to round the size up to that.
+        Whether to round the size up to the granularity.
 
     Raises
     ------
@@ -96,7 +96,8 @@ class TilePool(Closes):
         """Device of the memory."""
         self.memory: PhysicalMemory = PhysicalMemory(device, nbytes, tile_pool=True, round_up=round_up)
         """Physical memory of the tiles."""
-        # Driver 580 crashes if the memory is released while an operation on it is queued.
+        # Driver 580 crashes if the memory is released while an operation on it is queued. So the release of a dropped
+        # pool waits for the work of the device.
         self.memory._node.used_unmapped = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
         """Number of tiles of 64 KiB."""
@@ -446,6 +447,7 @@ class SparseArray(OwnsNode):
         pool.memory._node.first[self._node] = None  # The array is released before the pool.
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
+            # One change maps a deferred array as a whole, because its tiles lie in a row.
             self._submit(ordered, infos[:1] if self.deferred else infos)
         self._node.map.update(given)
         self._note(ordered)

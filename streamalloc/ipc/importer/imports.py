@@ -139,7 +139,7 @@ class HostUse(Deferred):
         words, self._words = self._words, None
         if words is not None:
             with self.imports.lock:
-                # Read the count before this lease leaves ``users``: an open after that has a higher count, and must not
+                # Read the count before this use leaves ``users``: an open after that has a higher count, and must not
                 # be closed here.
                 number = words.opened.value
                 words.users.discard(self)

@@ -237,6 +237,7 @@ class PageTable(Closes):
         """Stream of the table."""
         self._lock = RLock()
         self._sent: npt.NDArray[Any] = np.full(space.page_count, -2, kind)
+        """Entries as of the last queued copy. At first -2, which no entry is, so that the first update copies all."""
         self._buffer = MemoryPool.current(space.device).allocate(self._sent.nbytes, self.stream)
         with undoing(self._buffer.close):
             self.update()

@@ -39,7 +39,7 @@ _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
 _MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pages, requests for any pages.
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
-_TABLE_LOCK = 0  # number of the byte in the file
+_TABLE_LOCK = 0  # Byte of the file whose lock protects all records. Byte ``1 + n`` is locked while member ``n`` lives.
 _LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests, normally and after an error
 _AGAIN, _STEP = 0.05, 0.002  # seconds between two requests, and between two attempts
 
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     """Record of one member in the file of a budget; three numbers of bytes."""
 
     used: int
-    """Its pages."""
+    """Bytes of the member's pages."""
     wanted: int
     """Bytes that other members requested from this member's unused pages."""
     asked: int
@@ -188,7 +188,7 @@ class PageBudget(Closes):
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: object) -> None:
-        """Count the pages of an arena."""
+        """Count the pages of an arena from now on. For the first arena, start the thread that answers requests."""
         self._check_open()
         with self._lock:
             if self._end_of_thread is None:
@@ -343,6 +343,7 @@ def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
 
 
 _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
+"""Budgets of this process, which a forked child closes."""
 
 
 def _left_behind() -> None:

@@ -71,6 +71,7 @@ class PageStock(abc.ABC):
         """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
         self.spare: list[Page] = []
+        """Pages that no place holds."""
         self.count: int = 0
         """Number of pages that exist or are being created."""
         self.closed: bool = False
@@ -79,6 +80,7 @@ class PageStock(abc.ABC):
         self._numbers: list[int] = []
         """Numbers of released pages, for reuse."""
         self._fresh = itertools.count()
+        """Numbers that no page has had so far."""
         self.zero: Page = Page(self.session, -1)
         """The page of zeros, which is mapped at places without a page. It does not count for the limit."""
         self._shut_after_fork()
@@ -88,6 +90,7 @@ class PageStock(abc.ABC):
         """Create locks anew, because a forked child lacks the threads that held the old ones."""
         self.lock: contextlib.AbstractContextManager[bool] = RLock()
         self._filling = RLock()
+        """Held while the page of zeros is created, so that a second space waits until it is filled."""
 
     @abc.abstractmethod
     def usage(self) -> str:
@@ -151,6 +154,7 @@ class PageStock(abc.ABC):
                 addresses.unmap(after=())
         finally:
             if not whole.gone:
+                # The pages are still mapped. One more user keeps them from being used for other contents.
                 self.add_users(pages)
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:

@@ -172,7 +172,10 @@ class Places(MappedBytes):
         drop(before)
 
     def _repair(self, places: Iterable[int], first: BaseException) -> None:
-        """Map the page that each of these places should have, after a change of them has failed."""
+        """Map again the page that each of these places has on record, or zeros, after a change of them has failed.
+
+        If that fails, too, the places stay :attr:`broken`, and the error is attached to ``first``.
+        """
         wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self.broken}}
         wrong = {
             place: page for place, page in wanted.items() if place in self.broken or self.mapped[place] is not page
@@ -490,7 +493,7 @@ class PhysicalPages(PageStock, Claimable):
         """Executor of the background thread; None before its first use."""
 
     def usage(self) -> str:
-        """Count pages in use and parked ones, without those that a committed place shares."""
+        """Describe how many pages are in use and how many are parked. A page counts as parked if all its places are."""
         places = Counter(places.backing[place] for places in members(self.spaces) for place in list(places.parked))
         parked = sum(page is not None and page.users == count for page, count in places.items())
         return f"{self.count - self.available - parked} pages are in use, and {parked} parked behind queued work"
@@ -514,7 +517,7 @@ class PhysicalPages(PageStock, Claimable):
                 watcher.mapped(at, self)
 
     def give(self, nbytes: int) -> int:
-        """Release unused pages of at most ``nbytes``, rounded up to whole pages. Returns the bytes released."""
+        """Release unused pages, of ``nbytes`` rounded up to whole pages if there are so many. Returns their bytes."""
         return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
 
     @property

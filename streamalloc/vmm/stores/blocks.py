@@ -82,8 +82,9 @@ class Chunk:
         self.count: int = count
         """Number of blocks."""
         self.address: int = address
-        """Address of the first block; unique within the store."""
+        """Address of the first block; unique among the chunks of one :class:`Stored`."""
         self._every = address + np.arange(count) * step
+        """Addresses of all blocks, in ascending order."""
         self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
         """Free addresses, each with the last copies from or to it. The addresses returned last are taken first."""
 
@@ -93,7 +94,7 @@ class Chunk:
         return sum(len(addresses) for addresses, _ in list(self._free))
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
-        """Take at most ``most`` addresses. Returns them and their last copies; empty if there is no room."""
+        """Take at most ``most`` free addresses. Returns them, and the fences of the last copies from or to them."""
         parts, last = [], dict[Fence, None]()
         with contextlib.suppress(IndexError):
             while most:
@@ -114,7 +115,7 @@ class Chunk:
         """Make addresses free again. They are reused after the copies of ``fences``."""
         self._free.append((addresses, fences))
         if self.left == self.count:
-            # First, so that a signal handler that takes room meanwhile cannot take the same addresses.
+            # Take all addresses off the list first. Then a signal handler that takes room meanwhile gets none of them.
             free: list[tuple[Addresses, Sequence[Fence]]] = []
             try:
                 free.extend(drained(self._free.pop))
@@ -139,10 +140,11 @@ class Stored(Unique, abc.ABC):
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         self.tier: Tier = tier
-        """The tier."""
+        """Tier with the contents."""
         self.nbytes: int = nbytes
         """Size of a block in bytes; 0 for the bytes of buffers, which have several sizes."""
         self._addresses = self._bases = self._sizes = np.empty(0, np.int64)
+        """Arrays with an element for each block: its address, the address of its chunk, and for buffers its size."""
         self._chunks: dict[int, Any] = {}
         """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
         self._present = np.empty(0, np.bool_)
@@ -381,7 +383,7 @@ class BlockTier(Tier, Closes):
         self.device: Device = device
         """Device of the memory."""
         self.closed: bool = False
-        """Whether it was closed."""
+        """Whether the tier was closed."""
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[Chunk] = []
 

@@ -134,7 +134,7 @@ def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, s
 
 
 class Kernel:
-    """The kernel on one device."""
+    """The copy kernel on one device, and the sizes up to which it is faster than single copies."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -179,7 +179,8 @@ class Kernel:
             memory = undo.enter_context(undo.enter_context(MemoryPool(device)).allocate(2 * _ROOM, stream))
             host, release = Pinning(device).obtain(_ROOM)
             undo.callback(release)
-            undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
+            # After an error, copies may still be queued: wait for them before the memory is released.
+            undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))
             host[:] = 0  # The checker would report reads of bytes that nobody wrote.
             memory.fill(0, stream)
 
@@ -228,9 +229,10 @@ class Kernel:
 
 
 _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
+"""Kernels by the ordinal of their device."""
 
 
 def kernel_of(device: Device) -> Kernel:
-    """Return the kernel for a device."""
+    """Return the one :class:`Kernel` of a device. A :class:`HostTier` or :class:`DiskTier` of the device loads it."""
     found = _kernels(session_of(device))
     return found.get(device.ordinal) or found.setdefault(device.ordinal, Kernel(device))

@@ -37,6 +37,7 @@ from streamalloc.vmm.stores.host import HostTier, PoolTier
 from streamalloc.vmm.stores.pinned import HostMemory
 
 _SLOTS = 16
+"""Number of slots in one staging memory; each has room for one block."""
 _LONGEST = 255 - len("..part")
 """Most bytes of a file name, with the suffix used during writing."""
 
@@ -91,7 +92,9 @@ class _Transfer:
         self._staging = contents.tier._staging(stream.device)
         self._free = list(self._staging.slots)
         self._first: deque[_Step] = deque()
+        """Steps whose first part has begun, oldest first."""
         self._second: deque[_Step] = deque()
+        """Steps whose second part has begun, oldest first."""
         self._most_second = max(len(self._free) - 2, 0) if out else 1
         """Most steps in their second part while a new step waits for a slot."""
         self._threads = ThreadPoolExecutor(contents.tier._threads)
@@ -99,8 +102,9 @@ class _Transfer:
     def move(
         self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
     ) -> None:
-        """Begin to move adjacent blocks of a file that fit in a slot. ``copy`` queues the copies from or to
-        the slot.
+        """Begin to move adjacent blocks of a file that fit in a slot. First wait for a free slot.
+
+        ``copy`` queues the copies from or to the slot. ``names`` has the index of each block for errors, or None.
         """
         while not self._free:
             if len(self._second) > self._most_second or not self._first:
@@ -137,11 +141,13 @@ class _Transfer:
         return self._threads.submit(_access, use, access, *args)
 
     def _advance_oldest(self) -> None:
+        """Wait for the first part of the oldest step, and begin its second part."""
         slot, parts, end = self._first.popleft()
         _await(end)
         self._second.append((slot, parts, next(parts)))
 
     def _end_oldest(self) -> None:
+        """Wait for the second part of the oldest step, and free its slot."""
         slot, _, end = self._second.popleft()
         _await(end)
         self._free.append(slot)
@@ -186,7 +192,7 @@ class _Contents(Stored):
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
         """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
-        # Other streams may be captured meanwhile.
+        # Relaxed, because waits of this call would invalidate captures of other streams.
         with self.in_use(), session_of(stream).relaxed():
             transfer = _Transfer(self, stream, out)
             with undoing(transfer.abandon):

@@ -123,7 +123,7 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
             raise
     for closing in before:
-        # If a signal handler raised, the thread may not have started.
+        # With a time limit: if a signal handler raised, the thread may not have started, and nobody releases the lock.
         if closing.acquire(timeout=_PATIENCE):
             closing.release()
     return call(*args)
@@ -162,7 +162,9 @@ class DiskFile:
             starts.append((number, position))
             number, position = number + count, position + padded(size)
         self._starts = (*starts, (number, position))
-        """Number and position of each buffer's first block; the last entry is the end of the file."""
+        """Number and position of each buffer's first block. A last pair has the number of all blocks, and the file's
+        size.
+        """
         self.direct: bool = False
         """Whether reads and writes bypass the page cache."""
 
@@ -303,7 +305,7 @@ class DiskFile:
         Raises
         ------
         DamagedBackupError
-            A checksum differs, or the file was truncated; ``block`` is the entry of ``names``.
+            A checksum differs, or the file was truncated. The error's ``block`` is the entry of ``names`` for it.
         """
         start, last = blocks[0].position, blocks[-1]
         done, end = 0, padded(last.position - start + last.nbytes)

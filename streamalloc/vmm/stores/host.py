@@ -102,6 +102,7 @@ class _HostContents(InMemory):
         super().__init__(tier, nbytes)
         self._check = check
         self._sums: Sequence[int] = ()
+        """Checksum of each block; empty if the tier does not check contents, or before :meth:`seal`."""
 
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
         chosen, device = index_of(copies.blocks), copies.addresses
@@ -193,9 +194,13 @@ class _RoomReturn(Deferred):
 
     def __init__(self, count: int) -> None:
         self.addresses: Addresses = np.zeros(count, np.int64)
+        """Address of the room of each block."""
         self.bases: Addresses = np.zeros(count, np.int64)
+        """Address of the chunk with that room, for each block."""
         self.present: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
+        """For each block, whether it has room to return."""
         self.chunks: dict[int, MemoryChunk] = {}
+        """Chunks by their address."""
 
     def attempt(self) -> bool:
         left, bases = self.addresses[self.present], self.bases[self.present]
@@ -414,7 +419,8 @@ class HostTier(BlockTier):
             )
         while self._workers < min(threads, len(self._pieces)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
-            self._workers += 1  # the thread waits for the lock
+            # Counted after the start, which may fail. The new thread cannot end before, because it needs the lock.
+            self._workers += 1
 
     @property
     def _under_way(self) -> int:
@@ -425,8 +431,9 @@ class HostTier(BlockTier):
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
-        """Give room to the first of these blocks, once a thread has made some. Returns the number of blocks, and the
-        copies that precede.
+        """Give room to the first of these blocks; if there is none, wait until a thread has made some.
+
+        Returns the number of blocks that got room, and the fences of earlier copies from or to that room.
         """
         with self._grown:
             while True:
@@ -447,7 +454,8 @@ class HostTier(BlockTier):
     def _make_piece(self) -> bool:
         """Make room for some blocks. Returns whether there may be more to do."""
         with self._grown:
-            if self.closed or not threading.main_thread().is_alive():  # The interpreter waits for its threads at exit.
+            # At exit the interpreter waits for this thread, so it makes no more then.
+            if self.closed or not threading.main_thread().is_alive():
                 self._pieces.clear()
             count, room = self._pieces.popleft() if self._pieces else (0, None)
             if not count:
@@ -470,7 +478,7 @@ class HostTier(BlockTier):
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
-        failure = None  # The traceback has this frame.
+        failure = None  # The error's traceback refers to this frame: a cycle would keep its objects.
         self._end_preparations()
         return True
 
@@ -496,10 +504,13 @@ def _make_pieces(tier: weakref.ref[HostTier]) -> None:
 
 
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())
+"""Shared tiers by the number of their NUMA node."""
 
 
 def shared_tier(device: Device) -> HostTier:
-    """Return the tier that all groups with devices on one NUMA node share. It ends with the last group and backup."""
+    """Return the tier that all groups with devices on one NUMA node share. It is released once no group refers to it
+    and no buffer has bytes in it.
+    """
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:

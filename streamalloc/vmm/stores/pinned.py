@@ -164,7 +164,7 @@ def register(device: Device, memory: Bytes) -> Release:
         end._raw = address
 
     def release() -> None:
-        assert memory.nbytes  # The pages stay until they are unregistered.
+        assert memory.nbytes  # The reference keeps the pages until they are unregistered.
         with device.current():
             end.attempt()
 
@@ -184,6 +184,7 @@ class Pinning:
         node = device.supports.host_numa_id
         self._node = None if node is None or node < 0 else node
         self._pool: tuple[MemoryPool, Stream] | None = None
+        """The pool in host memory, and the stream of its allocations; None before the first use."""
 
     def reserve(self, nbytes: int) -> Bytes:
         """Reserve memory for several calls of :meth:`obtain`; errors as for :func:`reserve`."""
@@ -230,7 +231,7 @@ class Pinning:
                 attach(errors[0], later)
             raise errors[0]
         finally:
-            errors.clear()  # Frames in their tracebacks have this list.
+            errors.clear()  # Their tracebacks refer to this frame, and it to this list: a cycle would keep all of it.
 
     def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
         if room is None:
@@ -271,8 +272,8 @@ class _Owner:
 
 
 def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
-    """Return memory of the driver as an array. When the last view of the array is dropped, the owner ends and releases
-    the memory.
+    """Return memory of the driver as an array, and its release. The end of ``owner`` frees the memory: once the release
+    was called and the last view of the array was dropped.
     """
     found: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     found._owner = owner
@@ -292,7 +293,7 @@ class AfterCopies(Deferred):
         self._queue.end_with(owner, self)
 
     def use(self, fence: Fence) -> None:
-        """Keep the memory until copies have completed."""
+        """Keep the memory until the copies before ``fence`` have completed."""
         self.fences[fence] = None
         if len(self.fences) > 64:
             self._forget_completed()
@@ -340,6 +341,7 @@ def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list
 
     Several threads fill it: a copy to pages that do not exist yet takes ten times as long.
     """
-    # These threads fill parts. Threads that wait for parts would leave no thread to fill them.
+    # Two pools, because a thread of ``several`` waits for its parts: in one pool all threads could wait, and none would
+    # fill parts.
     with ThreadPoolExecutor(cores()) as several, ThreadPoolExecutor(cores()) as parts:
         return [*several.map(lambda nbytes: HostMemory(device, nbytes, nbytes, parts.map, pinned=pinned), sizes)]
