@@ -82,6 +82,8 @@ class HandleCounts:
             kind = next((kind for kind in ENDERS[name] if self._live[kind, handle] > 0), None)
             if kind is not None:
                 self._live[kind, handle] -= 1
+                if not self._live[kind, handle]:
+                    del self._live[kind, handle]  # Otherwise each unmap would look at all handles of the past.
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:

@@ -13,6 +13,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.protocol import FUNCTIONS
 from tests.support import MiB, holds, names
@@ -292,3 +293,16 @@ class TestTooOld:
         with pytest.raises(sa.NotSupportedError) as caught:
             sa.MemoryPool.default(sa.MemLocation.host(), driver=driver)
         assert "cuMemGetDefaultMemPool" in str(caught.value) and "12.8" in str(caught.value)
+
+
+def test_handles_of_the_past_are_not_kept() -> None:
+    """Each unmap looks at all that are."""
+    counts, done = HandleCounts(), cuda.CUresult.CUDA_SUCCESS
+    for handle in (1, 2, 1):
+        counts.note("cuStreamCreate", (0,), (done, handle), False)
+        counts.note("cuStreamCreate", (0,), (done, handle), False)
+        assert counts.outstanding() == {"stream": [handle]}
+        counts.note("cuStreamDestroy", (handle,), (done,), False)
+        assert counts.owns("cuStreamDestroy", handle)
+        counts.note("cuStreamDestroy", (handle,), (done,), False)
+        assert not counts.owns("cuStreamDestroy", handle) and not counts._live
