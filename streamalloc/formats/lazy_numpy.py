@@ -6,6 +6,9 @@ modules that every program loads take ``np`` from here.
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,12 @@ else:
 
     class _Numpy(ModuleType):
         def __getattr__(self, name: str) -> Any:
+            if "numpy" not in sys.modules:
+                # On a thread of its own, where no signal handler runs: after an exception in its import, the process
+                # cannot import NumPy again.
+                thread = threading.Thread(target=importlib.import_module, args=("numpy",))
+                thread.start()
+                thread.join()
             import numpy
 
             found = self.__dict__[name] = getattr(numpy, name)  # later uses find it without this call

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from tests.processes import environment
+from tests.processes import environment, finished, python
 from tests.support import public_names
 
 PACKAGE = Path(sa.__file__).parent
@@ -95,6 +95,30 @@ def test_programs_that_only_allocate_import_no_numpy() -> None:
         command, env=environment(STREAMALLOC_DRIVER="cuda"), capture_output=True, text=True, check=True
     )
     assert run.stdout == "False\n"
+
+
+_INTERRUPTED = """
+import signal, streamalloc
+from streamalloc.formats.lazy_numpy import np
+
+def interrupt(*_):
+    raise TimeoutError
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, {})
+try:
+    np.uint8
+    signal.pause()
+except TimeoutError:
+    print(np.zeros(2, np.uint8).nbytes)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.003, 0.01, 0.03])
+def test_an_interrupted_import_of_numpy_goes_on(seconds: float) -> None:
+    """NumPy cannot be imported again after an exception in its import."""
+    run = finished(python(_INTERRUPTED.format(seconds)), STREAMALLOC_DRIVER="cuda")
+    assert run.stdout == "2\n", run.stderr
 
 
 def test_help_is_a_page() -> None:
