@@ -51,11 +51,18 @@ class RangeMap(Generic[E]):
         found = self.at.get(address)
         if found is not None:
             return found
-        at = bisect_right(self._bases, address) - 1
-        found = self.at.get(self._bases[at]) if at >= 0 else None
+        at = self._before(address)
+        found = self.at[self._bases[at]] if at >= 0 else None
         return found if found is not None and address < found.end else None
+
+    def _before(self, address: int) -> int:
+        """The index of the last base up to an address that has a range; -1 if there is none."""
+        at = bisect_right(self._bases, address) - 1
+        while at >= 0 and self._bases[at] not in self.at:
+            at -= 1
+        return at
 
     def overlapping(self, start: int, end: int) -> list[E]:
         """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
-        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
+        bases = self._bases[max(self._before(start), 0) : bisect_left(self._bases, end)]
         return [one for base in bases if (one := self.at.get(base)) is not None and one.end > start]
