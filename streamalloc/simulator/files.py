@@ -188,7 +188,9 @@ class Usage:
         return found
 
     def close(self) -> None:
-        """Leave the slot."""
+        """Leave the slot. A child that was forked meanwhile may hold it, so it counts nothing from now on."""
+        for bank in range(_BANKS):
+            self.put(bank, 0)
         self._name.close()
         self._words.release()  # The mapping goes with it.
         os.close(self._fd)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 
 import streamalloc
+from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator.files import Labels
 from tests.facts.enums import DEVICE, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, MiB, Rig, said, value
-from tests.processes import Kept, Peer
+from tests.processes import Kept, Peer, fork
 from tests.simulator.support import new_rig
 
 pytestmark = pytest.mark.simulated_only("processes of a simulated machine")
@@ -69,6 +72,25 @@ def test_memory_info_counts_all_processes(rig: Rig, other: Other) -> None:
     peer.value("cuMemFree", Kept("kept"))
     assert peer.rig("device_free") // MiB == before[1]
     assert free(rig) == before
+
+
+def test_memory_of_an_ended_machine_is_free_while_a_forked_child_lives(rig: Rig, name: str) -> None:
+    before = free(rig)
+    ended: Any = simulated(name=name, **MACHINE)
+    assert said(ended.cuInit(0)) == said(ended.cuCtxSetCurrent(value(ended.cuDevicePrimaryCtxRetain(0)))) == "SUCCESS"
+    value(ended.cuMemAlloc(64 * MiB))
+    assert free(rig)[0] <= before[0] - 64
+    child = fork()
+    if not child:
+        signal.alarm(20)
+        signal.pause()
+    del ended
+    gc.collect()
+    try:
+        assert free(rig) == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_memory_of_a_process_that_was_killed_is_free(rig: Rig, other: Other) -> None:
