@@ -129,8 +129,9 @@ def listed(after: After) -> list[Any] | None:
 def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
     """Return the stream for the copies of an eviction, a restore or a swap; ``CaptureError`` if it is being captured.
 
-    None stands for ``owner.stream``.
+    None stands for ``owner.stream`` if the owner has one.
     """
-    ordered = as_stream(owner.stream if stream is None else stream, session_of(owner))
+    named: Any = getattr(owner, "stream", None) if stream is None else stream
+    ordered = as_stream(named, session_of(owner))
     refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered

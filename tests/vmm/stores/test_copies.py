@@ -420,3 +420,9 @@ class TestChecker:
             assert "kernel streamalloc_copy_blocks" in str(hazard) and "writ" in str(hazard)
             checker.hazards.clear()
             device.synchronize()
+
+
+def test_a_stream_is_not_left_out(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+    refused = pytest.raises(TypeError, match=r"stream must be a Stream or .*, not None")
+    with vmm.HostTier(device) as tier, pool.allocate(4096, stream) as buffer, refused:
+        tier.save(buffer, [0], 4096, None)  # type: ignore[arg-type]
