@@ -584,8 +584,8 @@ def observe(
         ones), symmetric memory; or devices, for all of these in the memory of the device, also later ones. Default:
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
 
-        In a range or buffer that is passed, each mapping counts. For a device, memory counts from its first mapping
-        until that ends, and memory of another process does not count.
+        In a range or buffer that is passed, each mapping counts. For a device, and by default, memory counts from
+        its first mapping until that ends, and memory of another process does not count.
     limit
         Most bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError` before the
         driver is called. Threads that allocate at the same moment may together exceed the limit.
