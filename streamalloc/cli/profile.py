@@ -152,7 +152,9 @@ def _imex_channel(device: sa.Device) -> int | None:
 
 
 def _placement(device: sa.Device) -> dict[str, int]:
-    """Return the bytes by which a pool grows, and those between two allocations; empty without pools."""
+    """Return the fields ``pool_chunk``, the bytes by which a pool grows, and ``pool_alignment``, the distance of two
+    small allocations; empty without pools.
+    """
     if not device.supports.memory_pools:
         return {}
     with device.create_stream() as stream, sa.MemoryPool(device) as pool:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run one action."""
+    """Run the action that the arguments name: list, show, remove or load. Its result is also the JSON report."""
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")
     if (options.action == "load") != bool(options.files):

@@ -75,7 +75,9 @@ class Worker(Closes):
             )
 
     def begin(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> None:
-        """Begin an action. What the action receives may follow on :attr:`channel`."""
+        """Begin an action of the other process. Messages that the action receives follow on :attr:`channel`, and
+        :meth:`result` waits for its end.
+        """
         self.channel.send(json.dumps([action, arguments]).encode(), fds)
 
     def result(self) -> Any:

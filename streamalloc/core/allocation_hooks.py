@@ -81,7 +81,9 @@ class Tap:
         return tuple([one for one in self.watchers if one not in except_for])
 
     def allocate(self, nbytes: int, pool: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Allocate, in place of the driver's function; see :func:`without_notifying`."""
+        """Allocate, in place of the driver's function, and notify the watchers. ``except_for``: those that
+        :func:`without_notifying` leaves out.
+        """
         watchers, owner = self._without(except_for), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
@@ -101,7 +103,7 @@ class Tap:
         return answer
 
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Free, in place of the driver's function."""
+        """Free, in place of the driver's function, and notify the watchers except for those given."""
         watchers, address = self._without(except_for), int(ptr)
         # Before the free, because another thread may get the same address after it, and that notification must come
         # second.

@@ -351,7 +351,7 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Do :meth:`free` for memory that may be shared, on this ``CUstream``."""
+        """Free the memory, shared or not, on a stream with this ``CUstream``."""
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
         pointer = ptr if shared is None else shared[1]
@@ -653,7 +653,7 @@ class GraphBuffer(Buffer):
 
 
 class _Graphs(NamedTuple):
-    """Stands for the capture of a graph that is built by nodes."""
+    """Stand-in for a :class:`Capture`, for memory of a graph that is built by nodes: it has the same attribute."""
 
     graph: Graph
 
@@ -713,7 +713,7 @@ def shared_state(buffer: Buffer) -> SharedState | None:
 
 
 def set_shared(buffer: Buffer, state: SharedState) -> None:
-    """Have ``state`` free the buffer from now on."""
+    """Have ``state`` free the buffer from now on. The pointer leaves ``_ptr``, so that a free takes the checked way."""
     buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
     buffer._ptr = None
 

@@ -8,10 +8,12 @@ objects must be released in an order, see :mod:`streamalloc.vmm.ownership`; each
 thread holds our locks or a lock of the driver. A finaliser that took a lock would wait for its own thread for ever, and
 one that waited for a stream would stop a thread that is about to queue what the stream waits for. So it appends its
 item to a deque, which is one atomic step, and returns. It makes at most one driver call itself, one that waits for
-nothing and needs no state of ours: the free of a buffer, the end of an event or a stream. A finaliser of a stream also
-asks whether its work is done, and records an event after that if not; so does that of a thread for its default stream.
-A finaliser of the bridges also records an event and has a stream wait for it, so that the memory is ordered for code
-that allocates by a pool's handle.
+nothing and needs no state of ours: the free of a buffer, the end of an event or a stream. Some make further such calls:
+
+* The finaliser of a stream asks whether its work is done. If not, it records an event after that work. That of a thread
+  does the same for the thread's default stream.
+* A finaliser of the bridges records an event and has a stream wait for it, so that the memory is ordered for code that
+  allocates by a pool's handle.
 
 **Why items are taken off before they are worked on.** Two threads that end one handle crash the driver, or end a new
 handle that got the same number. So a thread moves an item, under the lock, from the queue to its own place before the
@@ -413,7 +415,7 @@ def end_handle(session: Session, call: str, raw: Any) -> Any:
 
 
 def work(session: Session, most: int | None = None) -> int:
-    """Attempt the items of a driver's queue, see :meth:`DeferredQueue.work`; the number that ended."""
+    """Attempt the items of a driver's queue: :meth:`DeferredQueue.work`. Returns the number that ended."""
     queue = deferred_queue(session)
     # In this order, because `has_work` is cheaper than `usable`, and most calls find no work.
     if not queue.has_work() or not session.usable:

@@ -70,7 +70,7 @@ class Device:
 
     @classmethod
     def _of(cls, ordinal: int, session: Session) -> Device:
-        """Return a device that the driver named."""
+        """Make a device from an ordinal that is known to be valid, without a driver call."""
         device = cls.__new__(cls)
         device._session = session
         device.ordinal = ordinal
@@ -174,7 +174,7 @@ class Device:
         return int(self._session.call("cuDeviceGetAttribute", member, self.ordinal))
 
     def memory_info(self) -> MemoryInfo:
-        """Free and total memory in bytes (``cuMemGetInfo``)."""
+        """Free and total memory in bytes (``cuMemGetInfo``). Deferred releases that are possible now are made first."""
         work(self._session)
         free, total = self._session.call_in(self.ordinal, "cuMemGetInfo")
         return MemoryInfo(int(free), int(total))

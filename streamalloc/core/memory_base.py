@@ -117,7 +117,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
     @property
     def _at(self) -> int:
-        """:attr:`address`, for work that is ordered by a stream after :meth:`_await_on`."""
+        """The address, for work on a stream that has waited for the contents (:meth:`_await_on`)."""
         return self.address
 
     def _await_on(self, stream: Stream) -> None:

@@ -158,7 +158,7 @@ class Session(_Direct):
 
     @property
     def usable(self) -> bool:
-        """The opposite of :attr:`unusable`."""
+        """Whether a finaliser may call the driver: the opposite of :attr:`unusable`."""
         return not self.unusable()
 
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
@@ -316,7 +316,7 @@ class PerDriver(Generic[T]):
         self._make = make
 
     def __call__(self, session: Session) -> T:
-        """The object of a driver."""
+        """The object of the session's driver, made at the first call."""
         found: T | None = session._state.get(self)
         if found is None:
             made: T = session._state.setdefault(self, self._make(session))

@@ -37,7 +37,7 @@ ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
 
 
 class Event(NamedTuple):
-    """What an allocator did: it gave out a block, took one back, or got a segment from the driver."""
+    """Act of a library's allocator: it gave out a block, took one back, or got a segment from the driver."""
 
     time: int
     """Nanoseconds since the epoch."""

@@ -376,7 +376,7 @@ class Check:
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Note that a stream has work."""
+        """Note that a stream has work. From the second stream on, uses have to be judged."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first

@@ -80,7 +80,7 @@ class CuPyBridge(Bridge):
 
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return ``malloc`` in relaxed capture mode."""
+    """Wrap ``malloc`` so that it calls the driver in relaxed mode, in which it invalidates no capture of other code."""
     exchange = cast(Any, sources.session.driver).cuThreadExchangeStreamCaptureMode
 
     def allocate(nbytes: int) -> Any:

@@ -258,7 +258,7 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
-        """True."""
+        """True: a region has an effect in each process, without a preloaded library."""
         return True
 
     @property

@@ -92,7 +92,7 @@ class TorchBridge(Bridge):
 
     @property
     def pool(self) -> Any:
-        """PyTorch's pool, if the bridge has one device."""
+        """PyTorch's pool. Raises ``ValueError`` for a bridge with several devices, which has one for each."""
         self._prepare()
         (pool,) = self.pools.values()
         return pool

@@ -318,7 +318,7 @@ class SleepModeBackend:
         self._state = "SUSPENDED"
 
     def state(self) -> str:
-        """``"RUNNING"``, ``"SUSPENDED"`` or ``"RESUMING"``."""
+        """State of the memory: ``"RUNNING"``, ``"SUSPENDED"``, or ``"RESUMING"`` during a wake."""
         return self._state
 
     @classmethod

@@ -246,7 +246,7 @@ class Profiler:
         self._sample: Any = None if make is None else make("allocated bytes", int).sample
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Return a range for a ``with`` block."""
+        """Return an NVTX range with this name, which lasts for its ``with`` block."""
         return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:

@@ -89,7 +89,9 @@ class GrantsAccess(Allocator):
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
-        """Return the location that an argument of access to a pool names."""
+        """Return the location that ``who`` names. ``check_peer``: raise :class:`PeerAccessError` if its device cannot
+        reach the memory of the pool's device.
+        """
         session, own = self._session, self.location
         location = known_location(session, "who", who)
         if check_peer and location.type is own.type is MemLocationType.DEVICE:

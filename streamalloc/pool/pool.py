@@ -107,11 +107,11 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     name
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
-        Policy for an allocation that finds no memory even after caches of the pool have returned theirs: ``"raise"``;
-        ``"sync-trim-retry"``, which waits for the streams that this library knows, trims the pool and tries once more;
-        or a function that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released
-        memory. The function is called after each failed attempt, on the thread of the allocation, but not while the
-        stream is captured. Its exceptions go to the caller of the allocation.
+        Policy for an allocation that finds no memory even after caches of the pool have returned theirs. ``"raise"``
+        raises the error. ``"sync-trim-retry"`` waits for the streams that this library knows, trims the pool, and tries
+        once more. A function gets the :class:`OutOfMemoryError`. If it has released memory, it returns True, and the
+        allocation is attempted again. It is called after each failed attempt, on the thread of the allocation, but not
+        while the stream is captured. Its exceptions go to the caller of the allocation.
     driver
         The driver to use, where ``where`` does not name a device.
 

@@ -309,7 +309,7 @@ class Replayed:
 
     @property
     def reserved_over_used(self) -> float | None:
-        """Peak reserved over peak used."""
+        """Ratio of :attr:`peak_reserved` to :attr:`peak_used`; None if the former is unknown."""
         return None if self.peak_reserved is None else self.peak_reserved / max(self.peak_used, 1)
 
 
