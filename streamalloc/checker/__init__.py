@@ -3,7 +3,7 @@
 The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. It forwards the call to the wrapped driver between
-   ``Recorder.begin`` and ``Recorder.finish_call``.
+   ``Recorder.begin_call`` and ``Recorder.end_call``.
 2. ``wrapper.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: a generator that runs
    before the call and gets the driver's answer where it yields (``Rule.around``), or a function that is called after a
    success (``Rule.after``).

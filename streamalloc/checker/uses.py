@@ -27,7 +27,7 @@ Touch = tuple[int, int, bool]
 """Address, size in bytes, and whether the bytes are written."""
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
-Finish: TypeAlias = Callable[[Answer], object]
+Rest: TypeAlias = Callable[[Answer], object]
 """The second half of a rule with steps: a function of the driver's answer."""
 Steps: TypeAlias = Generator[None, Answer, Any]
 """Generator that yields where the driver makes the call, and gets the answer there. It may end before."""
@@ -99,17 +99,17 @@ def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Ru
     return made
 
 
-def begin(steps: Steps) -> Finish:
+def run_before(steps: Steps) -> Rest:
     """Run the steps before a call. Returns the function that runs those after it, with the answer."""
     next(steps, None)
 
-    def finish(answer: Answer) -> None:
+    def rest(answer: Answer) -> None:
         try:  # noqa: SIM105  # a suppress takes twice as long, and most calls come here
             steps.send(answer)
         except StopIteration:
             pass
 
-    return finish
+    return rest
 
 
 def ends(

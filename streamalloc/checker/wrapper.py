@@ -1,7 +1,7 @@
 """The recorder, which applies the rule of each driver call to the state, and the checked driver, which feeds it.
 
-Three feeds can drive a recorder: :class:`CheckedDriver`, which calls :meth:`Recorder.begin` and
-:meth:`Recorder.finish_call` around each call that it forwards to the wrapped driver; the facade, by the methods of
+Three feeds can drive a recorder: :class:`CheckedDriver`, which calls :meth:`Recorder.begin_call` and
+:meth:`Recorder.end_call` around each call that it forwards to the wrapped driver; the facade, by the methods of
 ``MemoryListener``; and :meth:`Recorder.feed`, for calls that somebody else has seen.
 """
 
@@ -112,6 +112,7 @@ class Recorder:
         self._destroyed: dict[int, Stack] = {}
         """By destroyed handle: the place of the call that destroyed it."""
         self._on = on
+        # The judge (``Judge.report``) appends each hazard; ``Reports.take`` empties the list after each call.
         found: list[Hazard] = []
         self.state: State = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
         """The state, which a feed may read between calls."""
@@ -152,7 +153,7 @@ class Recorder:
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, args: tuple[Any, ...]) -> uses.Finish | None:
+    def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
         """Apply the part of a call's rule that precedes the call, and deliver its hazards.
 
         Returns a function for the driver's answer, or None if the call must not be made.
@@ -160,14 +161,14 @@ class Recorder:
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
             return uses.nothing
-        finish, fresh = self._alone(self._before, name, args)
-        self._reports.deliver(fresh, partial(self._alone, finish or uses.nothing, INVALID))
-        return finish
+        rest, fresh = self._alone(self._before, name, args)
+        self._reports.deliver(fresh, partial(self._alone, rest or uses.nothing, INVALID))
+        return rest
 
-    def finish_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: uses.Finish) -> None:
-        """Apply the part of a call's rule that follows it, and deliver its hazards. ``finish`` is the result of
-        :meth:`begin`."""
-        self._reports.deliver(self._alone(self._after, name, args, answer, finish))
+    def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
+        """Apply the part of a call's rule that follows it, and deliver its hazards. ``rest`` is the result of
+        :meth:`begin_call`."""
+        self._reports.deliver(self._alone(self._after, name, args, answer, rest))
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that was not made through the wrapper, with the caller's context and place.
@@ -224,12 +225,12 @@ class Recorder:
         if name in UNKNOWN and not answer[0]:
             self._alone(self.state.notes.add, "calls", name)
 
-    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Finish | None, list[Hazard]]:
-        """Return the finish of the call (None: it must not be made) and its new hazards. The hazards are taken under
+    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
+        """Return the rest of the rule (None: the call must not be made) and the new hazards. They are taken under
         the lock, so that no other thread takes them.
         """
-        finish = None if self._ends_unknown(name, args) else self._apply(name, args)
-        return finish, self._reports.take()
+        rest = None if self._ends_unknown(name, args) else self._apply(name, args)
+        return rest, self._reports.take()
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a call ends a handle that is not live. Such a call is reported."""
@@ -239,18 +240,18 @@ class Recorder:
         self._refuse(name, handle)
         return True
 
-    def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Finish:
+    def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Rest:
         self.state.look()
         rule = RULES.get(name)
         if rule is None or rule.around is None:
             return uses.nothing
         try:
-            return uses.begin(rule.around(self.state, name, args))
+            return uses.run_before(rule.around(self.state, name, args))
         except REFUSED as error:
             return RefusedCall(error)
 
     def _after(
-        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: uses.Finish, take: bool = True
+        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest, take: bool = True
     ) -> list[Hazard]:
         state, succeeded = self.state, not answer[0]
         state.look()
@@ -258,7 +259,7 @@ class Recorder:
             self._count(name, args, answer)
         elif self._destroyed:
             self._find_destroyed(name, args)
-        finish(answer)
+        rest(answer)
         rule = RULES.get(name)
         if succeeded and rule is not None and rule.after is not None:
             rule.after(state, name, args, answer)
@@ -444,7 +445,7 @@ class Recorder:
 
 
 class RefusedCall:
-    """Finish of a call whose rule raised an error before the call."""
+    """Rest of a rule that raised an error before the call."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -538,19 +539,19 @@ class CheckedDriver(Wrapper, Recorder):
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer
-        finish = self.begin(name, args)
-        if finish is None:
+        rest = self.begin_call(name, args)
+        if rest is None:
             return INVALID
-        poison = None if isinstance(finish, RefusedCall) else self._poison
+        poison = None if isinstance(rest, RefusedCall) else self._poison
         if poison is not None:
             poison.fill(name, args)
         try:
             answer = _keeps_convention(name, function(*args))
         except BaseException:
             # The bindings refused the arguments, so the driver was not called.
-            self._alone(finish, INVALID)
+            self._alone(rest, INVALID)
             raise
-        self.finish_call(name, args, answer, finish)
+        self.end_call(name, args, answer, rest)
         if poison is not None and not answer[0]:
             poison.fill(name, args, answer)
         return answer

@@ -12,7 +12,7 @@ from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import BoundBytes, Range, RecordedOperation
 from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
-from streamalloc.checker.uses import After, Answer, Arguments, Steps, begin, ends, rules
+from streamalloc.checker.uses import After, Answer, Arguments, Steps, ends, rules, run_before
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import from_package
 
@@ -414,7 +414,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # Uses through the object must have ended, as for an unmap. But the mappings stay, as if the driver had refused it.
-    begin(end(state, target.mappings, name, "unmap"))((1,))
+    run_before(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
     if not answer[0]:  # All mappings share this list.
         bindings[:] = [

@@ -6,7 +6,7 @@ import re
 
 from streamalloc.checker.rules import graphs, memory, order, work
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Arguments, Around, Rule, Steps, begin, nothing, stale
+from streamalloc.checker.uses import Arguments, Around, Rule, Steps, nothing, run_before, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 
@@ -35,11 +35,11 @@ def _checked(around: Around | None, at: int) -> Around:
     """Rule that reports freed memory at argument number ``at`` and then does what ``around`` does."""
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
-        gone = begin(stale(state, 0, name, ((args[at], 1, False),), in_order=False))
-        finish = nothing if around is None else begin(around(state, name, args))
+        gone = run_before(stale(state, 0, name, ((args[at], 1, False),), in_order=False))
+        rest = nothing if around is None else run_before(around(state, name, args))
         answer = yield
         gone(answer)
-        finish(answer)
+        rest(answer)
 
     return rule
 
