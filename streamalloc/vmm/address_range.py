@@ -482,12 +482,12 @@ class Mapping(RangeView, Closes):
 
     @property
     def address(self) -> int:
-        """Address of the mapping.
+        """Device address of the mapping's first byte.
 
         Raises
         ------
         ClosedError
-            It was unmapped.
+            The memory was unmapped.
         """
         self._entries()
         return super().address
@@ -513,7 +513,7 @@ class Mapping(RangeView, Closes):
         Raises
         ------
         ClosedError
-            It was unmapped.
+            The memory was unmapped.
         """
         location = known_location(self._session, "who", who)
         if location.type is MemLocationType.HOST:

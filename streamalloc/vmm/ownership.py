@@ -519,7 +519,7 @@ class GenericAllocation(OwnsNode, Shareable):
         Raises
         ------
         ClosedError
-            It was closed.
+            The object was closed.
         """
         return int(self._checked_raw())
 

@@ -138,7 +138,10 @@ class Residents(Shown):
 
 
 def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
-    """Return the bytes of physical memory on a device that this process created and mapped in a range."""
+    """Return the bytes of physical memory on a device that this process created and mapped in a range.
+
+    The keys identify memory: memory with several mappings has one key, so that its bytes count once.
+    """
     found: dict[object, int] = {}
     for entry in list(reservation.entries):
         memory, location = entry._memory, None
@@ -161,7 +164,7 @@ def _pools(device: Device) -> dict[str, int]:
             pools[repr(pool.name or f"pool {pool.handle:#x}")] = pool
     found = {}
     for name, pool in pools.items():
-        with contextlib.suppress(CudaError):  # a pool of another process
+        with contextlib.suppress(CudaError):  # The driver refuses them for a pool of another process.
             found[name] = pool.statistics().reserved
     return found
 
@@ -222,8 +225,8 @@ class Votes:
         self._vote("")
 
     def run(self, act: Callable[[], T]) -> T:
-        """Call ``act``, which calls :meth:`agree` before its last step. If ``act`` raises before, vote against the
-        call.
+        """Call ``act``, which calls :meth:`agree` before its last step. If ``act`` raises before that, vote against the
+        call, so that no other rank waits for this rank's vote.
         """
         try:
             return act()
@@ -262,6 +265,7 @@ class _Members(Closes, Claimable):
         self._claim: Claim | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
+        """Tag of each buffer. Buffers that are dropped leave the group."""
         self._measured: dict[str, int] = {}
         """Bytes that :meth:`measure` found, by owner."""
 
@@ -695,7 +699,9 @@ class SleepGroup(_Backups):
     ) -> None:
         super().__init__(device, handle_types, backup)
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
+        """Hooks of :meth:`before_sleep`, each with its undo."""
         self._after_wake: list[tuple[Hook, Hook | None]] = []
+        """Hooks of :meth:`after_wake`, each with its undo."""
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
@@ -982,7 +988,7 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = frozen_backups(buffers)
 
     def thaw(buffer: VirtualBuffer) -> None:
-        # First, so that a buffer which may be written has no valid backup even if the undo fails.
+        # Forget the backup first. If the undo fails, too, a buffer that may be written has no backup that seems valid.
         buffer._frozen = None
         if not buffer.evicted:
             protect(buffer, buffer.rights)
@@ -1010,7 +1016,7 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
 
 
 def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Step:
-    """Return a step that calls hooks. A hook that raised is not undone."""
+    """Return a step that calls hooks with the buffers. Its undo calls the undos of the hooks that have returned."""
     undos = contextlib.ExitStack()
 
     def call() -> None:
@@ -1023,17 +1029,20 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
 
 
 def _reserve_all(tags: Mapping[VirtualBuffer, str], reserve: Reserve, saved: dict[VirtualBuffer, Saved]) -> None:
-    """Reserve room for the bytes of the buffers, tag by tag."""
+    """Reserve room for the bytes of the buffers, tag by tag, and put each buffer's backup into ``saved``.
+
+    ``tags`` has the buffers with their tags. After an error ``saved`` has the backups reserved until then.
+    """
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
-        # Not strict, because there are no backups without bytes to keep.
+        # Not strict: ``reserve`` returns no backups for a tag whose bytes are not kept.
         for buffer, one in zip(buffers, reserve(tag, buffers) if buffers else (), strict=False):
             if one is not None:
                 saved[buffer] = one
 
 
 def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
-    """Replace the kept bytes of a sleeping buffer."""
+    """Make ``saved`` the kept bytes of a sleeping buffer, and drop what it had kept before: a backup or its memory."""
     eviction = buffer.eviction
     assert eviction is not None
     buffer.eviction = eviction._replace(saved=saved, held=())

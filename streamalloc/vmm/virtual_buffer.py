@@ -45,7 +45,7 @@ class ChunkSpec(NamedTuple):
 
 
 RESTORE = "restore() it"
-"""Remedy in errors for evicted buffers. A :class:`SleepGroup` replaces it in its buffers."""
+"""What errors tell the user to do with an evicted buffer. A :class:`SleepGroup` replaces it in its buffers."""
 
 
 class Eviction(NamedTuple):
@@ -101,13 +101,18 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._location = location
         self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
+        """Permissions by location. While the buffer is frozen, the memory has only those to read."""
         self._mapped = 0
+        """Bytes from the start of :attr:`range` that count as mapped; an eviction does not change it. After a failed
+        call more may be mapped behind them, which the next growth or eviction releases.
+        """
         self._nbytes = 0
         self.eviction: Eviction | None = None
         """The released memory and its backup; None while the buffer is mapped."""
         self._frozen: Saved | None = None
         """Backup of a frozen buffer. It stays valid while the buffer is awake, because nobody may write to it."""
         self._remedy = RESTORE
+        """What to do while the buffer is evicted, for errors."""
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
         self.range._owned = True
@@ -182,7 +187,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def evicted(self) -> bool:
-        """Whether the physical memory is released."""
+        """Whether the buffer is evicted, so that its bytes cannot be used."""
         return self.eviction is not None
 
     @property
@@ -192,7 +197,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def _session(self) -> Session:
-        return session_of(self.device)  # Not the stream's device: to name the default stream puts it in use.
+        # Not by ``self.stream``: to name the default stream would count it as a stream in use.
+        return session_of(self.device)
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
@@ -256,14 +262,15 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         new = {} if saved is None else {self: saved}
 
         def steps() -> Steps:
-            yield do_nothing, functools.partial(drop_all, new)  # It was made above.
+            # The backup was made above. This step only drops it if a later step fails.
+            yield do_nothing, functools.partial(drop_all, new)
             yield from evict_steps({self: entries}, new | frozen_backups((self,)), new, ordered)
 
         run_steps(steps())
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return the mappings. Raises if their memory cannot be released."""
+        """Return the mappings, each with an open handle of its memory. Raises if memory cannot be released."""
         self._check_open()
         if self.eviction:
             raise EvictedError(f"{self!r} is evicted already")
@@ -328,7 +335,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         drop_woken({self: evicted})
 
     def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
-        """Queue the copy of the bytes into new memory."""
+        """Queue the copy of the bytes from a backup to the new mappings ``made``. ``move`` queues it on ``stream``.
+
+        If the stream's device may not write to the memory, it gets that permission until the copy is done, and the host
+        waits.
+        """
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
@@ -390,7 +401,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             entry.close()
 
     def _release_from(self, start: int) -> None:
-        """Unmap and release the memory behind an offset. A shrink cuts it off, or a failed call left it mapped."""
+        """Unmap and release all memory from an offset on, which may be memory that a failed call has left mapped."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
@@ -477,7 +488,7 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 # process's at once, and the room of a dropped backup could have other bytes.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
-"""An act and its undo. The undo is also called for a step that failed, so it checks what was done."""
+"""An act and its undo. If the act fails, its undo is called, too, so an undo checks what was done."""
 Steps: TypeAlias = "Generator[Step, None, None]"
 
 
@@ -504,11 +515,11 @@ def run_steps(steps: Steps) -> None:
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers that are copied in sequence, and the event after their copies."""
+"""Buffers of at least ``_BATCH`` bytes that are copied in sequence, and the event after their copies."""
 
 
 def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups. The buffers behind the last batch have no event."""
+    """Queue the copies of buffers to their backups. Returns the full batches; buffers behind the last are in none."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
     # The copies to one backup end before those to the next begin, because each file has its own staging memory.
@@ -626,7 +637,9 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
 
 
 def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:
-    """Release memory after the work that may use it, for example of a hook of a failed wake."""
+    """Unmap and release memory, after the host has waited for work that may use it: a hook of a failed wake may have
+    queued some.
+    """
     several = list(entries)
     if several:
         wait_for_users(None, session_of(buffer), (entry.rights for entry in several))
@@ -652,7 +665,8 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 
 def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the valid backups of the frozen ones among these buffers."""
+    """Return the backups of those of these buffers that are frozen. Such a backup has the present bytes of its buffer.
+    """
     return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 
 

@@ -61,7 +61,7 @@ from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBu
 from streamalloc.vmm.internal import covering, is_imported
 
 _FABRIC = MemHandleType.FABRIC
-# Block size of ``cuIpcGetMemHandle`` in bytes. The call shares whole blocks, with all allocations in them.
+# Bytes of a block of ``cuMemAlloc``. ``cuIpcGetMemHandle`` shares whole blocks, with all allocations in them.
 _LEGACY_BLOCK = 2 << 20
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
@@ -92,7 +92,9 @@ class Shared(Unique, Shown):
         self.handles: dict[bytes, Fd] = handles
         """The handles by their ids in the descriptor. The exporter owns them."""
         self._lease = lease
-        """The slot of the allocation or announcement. Dropping this object releases an announcement's slot."""
+        """Lease with the slot of the allocation, or of the announcement. The lease of an announcement ends with this
+        object.
+        """
         self._hold = hold
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
@@ -401,7 +403,8 @@ class _Draft:
         self.stream = stream
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
-        """References that must be kept, with the thing, as long as hold or lease."""
+        """Object that is kept with the shared thing as long as the hold or the lease: a pool, or memory; None for none.
+        """
         self.of_buffer: bool = lease is not None
         self.hold = Hold() if options.hold else None
         if self.hold is not None and allocation:
@@ -414,7 +417,9 @@ class _Draft:
             lease.add_hold(self.hold, kept=False)
         self.lease: Lease | None = lease
         self.block: ControlBlock | None = None if lease is None else lease.block
-        """Control block that the importer needs: of the slot, else of the pool's mark."""
+        """Control block that the importer needs: that of the lease's slot, or else that of the pool's mark; None if it
+        needs none.
+        """
 
     def use_pool(self, pool: ExportedPool) -> None:
         """Add the pool that owns the memory, its handle, and the mark that is set when the pool ends."""
@@ -460,7 +465,7 @@ class _Draft:
 
 
 def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> Shared:
-    """Share an allocation; ``part``: offset and size in bytes."""
+    """Share an allocation, or ``part`` of it: offset and size in bytes."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     if isinstance(buffer, PlainBuffer) or isinstance(buffer.owner, CachingAllocator):
@@ -511,7 +516,7 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
-    pool._check_open()  # Work of an earlier export may still be queued.
+    pool._check_open()  # An exported pool is found even after its close.
     found = exports.pool(pool)
     draft = _Draft(Descriptor(Mechanism.POOL), options, exports, found.device, None)
     draft.use_pool(found)
@@ -703,7 +708,7 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
         raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
 
 
-# The first matching class determines the function.
+# The first class of which the shared thing is an instance determines the function.
 _KINDS: dict[type, Callable[[Any, _Options, Exports], Shared]] = {
     Buffer: _share_buffer,
     MemoryPool: _share_pool,

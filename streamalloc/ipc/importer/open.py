@@ -124,7 +124,7 @@ def receive(
 
 
 class _Request(NamedTuple):
-    """One call of :func:`open` whose descriptor was decoded."""
+    """One call of :func:`open`, with its decoded descriptor."""
 
     imports: Imports
     described: Descriptor
@@ -138,7 +138,7 @@ class _Request(NamedTuple):
     """The announcement of the contents; None without a control block."""
 
     def ordered(self) -> Stream:
-        """Return the caller's stream, else the device's default stream."""
+        """Return the stream that waits for the contents: the caller's, or else the device's default stream."""
         return self.device.default_stream if self.stream is None else self.stream
 
 
@@ -199,7 +199,7 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
 def _open_allocation(request: _Request, new: PoolImport | PlainImport) -> ImportedBuffer:
     ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
-        # Before the import, because an import could not be released on a captured stream.
+        # Refused before the import, because a captured stream could not release an import again.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     opened = ImportedBuffer(new, request.described, ordered, announced)
     if request.stream is None and announced is not None and not announced.seen(opened):
@@ -218,7 +218,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         raise
     except BaseException:
         if not known:
-            # The handle that came with the message may belong to another pool.
+            # The handle may belong to another pool than the descriptor says, so no later open may use it.
             imports.pools.pop(described.origin, None)
         raise
 

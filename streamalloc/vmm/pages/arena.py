@@ -107,7 +107,7 @@ class PageArena(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the arena was closed."""
         return self._physical.closed
 
     def space(self, nbytes: int, *, stream: StreamLike | None = None) -> PageSpace:
@@ -255,7 +255,7 @@ class PageTable(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the table was closed."""
         return self._buffer.freed
 
     def update(self) -> int:

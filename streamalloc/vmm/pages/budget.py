@@ -99,7 +99,7 @@ class PageBudget(Closes):
         self.path: Path = Path(path)
         """Path of the file."""
         self.closed: bool = False
-        """Whether it was closed."""
+        """Whether the budget was closed."""
         self._on_ask = on_ask
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         """Page stocks of the arenas that use this object."""

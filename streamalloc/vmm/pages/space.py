@@ -171,7 +171,7 @@ class SpaceMemory(Memory, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the space was closed."""
         return self._range.closed or self._places.gone
 
     @property
