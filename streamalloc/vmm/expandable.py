@@ -295,8 +295,11 @@ class _Segment:
                 chunk.close()
 
     def is_left(self, start: int, stop: int) -> bool:
-        """Whether a moved or released chunk is still mapped in a part."""
-        return any(one.offset < stop and one.stop > start for _, one, _ in self.left)
+        """Whether other memory than the chunks is mapped in a part: moved and released chunks, and any that an
+        exception of a signal handler has taken off the list.
+        """
+        first, last = bisect_right(self.chunks, start, key=_STOP), bisect_left(self.chunks, stop, key=_START)
+        return len(self.range._node.touching(start, stop)) > last - first
 
     def drop(self) -> None:
         """Drop the range of addresses. It is released, with its memory, once the work queued now has completed."""

@@ -140,6 +140,16 @@ class TestMemory:
         for buffer in blocks[1::2]:
             buffer.free()
 
+    def test_that_an_interrupt_has_taken_off_the_list_keeps_its_addresses(
+        self, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        segment = cache._state.segment  # type: ignore[attr-defined]
+        with cache.allocate(8 * MiB, stream) as kept:
+            lost, segment.chunks[:] = segment.chunks[:], []
+            with cache.allocate(8 * MiB, stream) as other:
+                assert abs(other.address - kept.address) >= 8 * MiB
+            segment.chunks[:0] = lost
+
     def test_of_another_stream_moves_after_its_work(
         self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
     ) -> None:
