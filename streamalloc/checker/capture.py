@@ -161,7 +161,7 @@ class TrackedCapture:
             if handle in done:
                 self.join(stream, done[handle].clock)
             elif handle not in graph.handles:
-                # a captured node whose handle is unknown
+                # A captured node without a known handle. It may be any of them, so the stream comes after all.
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:

@@ -109,6 +109,7 @@ class TrackedStream(Actor):
     seen_host: int = -1
     """Version of the host clock that the stream has merged."""
     seen_legacy: int = 0
+    """Time of the legacy stream up to which this stream has merged its work."""
     peers: dict[TrackedStream, int] | None = None
     """For a legacy stream: its blocking streams, each with the time up to which it has merged their work."""
     obstacle: Obstacle | None = None
@@ -147,7 +148,9 @@ class Timeline:
         self._live: set[int] = set()
         """Numbers of the actors that have not ended. All work of an ended one precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
-        """Choices of the driver: a clock, and the later actor and time."""
+        """Choices of the driver: the clock of the work that came first, and the number and the time of the actor whose
+        operation came later.
+        """
         self._searches = 0
         self._ready: deque[TrackedStream] = deque()
         self._draining = False
@@ -207,7 +210,7 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Order between an operation and the owner of a clock, as a constant of this module."""
+        """How certainly an operation precedes the owner of a clock: a constant of this module."""
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices:

@@ -185,7 +185,9 @@ class Announced(NamedTuple):
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
-    """Recordings, one of which an importer must wait for; empty for values."""
+    """Recordings, each as the event's entry and a number. An importer must wait for one of them. Empty if a value in
+    memory tells that the work has ended.
+    """
     part: tuple[int, int] = (0, 0)
     """Offsets of the first used byte and of the end; both 0 for all memory."""
 
@@ -280,7 +282,7 @@ _MOST_ACTORS = 4096
 
 
 def _named(name: bytes, write: bool) -> bytes:
-    """Return the name of posts about writes of memory, or about reads if not ``write``."""
+    """Return the name of posts about writes of memory, or about reads if not ``write``. ``name``: the export data."""
     return name if write else name + b"reads"
 
 
@@ -639,7 +641,7 @@ class Interprocess:
         return found
 
     def _ready(self, post: BoardEntry) -> int:
-        """Return the number of the actor for a post. This removes the oldest such actors."""
+        """Return the number of the actor for a post. If there are too many such actors, remove the oldest ones."""
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:

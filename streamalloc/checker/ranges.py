@@ -85,7 +85,9 @@ class _Segment:
 
 _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
+"""Function of a clock, an actor's number and a time, see :meth:`.Timeline.order`."""
 Forget = Callable[[dict[int, Access]], object]
+"""Function that removes uses that the host has waited for from a table by actor number."""
 
 
 @dataclass(eq=False, slots=True)

@@ -113,7 +113,7 @@ class State:
     """Time of the present call in the feed's own unit; 0 if the feed does not tell it."""
 
     def __post_init__(self, driver: Any) -> None:
-        # Order.
+        # The order of operations.
         self.ask = Questions(driver)
         self.timeline = Timeline()
         self.notes = self.timeline.notes
@@ -127,7 +127,7 @@ class State:
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # values in memory, and other processes
+        # Values in memory that streams wait for, and other processes.
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)

@@ -182,7 +182,7 @@ def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes]
 
 
 def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Record a kernel without declared uses. It may write any memory that exists."""
+    """If a node is a kernel without declared uses, record that it may have written any memory that exists."""
     if node.unseen is not None:
         state.unseen_upto = Bytes().number
         state.types.unseen += 1

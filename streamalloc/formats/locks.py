@@ -1,7 +1,7 @@
 """Locks on bytes of a file (``F_OFD_SETLK``). They show whether a process is alive.
 
-Such a lock belongs to an open file description. The kernel releases it when the last descriptor is closed, also by the
-death of the process. The bytes may be beyond the end of the file.
+Such a lock belongs to an open file description. Linux releases it when the last descriptor is closed, also by the death
+of the process. The bytes may be beyond the end of the file.
 """
 
 from __future__ import annotations

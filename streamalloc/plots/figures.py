@@ -84,7 +84,7 @@ class Picture(Figure):
 
 
 class Unit(NamedTuple):
-    """Unit of the values of an axis."""
+    """Unit of the values of an axis. ``scale``: the bytes or nanoseconds in one unit."""
 
     name: str
     scale: int

@@ -60,7 +60,9 @@ class LiveMemory(_Defaults):
 
     @property
     def managed(self) -> bool:
-        """Whether host and devices use the memory at one address. The driver counts it as device memory."""
+        """Whether this is managed memory, which host and devices use at one address. The driver counts it as device
+        memory.
+        """
         return self.pool is not None and self.pool.managed
 
     @property
@@ -120,7 +122,7 @@ class OpenedMemory(LiveMemory):
     block: ReservedExtent
     """The whole blocks around the memory, as the driver maps them. Other opened memory may lie in them."""
     words: tuple[int, ...]
-    """Words of the IPC handle."""
+    """The integers in the IPC handle. Handles with the same integers name the same memory."""
     times: int = 1
     """Number of calls that opened the memory and have not been undone by a close."""
 

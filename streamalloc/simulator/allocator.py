@@ -56,8 +56,8 @@ class Block:
         self.size: int = size
         self.owner: int = owner
         self.seq: int = seq
-        self.since: int = 0  # time of the free
-        self.stamp: int = 0  # time at which the block was put on its shelf
+        self.since: int = 0  # the pool's clock at the free
+        self.stamp: int = 0  # the pool's clock when the block was put on its shelf
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -127,8 +127,8 @@ class PoolAddresses:
         self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # blocks that a stream left, by stream
         self._ranks = ranks
         self.backed: set[int] = set()
-        """The chunks that have memory, by number."""
-        self._clock = 0
+        """Numbers of the chunks that have memory."""
+        self._clock = 0  # number of blocks that were put on shelves so far
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class PoolAddresses:
     # -- allocating ------------------------------------------------------------------------------------------
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """Find a block by rules 1 and 2; None if none is large enough."""
+        """Find a block by rules 1 and 2 of this module; None if none is large enough."""
         return self._left[stream].best(size) or self._common.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:

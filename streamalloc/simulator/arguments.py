@@ -164,7 +164,7 @@ _no_mipmap = ("arrays.mipmapped", "using a mipmapped array that does not exist")
 _gone = Result.CUDA_ERROR_INVALID_HANDLE
 Array = Annotated[arrays.Array, _array, _found_in(*_no_array)]
 MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap)]
-# For calls that destroy the object (the driver refuses a null handle on H200: test_modules).
+# For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
 EndedArray = Annotated[arrays.Array, _array, _found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap, _gone)]
 MulticastMemory = Annotated[
@@ -239,7 +239,7 @@ def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
 
 
 def place(location: Any) -> Place:
-    """Convert a CUmemLocation."""
+    """Convert a CUmemLocation to a :class:`Place`."""
     return Place(int(location.type), int(location.id))
 
 

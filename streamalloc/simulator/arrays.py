@@ -125,7 +125,7 @@ class Storage:
     context: Context
     layout: ArrayLayout
     memory: mmap.mmap | None = None
-    """Bytes of an ordinary array."""
+    """The bytes of an ordinary array; None for an array that gets its memory by cuMemMapArrayAsync."""
     tiles: dict[Tile, tuple[CreatedMemory, int]] = field(default_factory=dict)
     """By mapped tile: the memory under it, and the tile's offset in that memory."""
     queued: int = 0

@@ -22,7 +22,7 @@ class Bank:
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
         self.addresses: int = 2 * total if addresses is None else addresses
-        """Bytes of addresses of a pool without a limit."""
+        """Bytes of addresses that a pool of this memory reserves if it has no maximum size."""
         self._used = overhead
         self._released: list[Physical] = []
         self._shared: tuple[Usage, int] | None = None

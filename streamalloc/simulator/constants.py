@@ -9,19 +9,19 @@ from typing import Protocol, TypeVar
 
 
 class Location:
-    """CUmemLocationType."""
+    """The numbers of CUmemLocationType."""
 
     NONE, DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT = range(5)
 
 
 class HandleType:
-    """CUmemAllocationHandleType."""
+    """The numbers of CUmemAllocationHandleType."""
 
     NONE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
 
 
 class EventFlag:
-    """CUevent_flags."""
+    """The numbers of CUevent_flags that are used here."""
 
     DISABLE_TIMING, INTERPROCESS = 2, 4
 

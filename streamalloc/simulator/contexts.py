@@ -106,12 +106,12 @@ class SimulatedDevice:
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """A context. ``alive`` of a primary context can change repeatedly."""
+    """A context. ``alive``: whether it exists now; a primary context can end and begin again."""
 
     device: SimulatedDevice
     _scheduler: Scheduler
     _by_handle: Handles[Queue]
-    """The streams of all contexts."""
+    """The streams of all contexts of the machine."""
     id: int
     primary: bool
     flags: int
@@ -281,9 +281,7 @@ class EventTable:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """A ``with`` block in which no other process changes the table. The kernel releases the lock of a killed
-        process.
-        """
+        """A ``with`` block in which no other process changes the table. Linux releases the lock of a killed process."""
         fcntl.flock(self.fd, fcntl.LOCK_EX)
         try:
             yield

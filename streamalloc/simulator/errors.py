@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """Error of a driver call that returns this result code."""
+    """Makes the driver call in which it is raised return this result code."""
 
     def __init__(self, code: Any) -> None:
         super().__init__(code)

@@ -197,7 +197,7 @@ class Usage:
 
 
 def _bound(name: str) -> socket.socket:
-    """A socket with a unique name. The kernel closes it when the process ends."""
+    """A socket with a unique name, which others can see. Linux closes it when the process ends."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     with undo_by(made.close):
         made.bind(f"\0{name}")

@@ -169,6 +169,7 @@ class GraphExec:
     nodes: list[GraphNode] = field(init=False)
     """Copies of the nodes in launch order, unaffected by later graph changes."""
     unfreed: list[GraphNode] = field(init=False)
+    """Allocation nodes without a free node in the graph, whose memory outlives a launch."""
 
     def __post_init__(self) -> None:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]

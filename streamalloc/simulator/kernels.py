@@ -26,7 +26,7 @@ from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.memory import is_accessible
 
 Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
-"""Maps kernel arguments to used addresses and sizes in bytes."""
+"""Function of a kernel's arguments. It returns the address and the size in bytes of each used part of memory."""
 CType: TypeAlias = Any
 _F = TypeVar("_F", bound=Callable[..., object])
 

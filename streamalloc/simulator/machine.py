@@ -45,8 +45,8 @@ class Machine:
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
         self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
-        """``cuMemAlloc`` memory freed in a stream, kept until the host synchronises with the stream (H200:
-        test_plain_memory).
+        """``cuMemAlloc`` memory freed in a stream, with the stream and the number of the free there. The memory is kept
+        until the host synchronises with the stream (H200: test_plain_memory).
         """
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)

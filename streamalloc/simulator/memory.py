@@ -66,7 +66,7 @@ class Physical:
     kept: bool = False
     """Whether discarded contents stay, for other processes' mappings."""
     lent: bool = False
-    """Another process may have a descriptor of it."""
+    """Whether another process may have a descriptor of the file."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size: int = size
@@ -257,7 +257,7 @@ def _place(base: int, size: int) -> bool:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # this kernel lacks the flag
+    if got != base:  # this version of Linux lacks MAP_FIXED_NOREPLACE
         _unmap(got, size)
     return got == base
 
@@ -474,7 +474,7 @@ class Side(NamedTuple):
     fits: bool = True
     """Whether rows fit the pitch, and planes the height."""
     skipped: int = 0
-    """Bytes of the first row before ``address`` that the copy leaves out."""
+    """Bytes between the start of the side, as the caller named it, and ``address``."""
     data: bytes | None = None
     """The bytes at ``address``, if the call has read them."""
 

@@ -81,7 +81,7 @@ class MulticastTable:
 
     * one byte is locked while a holder changes the table;
     * one byte is locked by each descriptor that was exported;
-    * one byte for each holder is locked as long as it lives. The kernel unlocks it, however the holder ends.
+    * one byte for each holder is locked as long as it lives. Linux unlocks it, however the holder ends.
 
     So the table shows whether the process of a binding was killed, and whether another process may still add a device.
     """

@@ -188,7 +188,7 @@ class Argument:
     def back(self, given: Any, converted: Any) -> None:
         if converted is given or not _is_struct(type(converted)):
             return
-        if self._from.__name__ in STRUCTS_IN_LISTS:  # The struct has pointers of its own.
+        if self._from.__name__ in STRUCTS_IN_LISTS:  # its other bytes point to the list of the converted struct
             given.dptr = int(converted.dptr)
         elif self._from.__name__ == "cudaGraphNodeParams":
             if given.type == runtime().cudaGraphNodeType.cudaGraphNodeTypeMemAlloc:

@@ -54,7 +54,9 @@ class Operation:
     """Work in a stream. Subclasses define when it may start, and do it in one or several steps."""
 
     heavy = False
-    """Too long for the submitting thread: the worker runs it, alternating with other streams."""
+    """Whether it is too long for the submitting thread: the worker runs it then, in steps between those of other
+    streams.
+    """
     counts = True
     """Whether the stream counts as busy while this operation is queued."""
     is_command = True
@@ -132,7 +134,7 @@ class HostFunction(Operation):
         self._function = function
         self._state = "waiting"
         self.ident: int = 0
-        """The thread that runs the function."""
+        """Identifier of the thread that runs the function; 0 before it begins."""
 
     def is_blocked(self) -> bool:
         return self._state == "running"

@@ -203,7 +203,7 @@ class Sharing:
         return [one for one in self.allocations.at.values() if isinstance(one, OpenedMemory)]
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
-        """Open the file with another process's plain memory."""
+        """Open the file with the cuMemAlloc memory of another process."""
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)

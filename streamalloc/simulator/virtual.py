@@ -60,7 +60,7 @@ class VirtualMemory:
     def adopt(
         self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
     ) -> CreatedMemory:
-        """Make a handle of memory."""
+        """Make a handle for ``size`` bytes of a file, from ``offset`` on."""
         arenas = self.banks.arenas
         memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
         self.handles.add(memory)

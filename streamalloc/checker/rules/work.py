@@ -94,7 +94,9 @@ def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
 
 
 def _fills(stream_at: int | None, width: int) -> Around:
-    """Rule for a fill. A small fill is also a write of values that streams may wait for."""
+    """Rule for a fill. ``width``: bytes of an element. A small fill is also a write of values that streams may wait
+    for.
+    """
 
     def read(state: State, args: Arguments) -> _Uses:
         address, nbytes = number_of(args[0]), int(args[2]) * width
@@ -111,7 +113,9 @@ def _fills(stream_at: int | None, width: int) -> Around:
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Around:
-    """Rule for a copy."""
+    """Rule for a copy of bytes. The numbers are indexes of arguments: the stream (None for a synchronous call), the
+    size, and the source. The target is the first argument.
+    """
     return _works(stream_at, lambda state, args: _copied(state, args[0], args[source_at], int(args[size_at])))
 
 
@@ -279,8 +283,8 @@ def _copies_plane(stream_at: int | None) -> Around:
 
 
 def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> Around:
-    """Rule for a kernel launch. ``params_at``: index of the argument with the kernel's arguments; None if its uses are
-    unknown.
+    """Rule for a kernel launch. The numbers are indexes of the call's arguments: the stream or the launch
+    configuration, the kernel's arguments (None if its uses are unknown), and the function.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:

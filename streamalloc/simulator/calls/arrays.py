@@ -48,7 +48,7 @@ Change = tuple[Storage, Tile, "tuple[CreatedMemory, int] | None"]
 
 
 class ArrayCalls(CopyCalls):
-    """cuArray*, cuMipmappedArray*, cuMemMapArrayAsync, cuMemcpy3D*."""
+    """The calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync; the copies of planes, boxes and arrays."""
 
     # -- making and ending -----------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
 
 
 class ContextCalls(Calls):
-    """cuInit, cuDevice*, cuGetError*, cuCtx*."""
+    """The calls cuInit, cuDriverGetVersion, cuDevice*, cuGetError* and cuCtx*."""
 
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)

@@ -78,7 +78,7 @@ class PlannedCopy(Operation):
 
 
 def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
-    """The copy between two sides of ordinary memory."""
+    """The operation that copies between two sides that are not arrays."""
     if shape.size > shape.width:
         return _rows(machine, context, shape, target, source)
 
@@ -92,7 +92,7 @@ def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, so
 def make_fill(
     machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
 ) -> Operation:
-    """The fill of ``rows`` rows of ``count`` elements each."""
+    """The operation that fills ``rows`` rows of ``count`` elements. ``pitch``: bytes from a row to the next one."""
     if rows > 1:
         row = pattern * count
         every_row = Side(view_address(row), data=row)
@@ -134,7 +134,7 @@ _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class CopyCalls(Calls):
-    """cuMemset*, cuMemcpy*. Array copies are in :mod:`.arrays`."""
+    """The calls cuMemset* and cuMemcpy*. Copies of arrays are in :mod:`.arrays`."""
 
     # -- fills -----------------------------------------------------------------------------------------------
 

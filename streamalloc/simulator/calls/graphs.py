@@ -81,7 +81,7 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
-    """cuGraphCreate, cuGraphAdd*, cuGraph*Node*, and queries of graphs."""
+    """The calls cuGraphCreate, cuGraphAdd* and cuGraph*Node*, and the queries of graphs."""
 
     # -- building graphs -------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
 
 class GraphCalls(GraphBuildingCalls):
-    """cuStream*Capture*, cuGraphInstantiate*, cuGraphExec*, cuGraphLaunch, cuDevice*GraphMem*."""
+    """The calls cuStream*Capture*, cuGraphInstantiate*, cuGraphExec*, cuGraphLaunch and cuDevice*GraphMem*."""
 
     # -- capture ---------------------------------------------------------------------------------------------
 

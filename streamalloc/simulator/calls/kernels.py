@@ -231,7 +231,7 @@ def _is_a(kind: Any, cls: type) -> bool:
 
 
 def plain(cell: Any) -> Any:
-    """Return an argument in the form that kernels get."""
+    """Return an argument as the Python functions of kernels get it: a number as int or float, a struct as itself."""
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
     return 0 if value is None else value  # ctypes returns None for a null pointer
 
@@ -364,7 +364,7 @@ def _path(name: Any) -> bytes:
 
 
 class KernelCalls(Calls):
-    """cuModule*, cuLibrary*, cuKernel*, cuFunc*, cuLaunchKernel*, cuOccupancy*, cuLink*."""
+    """The calls cuModule*, cuLibrary*, cuKernel*, cuFunc*, cuLaunchKernel*, cuOccupancy* and cuLink*."""
 
     # -- modules ---------------------------------------------------------------------------------------------
 

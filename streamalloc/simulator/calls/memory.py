@@ -89,7 +89,9 @@ _INT = 4
 
 
 class MemoryCalls(Calls):
-    """cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointerGetAttribute; cuMemAllocManaged, cuMemPrefetch*, cuMemAdvise."""
+    """The calls cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointer*, cuMemAllocManaged, cuMemPrefetch*, cuMemDiscard*,
+    cuMemAdvise and cuMemRange*.
+    """
 
     # -- device memory ---------------------------------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class MemoryCalls(Calls):
         places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
             allocations.advise(allocation, address, size, allocations.prefetch(place))
-        banks = self._machine.banks  # without the driver object, whose end closes the machine
+        banks = self._machine.banks  # the queued call must not keep the driver object, whose end closes the machine
         discard = QueuedCall(lambda: allocations.discard(banks, ranges))
         stream.submit(discard if "Discard" in name else Operation())
 

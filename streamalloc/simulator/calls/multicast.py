@@ -102,7 +102,7 @@ class MulticastLaunch:
 
 
 class MulticastCalls(CopyCalls):
-    """cuMulticast*."""
+    """The calls cuMulticast*."""
 
     # -- objects and teams -----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
 
 
 class PoolCalls(Calls):
-    """cuMemPool*, cuMem*Async, cu*MemPool."""
+    """The calls cuMemPool*, cuMemAllocAsync, cuMemFreeAsync, and those for default and current pools (cu*MemPool)."""
 
     # -- making and ending -----------------------------------------------------------------------------------
 

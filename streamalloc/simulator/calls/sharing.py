@@ -32,7 +32,7 @@ def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
 
 
 class SharingCalls(Calls):
-    """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
+    """The calls cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable* and cuIpc*."""
 
     def _not_during_capture(self) -> None:
         """Refuse the call as not modelled while a capture forbids unsafe calls of this thread: it is unknown whether

@@ -77,7 +77,7 @@ class Batch(Operation):
 
 
 class StreamCalls(Calls):
-    """cuStream*, cuEvent*, cuLaunchHostFunc."""
+    """The calls cuStream* and cuEvent*, except those for captures; cuLaunchHostFunc."""
 
     # -- streams ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 
 
 class VirtualMemoryCalls(Calls):
-    """cuMemCreate, cuMemAddress*, cuMemMap, cuMemSetAccess and their queries."""
+    """The calls cuMemCreate, cuMemAddress*, cuMemMap and cuMemSetAccess, with their counterparts and queries."""
 
     # -- physical memory -------------------------------------------------------------------------------------
 
@@ -80,7 +80,9 @@ class VirtualMemoryCalls(Calls):
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
-        """Refuse these calls as virtual GPUs without them do (dmlc/xgboost#12217, OpenPPL/ppl.nn#8)."""
+        """Refuse the call on a device without virtual memory management, with the result code that users report of
+        virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
+        """
         able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
 
