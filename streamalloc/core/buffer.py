@@ -455,8 +455,8 @@ class PoolBuffer(Buffer):
     The finaliser runs between any two lines of any thread: while that thread captures a stream, while another one
     closes the buffer's stream, and in any order with the other objects of a garbage cycle. So it makes one free in
     stream order, in the relaxed mode: in the mode that threads begin with, garbage of one stream would end the capture
-    of another. The free is left to the queue of ends if the stream is not ready: a direct free on the per-thread stream
-    of another thread would not come after the work that used the memory, and a free on a destroyed stream crashes.
+    of another. If the stream is not ready, the free is left to the queue of ends. A direct free on the per-thread
+    stream of another thread would not come after the work that used the memory. A free on a destroyed stream crashes.
     """
 
     __slots__ = ()

@@ -76,8 +76,8 @@ yet would make each one slow.
 class Deferred(abc.ABC):
     """One release that is made later, exactly once.
 
-    The item prevents a second release: it clears its handle right before the driver call that ends the handle, and
-    restores it if the driver refuses (:meth:`Session.release`).
+    To prevent a second release, the item clears its handle right before the driver call that ends the handle. If the
+    driver refuses, the item has the handle again (:meth:`Session.release`).
     """
 
     __slots__ = ("_dropped_with", "_round")

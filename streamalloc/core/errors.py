@@ -162,9 +162,9 @@ class OutOfMemoryError(CudaError, MemoryError):
     pool
         The name of the pool; empty if it has none.
     holders
-        Lines of text: the other pools of the same location that hold memory, and for each observer
-        (:func:`streamalloc.observing.observe`) the lines of the program whose allocations are live there, most bytes
-        first.
+        Lines of text. First come the other pools of the same location that hold memory. For each observer
+        (:func:`streamalloc.observing.observe`), the lines of the program follow whose allocations are live there. Each
+        part has most bytes first.
     """
 
     _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")

@@ -64,10 +64,10 @@ class Fence:
     """Work queued so far: before the given events, on the given streams, or by default on all known streams.
 
     A fence is a tuple of events that have not completed, and of streams that have no event yet. A stream is recorded
-    when the fence is made, or at a later question if it is being captured or the driver refuses: a record during a
-    capture would become a node of the graph, and say nothing about work that runs. No call names a whole context or the
-    legacy stream while somebody captures, because it would invalidate the capture. A stream of ours that was closed or
-    dropped has left an event after its work. A lost context has no work left.
+    when the fence is made. If it is being captured or the driver refuses, it is recorded at a later question: a record
+    during a capture would become a node of the graph, and say nothing about work that runs. No call names a whole
+    context or the legacy stream while somebody captures, because it would invalidate the capture. A stream of ours that
+    was closed or dropped has left an event after its work. A lost context has no work left.
 
     Several threads may ask one fence, finalisers' items too, so it has no lock: a lock held while streams are recorded
     would be one more that a thread with a stream's lock waits for. Two threads may then record one stream twice. Both
@@ -260,9 +260,10 @@ def all_work(device: Device) -> tuple[Event, ...]:
 def await_device(session: Session, ordinal: int) -> None:
     """Block the host until all work of a device is done, without invalidating captures of any code (``cuMemFree``).
 
-    ``cuCtxSynchronize`` and ``cuCtxRecordEvent`` would invalidate them, whatever the mode of the capture and of the
-    thread, and the captured stream may be one that only another library knows. While ``cuMemFree`` waits, driver 580
-    blocks all threads that need the context. So the host first waits for the streams that are known.
+    ``cuCtxSynchronize`` and ``cuCtxRecordEvent`` would invalidate captures, whatever the mode of the capture and of the
+    thread. The captured stream may be one that only another library knows, so they are never called here. While
+    ``cuMemFree`` waits, driver 580 blocks all threads that need the context. So the host first waits for the streams
+    that are known.
     """
     fence = Fence(session, queueing=True)
     # Made with ``queueing``, so that the constructor recorded nothing: it hides errors of the driver. The next line
@@ -411,8 +412,8 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
     Returns whether it was called.
 
     During the call no other thread closes the stream or begins to capture it through this library. Other code may
-    capture a stream that this package did not make. Such a stream is used only on its own thread: ``mine`` means that
-    the caller runs on it, and so does a thread that is about to queue work on the stream (:func:`queue_behind`).
+    capture a stream that this package did not make. Such a stream is used only on its own thread. ``mine`` says that
+    the caller runs on that thread. So does a thread that is about to queue work on the stream (:func:`queue_behind`).
     """
     mine = mine or isinstance(stream, OwnStream) or threading.get_ident() in stream._attempting
 

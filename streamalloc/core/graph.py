@@ -157,9 +157,10 @@ class Capture(contextlib.AbstractContextManager[Graph]):
     item is attempted, and no thread makes a call that names the legacy stream or a whole context. Such a call after
     ``cuStreamBeginCapture`` would invalidate the capture, and the program would lose its graph because of a release
     that it knows nothing of. A thread that is in such a call holds the lock, so the capture waits for it. Next, direct
-    calls are forbidden: in the mode "global" the driver refuses unsafe calls of *all* threads and invalidates the
-    capture, so the others go the checked way, in the relaxed mode. Then the stream's lock is taken, because an item may
-    be freeing memory on it: that free would become a node, and run again with each launch. Only then the driver begins.
+    calls are forbidden. In the mode "global" the driver refuses unsafe calls of *all* threads, and each such call
+    invalidates the capture. So the calls of other threads go the checked way, in the relaxed mode. Then the stream's
+    lock is taken, because an item may be freeing memory on it: that free would become a node, and run again with each
+    launch. Only then the driver begins.
 
     The end goes the other way: the driver ends the capture, the streams run their work again, the capture leaves the
     list, and the items that have waited are attempted.

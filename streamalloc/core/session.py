@@ -241,9 +241,9 @@ class Session(_Direct):
     def context(self, ordinal: int) -> Any:
         """The primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        The context must outlast every object of the device. The garbage collector drops those in any order, also after
-        the session's last user, and other libraries share the context: the last release destroys it with their streams
-        and memory, and a handle that somebody uses after that crashes the process.
+        The context must outlast every object of the device, and the garbage collector drops those in any order, also
+        after the session's last user. Other libraries share the context: its last release destroys it with their
+        streams and memory. Whoever then uses such a handle crashes the process.
         """
         context = self._contexts.get(ordinal)
         if context is None:

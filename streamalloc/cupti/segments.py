@@ -63,8 +63,9 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """Return the segments and blocks at the moment at which the live blocks had most bytes, of all moments between
-        two times (nanoseconds) at which the segments had ``nbytes``. None if the history has no such moment.
+        """Return the segments and blocks at one moment between two times (nanoseconds), at which the segments had
+        ``nbytes``. Of several such moments, it is that at which the live blocks had most bytes. None if the history has
+        no such moment.
         """
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)

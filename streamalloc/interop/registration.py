@@ -78,7 +78,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     """Check which communication libraries can register or send memory, and why others cannot.
 
     No library is called, and nothing is registered. The driver is queried for the pointer attributes of each mapping
-    (``cuPointerGetAttributes``, ``cuMemGetAddressRange``) and for a DMA-BUF of the range
+    (``cuPointerGetAttribute``, ``cuMemGetAddressRange``) and for a DMA-BUF of the range
     (``cuMemGetHandleForAddressRange``), which is closed at once.
 
     Parameters

@@ -574,8 +574,11 @@ def observe(
     :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the same
     memory, and start and stop in any order.
 
-    Not recorded are memory from before the start (but for present mappings of the objects passed), memory that belongs
-    to the graph of a capture, and memory that another library allocates by a pool's handle.
+    Not recorded are:
+
+    * memory from before the start, but for present mappings of the objects passed;
+    * memory that belongs to the graph of a capture;
+    * memory that another library allocates by a pool's handle.
 
     Parameters
     ----------
