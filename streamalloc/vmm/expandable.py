@@ -74,7 +74,7 @@ _SMALL, _SLAB = 128 << 10, 2 << 20
 _SHIFT = 48
 _OFFSET = (1 << _SHIFT) - 1  # A free range is one number: its size in the bits from 48 on, its offset in those below.
 _QUERIES = 1 << 8
-"""Number of event queries before memory is released. An idle stream needs no more; a busy stream is not waited for."""
+"""Most queries of an event before its stream counts as busy, so that its memory stays. An idle stream needs no more."""
 
 
 class FreeRanges:
@@ -342,7 +342,8 @@ class _Ranges(StreamCache):
         """Return the free lists that have blocks of at least ``least`` bytes."""
         sizes, free_lists = self.free_lists
         if len(sizes) != len(self.classes):
-            classes = dict(sorted(self.classes.items()))  # a stream that ends on another thread may remove some
+            # A copy, because a stream that ends on another thread may remove classes meanwhile.
+            classes = dict(sorted(self.classes.items()))
             sizes, free_lists = [*classes], [one.free for one in classes.values()]
             self.free_lists = sizes, free_lists
         return filter(None, free_lists[bisect_left(sizes, least) :])
@@ -616,7 +617,7 @@ class _State(CacheState):
         gaps, page, place, least = segment.gaps(0, segment.most), segment.page, None, segment.most
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
-            if last < segment.most and stop - nbytes >= first:  # The end of the gap is large enough.
+            if last < segment.most and stop - nbytes >= first:  # The gap is large enough: begin inside of it.
                 start = (stop - nbytes) // page * page
             end, lacking, number = start + nbytes, 0, at
             while lacking < least:
@@ -748,7 +749,7 @@ class _State(CacheState):
                 segment.release(chunk, event)
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Return the bytes at a location that no mapping counts: none."""
+        """Return 0. An arena returns the bytes of its pages, but all memory of this cache counts as mapped memory."""
         return 0
 
     def forget_peaks(self) -> None:

@@ -44,7 +44,7 @@ from streamalloc.vmm.access import Rights
 
 
 class Kind(enum.Enum):
-    """Kind of resource."""
+    """Kind of the driver resource that a :class:`Node` releases."""
 
     BINDING = enum.auto()
     """Memory bound to a multicast object."""
@@ -170,13 +170,13 @@ class AllocationState:
         self.exported: bool = False
         """Whether a shareable handle was exported."""
         self.imported: bool = False
-        """Whether another process created it."""
+        """Whether another process created the memory or the object."""
         self.handles: dict[AllocationHandle, None] = {}
         """A node for each object that holds the handle."""
         self.mappings: dict[Node, None] = {}
-        """Mappings in this process."""
+        """Mappings of the memory or the object in this process."""
         self.bindings: dict[Any, None] = {}
-        """Bindings to multicast objects."""
+        """Bindings of the memory to multicast objects."""
         self.teams: dict[Node, None] = {}
         """Teams of all multicast objects that the memory is bound to."""
 

@@ -68,7 +68,7 @@ class MemorySpec:
         if prop.requested_handle_types:
             made_for_sharing()
         self.struct: Any = prop.to_driver()
-        """``CUmemAllocationProp``."""
+        """The properties as a ``CUmemAllocationProp``."""
         place = prop.location
         # The driver cannot be asked about memory of a device that this process does not see.
         asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
@@ -159,7 +159,7 @@ class MemorySpec:
         state = handle.state
         with self.allocations.lock:
             raw = mapped._raw
-            # None if the handle was released, or another thread has made the object.
+            # The mapping has no handle (None) if it was released, or if another thread has made the object.
             number = state.handle = 0 if raw is None else int(raw)
             if not mapped.gone:
                 state.mappings[mapped] = None

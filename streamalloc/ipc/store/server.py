@@ -393,7 +393,7 @@ class StoreServer(Closes):
         epoch.layout, epoch.count = hash, count
         epoch.fabric = bool(about.fabric)
         epoch.ready = word
-        handles.clear()  # From now on the epoch owns them.
+        handles.clear()  # The epoch owns the descriptors now, so the end of this request must not close them.
         if prepare:
             return {"token": f"{client.number} {id(epoch)}"}
         self._holdings.publish([epoch])
@@ -403,7 +403,7 @@ class StoreServer(Closes):
 
     def _confirm(self, client: _Client, tokens: list[str]) -> dict[str, Any]:
         if client.epoch is not None and client.epoch.number:
-            return {"epoch": client.epoch.number}  # Another rank of the group came first.
+            return {"epoch": client.epoch.number}  # The request of another rank has published the whole group.
         written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
         epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and len(epoch.files) > 1]
         if len(epochs) != len(tokens) or client.epoch not in epochs:

@@ -485,7 +485,8 @@ class ControlBlock:
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
-                # A hostile importer overwrote its words. A stream of this process waits for another value.
+                # A hostile importer overwrote its words. Write the value that streams of this process wait for, or they
+                # would wait forever.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 

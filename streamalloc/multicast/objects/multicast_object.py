@@ -466,7 +466,7 @@ class MulticastObject(GenericAllocation):
             if node.gone:
                 node.unlink(self._team)
                 self._live_bindings()
-                self._node.allocations.work()  # closed memory may wait for the unbind
+                self._node.allocations.work()  # This releases closed memory that has waited for the unbind.
 
     def _end(self, after: After) -> None:
         self._wait(after)
@@ -483,7 +483,7 @@ class MulticastObject(GenericAllocation):
             for state in states if self._node.gone else ():
                 if state is not None:
                     state.teams.pop(self._team, None)
-            allocations.work()  # closed memory and addresses may wait for the release of the object
+            allocations.work()  # This releases closed memory and addresses that have waited for the object's release.
 
     # -- checks ----------------------------------------------------------------------------------------------
 

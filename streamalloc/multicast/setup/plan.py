@@ -41,7 +41,9 @@ class RankProfile:
     granularity: int
     """Recommended granularity of physical memory in bytes."""
     posix: bool
+    """Whether the device's memory can be shared by file descriptors."""
     fabric: bool
+    """Whether the device's memory can be shared by fabric handles."""
     multicast_supported: bool
     nbytes: int
     signal_pad_bytes: int

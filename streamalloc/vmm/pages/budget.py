@@ -41,7 +41,7 @@ _MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pa
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 _TABLE_LOCK = 0  # Byte of the file whose lock protects all records. Byte ``1 + n`` is locked while member ``n`` lives.
 _LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests, normally and after an error
-_AGAIN, _STEP = 0.05, 0.002  # seconds between two requests, and between two attempts
+_AGAIN, _STEP = 0.05, 0.002  # While bytes are waited for: seconds between two requests, and between two looks.
 
 
 class Member(NamedTuple):
@@ -91,7 +91,7 @@ class PageBudget(Closes):
     """
 
     limit: int
-    """Bytes of all pages together."""
+    """Most bytes that the pages of all processes may have together."""
 
     def __init__(
         self, path: str | os.PathLike[str], limit: int | None = None, *, on_ask: Callable[[int], object] | None = None
@@ -105,7 +105,7 @@ class PageBudget(Closes):
         """Page stocks of the arenas that use this object."""
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
-        """Ends the thread that answers requests; None before the first arena."""
+        """Event that ends the thread which answers requests; None before the first arena."""
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(self._file.close):
@@ -161,7 +161,7 @@ class PageBudget(Closes):
             raise ValueError(f"the budget at {self.path} was truncated")
         found = {}
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
-            # A record of zeros needs no check whether its member lives.
+            # In a record of zeros there is nothing to free, so there is no need to ask whether its member lives.
             if any(words) or at == self._at:
                 if at == self._at or is_locked(self._file.fileno(), 1 + at):
                     found[at] = Member(*words)
@@ -337,7 +337,7 @@ def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
             return
         except Exception as error:
             pause = _AFTER_ERROR
-            with contextlib.suppress(Warning):  # if warnings are errors, the other budgets still need an answer
+            with contextlib.suppress(Warning):  # If warnings are errors, this thread must still answer later requests.
                 warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
 

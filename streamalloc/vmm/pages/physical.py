@@ -173,7 +173,7 @@ class PageStock(abc.ABC):
         with self.lock:
             for page in dropped:
                 page.users -= 1
-            # A loop without an `if`: see the module `locks` of the driver.
+            # No loop with an ``if`` in a block under a lock: see the module ``locks`` of the driver.
             unused = [*itertools.filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
             if not self.closed:
                 self.spare += unused
@@ -215,7 +215,7 @@ class PageStock(abc.ABC):
         return made
 
     def _check_limit(self, missing: int) -> None:
-        """Raise if the limit has no room for so many more pages."""
+        """Raise if the limit has no room for ``missing`` more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
         why = (
@@ -241,7 +241,7 @@ class PageStock(abc.ABC):
             budget.settle()
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Stop counting pages that do not exist, and reuse their numbers."""
+        """Stop counting pages that were released, or were not created. Later pages get their numbers."""
         with self.lock:
             self.count -= len(numbers)
             self._numbers += numbers

@@ -75,7 +75,7 @@ class Places(MappedBytes):
         self.mapped: list[Page | None] = [None] * count
         """Page mapped at each place; None for a hole after a failed call."""
         self.backing: list[Page | None] = [None] * count
-        """Page of each place that is committed, parked or kept."""
+        """Page of each place that is committed, parked or kept; None for the other places, which map zeros."""
         self.parked: dict[int, Parking] = {}
         """Released places whose pages are still in use or being cleared."""
         self.stored: dict[int, Kept] = {}
@@ -112,7 +112,7 @@ class Places(MappedBytes):
         return self.physical.changing(checked)
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
-        """Return the places that already hold an unshared page, and new pages for the other places.
+        """Return the list of places that already hold an unshared page, and new pages by place for the others.
 
         Call within :meth:`locked`, for places that are not committed.
         """
@@ -187,7 +187,7 @@ class Places(MappedBytes):
             attach(first, later)
 
     def put(self, pages: Mapping[int, Page]) -> None:
-        """Map pages at places. An error is not undone."""
+        """Map pages at places. An error is not undone: the run of places that failed is then :attr:`broken`."""
         zero = self.physical.zero
         zeros = [place for place, page in pages.items() if page is zero]
         others = [place for place in pages if pages[place] is not zero] if zeros else pages

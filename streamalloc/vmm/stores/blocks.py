@@ -389,7 +389,7 @@ class BlockTier(Tier, Closes):
 
     @abc.abstractmethod
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        """Make room for blocks."""
+        """Make a chunk with room for ``count`` blocks of ``nbytes`` bytes."""
 
     @abc.abstractmethod
     def _stored(self, nbytes: int) -> Stored:
@@ -521,7 +521,7 @@ class BlockTier(Tier, Closes):
             self._fill(stored, count)
 
     def _fill(self, stored: Stored, count: int) -> None:
-        # In ascending order. Otherwise copies of the blocks would have to be sorted first.
+        # Take chunks in ascending order. Otherwise copies of the blocks would have to be sorted first.
         fitting = iter(sorted((one for one in self._chunks if one.nbytes == stored.nbytes), key=attrgetter("address")))
         while (left := count - len(stored)) > 0:
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)

@@ -43,7 +43,7 @@ from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run, cores
 
 _BLOCKS = PIECE // HUGE
-"""Most blocks that a thread makes at a time."""
+"""Most blocks in a piece, which a thread fills and pins at a time."""
 
 
 class MemoryChunk(Chunk):
