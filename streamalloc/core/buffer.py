@@ -225,7 +225,7 @@ class Buffer(Memory, Closes):
         allocation.
 
         Assign another stream to order a drop after its work. The caller orders the new stream after what the earlier
-        one has queued. Memory of a cache then returns to the pool.
+        one has queued. Memory of a cache then leaves the cache for good: its free returns it to the pool.
         """
         return self._stream
 

@@ -330,9 +330,9 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so for one
     this package begins no capture at all.
 
-    The work of a library's stream that was closed is done only once the device was idle. :func:`await_closed` waits for
-    that. This function does not, because deferred items call it, and the device may be waiting for the thread that
-    attempts them.
+    The work of a library's stream that was closed counts as done only once the device was idle. :func:`await_closed`
+    waits for that. This function does not, because deferred items call it, and the device may be waiting for the thread
+    that attempts them.
 
     Raises
     ------

@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class SupportsCudaStream(Protocol):
-    """An object with ``__cuda_stream__``, such as a cuda.core stream. It returns protocol version 0 and the handle."""
+    """An object with ``__cuda_stream__``, such as a cuda.core stream. The method returns the version of the protocol,
+    which is 0, and the handle.
+    """
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 

@@ -221,7 +221,7 @@ class Memory(Copyable, Migrating):
         """Export the memory as a DLPack capsule of flat ``uint8``, without a copy.
 
         ``stream`` follows the Python array API standard: None or 1 for the legacy default stream, 2 for the per-thread
-        one, -1 for no ordering, else a driver handle. It waits for the queued work of :attr:`stream`.
+        one, -1 for no ordering, else a driver handle. That stream waits for the queued work of :attr:`stream`.
 
         Raises
         ------

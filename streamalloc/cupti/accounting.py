@@ -177,6 +177,7 @@ class Memory:
         self._sums, self._block_sums = Sums(), Sums()
         """Bytes that driver calls have allocated, and bytes of CuPy's blocks."""
         self._peak = self._peak_blocks = 0
+        """Most bytes that driver calls had allocated at once, and most bytes of CuPy's blocks at that peak."""
         self._peak_from = self._peak_to = 0
         """Times at which the peak began and ended. The end is 0 while the peak lasts."""
         self._pools: dict[int, int] = {}

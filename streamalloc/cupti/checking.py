@@ -69,7 +69,7 @@ class _Seen:
         """Device of each context."""
 
     def saw(self, call: DriverCall) -> None:
-        """Note what a call tells about contexts."""
+        """Note the device of a primary context, if the call has returned one."""
         if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
             self._devices[call.answer[1]] = call.args[0]
 

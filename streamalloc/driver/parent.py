@@ -40,7 +40,7 @@ class ParentTest(NamedTuple):
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report if the test requested its kind. The test may have ended."""
+        """Add a report if the test requested its kind. Nothing is written if the test, and its directory, are gone."""
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

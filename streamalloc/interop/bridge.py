@@ -483,7 +483,8 @@ class Ledger:
         if same and type(memory) is CachedBuffer:
             return nbytes  # The finaliser of the buffer returns the block to the cache.
         if not isinstance(memory, Buffer):
-            # Virtual memory is unmapped after the present work of its devices.
+            # The last references go here. Then `work` attempts the item that unmaps virtual memory after the present
+            # work of its devices.
             del held, memory
             work(self.sources.session)
         elif same or handle is None:

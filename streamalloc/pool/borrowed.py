@@ -1,6 +1,7 @@
 """Handles and memory of other code, and memory that is not freed in stream order.
 
-Who owns them is said by the caller, never inferred. Kind, device and size of memory are those that the driver reports.
+The caller says who owns them; that is never inferred. Kind, device and size of memory are those that the driver
+reports.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class OnceIdle(Deferred):
     """A driver call that waits for the devices, made on its own thread once they are idle.
 
     While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
-    of this process, the call would never return. ``call`` may run twice.
+    of this process, the call would never return. ``call`` may run twice, so a second run must do nothing.
     """
 
     __slots__ = ("_call", "_not_before", "_session")

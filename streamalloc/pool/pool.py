@@ -517,7 +517,7 @@ class CurrentPool(Allocator):
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
-        """The allocator of a device."""
+        """Return the allocator of a device's current pool: the same object while it lives."""
         current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
         if not isinstance(found, CurrentPool):

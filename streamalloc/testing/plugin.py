@@ -94,7 +94,7 @@ _FLAGS = {
     "leaks": ("errors for tests that do not release what they make, with the lines that made it", "leaks are errors"),
     "check": ("errors for tests that break stream order", "stream order is checked"),
 }
-"""Help and header of each option without a value."""
+"""Texts of each option without a value: its help, and its words in the header of a run."""
 _NOTES = "streamalloc not checked"
 """Property of pytest's reports that has the notes of checks. pytest-xdist sends it to its main process."""
 _notes: list[str] = []

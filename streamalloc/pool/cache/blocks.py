@@ -18,7 +18,7 @@ from streamalloc.driver.internal import cuda
 if TYPE_CHECKING:
     from streamalloc.core.internal import BufferSource, StillImported
 
-    # The bindings have no types.
+    # For type checkers only, because the bindings have no types.
     class _Pointer:
         def __init__(self, address: int) -> None: ...
         def __int__(self) -> int: ...
