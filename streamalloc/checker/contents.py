@@ -5,9 +5,9 @@ A copy to the host that reads elements as another type is reported. Types are re
 a type, such as a fill or a kernel, removes the type.
 
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
-through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host, or
-at the next copy of the same bytes. It does so only for streams that no other library has, and for memory that no kernel
-may write unseen: another library may wait for its streams in ways that the checker does not see.
+through NumPy arrays. So it compares a checksum of the source at the call with one right before the next wait of the
+host, or at the next copy of the same bytes. It does so only for streams that no other library has, and for memory that
+no kernel may write unseen: another library may wait for its streams in ways that the checker does not see.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ElementTypes:
         """Number of kernels without declared uses so far. Each may have written memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy. A host array on one side determines the type."""
+        """Record a copy. A NumPy array on one side determines the type of the elements."""
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
         elif isinstance(target, np.ndarray):
@@ -189,7 +189,7 @@ class QueuedSources:
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has an array of memory, and the operations that still read the memory."""
+        """Record that the host has a NumPy array over memory, and watch what queued operations still read of it."""
         for piece in pieces:
             range_, low, high = piece
             range_.viewed = True

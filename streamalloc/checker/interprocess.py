@@ -667,8 +667,8 @@ class OpenFiles(Generic[T]):
     """A table with a value for each open file. The table keeps no file open. A file that cannot be identified has no
     value.
 
-    All handles that a real driver exports are unnamed files of one device, so ``fstat`` cannot tell them apart. An
-    epoll refers to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
+    All handles that a real driver exports are files without names, which ``fstat`` cannot tell apart. An epoll refers
+    to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
     """
 
     def __init__(self, notes: Notes | None = None) -> None:
@@ -732,7 +732,7 @@ class OpenFiles(Generic[T]):
 
 
 def _inode(number: int) -> tuple[int, int] | None:
-    """Device and inode of a regular file; None for other files."""
+    """Number of the file system (``st_dev``) and inode of a regular file; None for other files."""
     try:
         status = os.fstat(number)
     except OSError:

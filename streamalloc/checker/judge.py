@@ -186,7 +186,7 @@ class Judge:
         may have written unseen.
         """
         range_, low, high = piece
-        # The host writes through arrays, which the checker does not see.
+        # The host writes through NumPy arrays, which the checker does not see.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):

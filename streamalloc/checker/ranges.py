@@ -261,7 +261,7 @@ class Range(Extent):
     deferred: bool = False
     """Whether a missing free is no leak: the driver call comes later, or the range ends with its module."""
     viewed: bool = False
-    """Whether the host has an array of it."""
+    """Whether the host has a NumPy array over it, and may read and write it without a call."""
     waiting_write: bool = False
     """Whether a write was queued on a stream that was waiting."""
     released: Stack | None = None
@@ -340,7 +340,7 @@ class AddressMap(RangeMap[Range]):
         self._verdicts.clear()
 
     def divide(self, segment: Range) -> None:
-        """Record that an allocator gives out blocks of a segment."""
+        """Record that an allocator gives out blocks of a range. From now on uses are judged by these blocks."""
         segment.divided = True
         self._verdicts.clear()
 

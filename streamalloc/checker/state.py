@@ -100,7 +100,7 @@ class State:
     primary: dict[int, int] = field(default_factory=dict)
     """Primary context by device."""
     access: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By context: the access of devices to its plain memory. By device: 1 read, 3 read and write."""
+    """By context: the access of devices to its cuMemAlloc memory. By device: 1 read, 3 read and write."""
     pools: dict[int, dict[int, int] | None] = field(default_factory=dict)
     """By pool handle: the access of devices to its memory, as in ``access``; None: all have access."""
     host_pools: set[int] = field(default_factory=set)
@@ -108,7 +108,7 @@ class State:
     current_pools: dict[int, int] = field(default_factory=dict)
     """Current pool by device."""
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
-    """Called with each use of a range that may be a segment, when its stream runs the use."""
+    """Called with each use of a range that an allocator may divide into blocks, when its stream runs the use."""
     now: int = 0
     """Time of the present call in the feed's own unit; 0 if the feed does not tell it."""
 

@@ -211,6 +211,6 @@ class Managed:
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
-        """Release memory. Host arrays that refer to it then read :data:`FREED`."""
+        """Release memory. NumPy arrays that refer to it then read :data:`FREED`."""
         self.allocations.remove(memory)
         self.banks.arenas.remove(memory.reservation)

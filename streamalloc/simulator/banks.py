@@ -169,7 +169,7 @@ class Banks:
 
 class Space:
     """Memory of a pool: an address line, the chunks under it in a file at equal offsets, and the bank that provides
-    them. With ``on_host`` host arrays can refer to it, even after the free: see :data:`.memory.FREED`.
+    them. With ``on_host`` NumPy arrays can refer to it, even after the free: see :data:`.memory.FREED`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Space:
         return self._arenas.own(Physical(self._name, self.line.capacity))
 
     def back(self, chunks: list[int]) -> None:
-        """Map memory at chunks of the line."""
+        """Map memory at the chunks of the line with these numbers."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
@@ -200,7 +200,7 @@ class Space:
             self.bank.used += size
 
     def unback(self, chunks: list[int]) -> None:
-        """Unmap and release the memory of chunks of the line."""
+        """Unmap and release the memory of the chunks with these numbers."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.unmap(self.base + offset, size)

@@ -392,7 +392,7 @@ class ReservedRange(ReservedExtent):
 
 
 FREED = 0xDB
-"""Byte that arrays over freed host memory read. Their writes are lost."""
+"""Byte that NumPy arrays over freed host memory read. Their writes are lost."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256

@@ -483,9 +483,8 @@ class Multicast:
         return None if _incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """The segments that a write to a range reaches, in multicast mappings and ordinary mappings.
-
-        None if a part of the range is unmapped or has no memory.
+        """The bytes that a write to a range reaches, in multicast mappings and ordinary mappings. ``at`` of a segment
+        counts from ``address``. None if a part of the range is unmapped or has no memory.
         """
         targets: list[Segment] = []
         end = address + size

@@ -162,7 +162,7 @@ def _read(check: Check, repr: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """Model of a GPU and its host. None in a mapping marks a name that the driver does not know."""
+    """Model of a GPU and its host. In a table by driver names, None marks a name that the driver does not know."""
 
     source: str = _read(_text)
     """Machine that was read."""
@@ -295,7 +295,9 @@ def parse(data: bytes, identity: str) -> Profile:
 
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge two mappings; entries of ``given`` replace those of ``base``."""
+    """Merge two tables of one field: entries of ``given`` replace those of ``base``, inner tables entry by entry. A
+    limit without a range that has the default of the base's keeps the range of the base.
+    """
     found = dict(base)
     for name, one in given.items():
         there = base.get(name)

@@ -164,7 +164,9 @@ class Sharing:
         return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
     def withdraw(self, allocation: LiveMemory) -> None:
-        """Record a free of plain memory. Nobody can open its handle any more, except while the memory is open."""
+        """Record a free of cuMemAlloc memory. Other processes can no longer open its IPC handle, unless they have
+        memory of the same block open.
+        """
         if allocation.device is not None:
             physical, _ = self.devices[allocation.device].heap.locate(allocation.base)
             if physical.kept:

@@ -196,7 +196,7 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a change of the current device's access to plain memory of another context."""
+    """Rule for a change of the current device's access to cuMemAlloc memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
     device = state.ask.number("cuCtxGetDevice")
     if device is None:

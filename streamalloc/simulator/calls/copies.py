@@ -245,8 +245,8 @@ class CopyCalls(Calls):
         device memory, ``dst``, ``src`` or both. ``hStream``: None for a synchronous call. ``values``: the parameters of
         a graph node; None for one row.
 
-        Pool memory must be accessible from the device of the current context. Plain memory can be copied from any
-        context (observed on H200: test_two_devices; the driver stages such copies).
+        Pool memory must be accessible from the device of the current context. Memory of cuMemAlloc can be copied from
+        any context (observed on H200: test_two_devices; the driver stages such copies).
         """
         machine = self._machine
         waits = hStream is None

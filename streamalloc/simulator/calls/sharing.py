@@ -1,4 +1,4 @@
-"""Sharing between processes: exported and imported pools and memory, IPC handles for plain memory and events."""
+"""Sharing between processes: exported and imported pools and memory, IPC handles of cuMemAlloc memory and of events."""
 
 from __future__ import annotations
 
