@@ -80,7 +80,7 @@ class Signals:
         self._sent[rank, peer, channel] = count
 
     def wait(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
-        """Make the stream wait for the next increment by ``peer`` in the memory of ``rank``."""
+        """Queue a wait for the next increment by ``peer`` in the memory of ``rank``, before the stream's later work."""
         self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
         self._wait(stream, rank, _SIGNAL, channel, peer, count)

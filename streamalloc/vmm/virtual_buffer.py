@@ -182,7 +182,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def frozen(self) -> bool:
-        """Whether :meth:`SleepGroup.freeze` has made it read-only."""
+        """Whether :meth:`SleepGroup.freeze` has made the buffer read-only."""
         return self._frozen is not None
 
     @property

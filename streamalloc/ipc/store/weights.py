@@ -249,7 +249,7 @@ class Weights(Tensors, Closes):
 
     @property
     def attached(self) -> bool:
-        """Whether the memory is mapped."""
+        """Whether the memory is mapped here; False between :meth:`detach` and :meth:`attach`."""
         return not self.range.closed and self.range.mapped_bytes == self.nbytes
 
     @property

@@ -450,7 +450,7 @@ class Parking(Deferred):
                     ahead.cleared = True
                     owner.notify(alone, released=True)
                 except (CudaError, ClosedError) as error:
-                    self.refused = error  # Some zeros may have been queued.
+                    self.refused = error  # Some zeros may have been queued, so the places still wait for ``ahead``.
             finally:
                 ahead.fence.queueing = 0
             ahead.fence.record()

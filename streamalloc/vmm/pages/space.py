@@ -44,7 +44,7 @@ Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 
 T = TypeVar("T")
 _BATCH = 64
-"""Number of pages that are mapped before their contents are copied."""
+"""Number of pages that a swap-in or a preparation maps at a time."""
 
 
 class _ParkedAgainError(Exception):
@@ -350,7 +350,8 @@ class SwapSpace(SpaceMemory):
             if kept:
                 places.locked(lambda: self._forget_stored(kept, parking))
 
-        # ``in_use()`` is needed, because another thread may release the pages before the copies are queued.
+        # Another thread may release the pages before the copies are queued. Then ``in_use()`` keeps the tier from using
+        # their room for other contents.
         with self._alone(ordered, *ends) as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
@@ -381,7 +382,7 @@ class SwapSpace(SpaceMemory):
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the others.
+        if len(mine) < len(kept):  # Another thread has released the others: let their parking end.
             parking.fence.queueing = 0
             parking.begin()
         return mine
@@ -410,7 +411,7 @@ class SwapSpace(SpaceMemory):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # No other page is waited for.
+        chosen = [*self._swapped(self._unique(pages))]  # Only these: the call must not wait for work on other pages.
         ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):

@@ -106,7 +106,7 @@ def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses, memo
     steps, nbytes = host[1:] - host[:-1], sizes if isinstance(sizes, int) else sizes[:-1]
     scattered = steps != nbytes
     scattered |= device[1:] - device[:-1] != nbytes
-    if memory.strides[0]:  # Otherwise the array repeats one number.
+    if memory.strides[0]:  # Without a stride the array repeats one number: all blocks are in one allocation.
         scattered |= memory[1:] != memory[:-1]
     return not len(steps) or int(steps.min()) >= 0, scattered
 

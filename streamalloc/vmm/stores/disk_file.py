@@ -93,7 +93,7 @@ def _close(fd: Fd) -> None:
     _closing.append(closing)
     try:
         _thread.start_new_thread(_free, (number, closing))
-    except RuntimeError:  # the interpreter exits
+    except RuntimeError:  # While the interpreter exits, no thread can start.
         _free(number, closing)
 
 
@@ -156,7 +156,7 @@ class DiskFile:
         """Bytes of a block."""
         counts = [-(-size // block) for size in self.sizes]
         self._sums = [0] * sum(counts)
-        """Checksums of the blocks."""
+        """CRC-32 of each block, by its number in the file."""
         starts, number, position = [], 0, self._header_bytes
         for size, count in zip(self.sizes, counts, strict=True):
             starts.append((number, position))

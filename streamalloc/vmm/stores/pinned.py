@@ -254,7 +254,7 @@ class Pinning:
             self._pool = pool, self._device.create_stream()
         pool, stream = self._pool
         memory = pool.allocate(nbytes, stream)
-        stream.synchronize()  # Copies on other streams may use it at once.
+        stream.synchronize()  # Other streams may use the memory at once, and do not wait for this stream's allocation.
         return _array(memory.address, nbytes, memory)
 
     def _allocated(self, nbytes: int) -> tuple[Bytes, Release]:
