@@ -115,7 +115,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
     version["python"] += f" ({sys.executable})"
     version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-    del version["cuda"]  # This is a part of the driver's version.
+    del version["cuda"]  # The line of the driver has the CUDA version already.
     terminal.table(version.items())
     for device in found["devices"]:
         _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            raise  # It is for the program that the command runs.
+            raise  # Ctrl+C is for the program that the command runs: its exit is that of the command.
         return _INTERRUPTED
 
 

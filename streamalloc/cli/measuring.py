@@ -128,7 +128,7 @@ class Bench:
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that makes them."""
         self.common: Any = None
-        """What the variants of the present row share, made by the row's ``need``."""
+        """Object that the variants of the present row share. The row's ``need`` sets it: a size, a store, a worker."""
         # Any, because raw variants use the classes of the bindings, too, which every driver has.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)

@@ -203,7 +203,7 @@ class DeferredQueue:
     def submit(self, item: Deferred) -> None:
         """Add an item. The next point of work attempts it. Never raises."""
         self.submitted.append(item)
-        # This keeps a queue with items alive, even if no other object of its driver is.
+        # The set keeps a queue with items alive, even if no other object of its driver is.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:

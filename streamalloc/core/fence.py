@@ -194,7 +194,7 @@ class Fence:
         except CaptureError:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):
-            # It was closed or destroyed meanwhile. A stream of this package has kept its end event.
+            # The stream was closed or destroyed meanwhile. One of this package has left the event after its work.
             return (end,) if _may_work(end) else end._last
         except LOST:
             return ()

@@ -254,7 +254,7 @@ class MemLocation:
         return self.type in (MemLocationType.HOST, MemLocationType.HOST_NUMA, MemLocationType.HOST_NUMA_CURRENT)
 
     def to_driver(self) -> Any:
-        """This location as a ``CUmemLocation``."""
+        """Return a ``CUmemLocation`` with this location."""
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
             # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. A new struct already has its value, 0.
@@ -269,7 +269,7 @@ class MemLocation:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The location that a ``CUmemLocation`` holds."""
+        """Return the location that a ``CUmemLocation`` holds."""
         kind = MemLocationType(int(struct.type))
         if kind is not MemLocationType.DEVICE_LOCALITY_DOMAIN:
             return cls(kind, int(struct.id))
@@ -296,7 +296,7 @@ class MemAccessDesc:
         checked_type("flags", self.flags, MemAccess)
 
     def to_driver(self) -> Any:
-        """This descriptor as a ``CUmemAccessDesc``."""
+        """Return a ``CUmemAccessDesc`` with this permission."""
         struct = cuda.CUmemAccessDesc()
         struct.location = self.location.to_driver()
         struct.flags = cuda.CUmemAccess_flags(int(self.flags))
@@ -304,7 +304,7 @@ class MemAccessDesc:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The descriptor that a ``CUmemAccessDesc`` holds."""
+        """Return the permission that a ``CUmemAccessDesc`` holds."""
         return cls(MemLocation.from_driver(struct.location), MemAccess(int(struct.flags)))
 
 

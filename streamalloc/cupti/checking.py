@@ -151,7 +151,9 @@ class Check:
         self._worker = 0
         """Thread that follows the waiting calls; 0 for none."""
         self._late: dict[int, int] = {}
-        """For each thread that did not wait for the lock: time of its last such call."""
+        """Time of the last call of each thread that did not wait for the lock, by thread. The arguments of calls until
+        then may have been overwritten.
+        """
         self._handles: set[int] = set()
         """Handles of streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()

@@ -109,7 +109,7 @@ class Libraries:
         which the callbacks of the first thread wait.
         """
         made, lock = kind.__dict__.get("__new__"), threading.RLock()
-        if made is None:  # This version of PyTorch makes streams in another way.
+        if made is None:  # PyTorch makes streams in another way in this version: there is no function to guard.
             return
 
         def make(cls: Any, *args: Any, **named: Any) -> Any:
@@ -141,7 +141,7 @@ class Libraries:
         )
 
     def record_all(self) -> None:
-        """From now on let PyTorch record stack frames of all actions, and keep more entries. That is the most expensive
+        """Let PyTorch record stack frames of all actions from now on, and keep more entries. That is the most expensive
         part of a check.
         """
         self._stacks, self.most_entries = "all", _MOST_ENTRIES

@@ -364,7 +364,7 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 _taken: dict[object, list[Any]] = {}
 """Tensors in segments without memory, by the ids of their pools."""
 _routes = threading.local()
-"""For each thread: its routes, outermost first (``all``), and whether it is in :func:`_strip` (``stripping``)."""
+"""Routes of each thread, outermost first (``all``), and whether the thread is in :func:`_strip` (``stripping``)."""
 
 
 class Callbacks:

@@ -35,7 +35,7 @@ class AllocationData:
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        self._buffer = weakref.ref(buffer)  # This object must not keep the memory.
+        self._buffer = weakref.ref(buffer)  # Whoever keeps this description must not keep the memory.
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
         """Device ordinal, bytes, address, and 0 in place of the driver's handle, which belongs to the package."""
         self.tag: str = tag

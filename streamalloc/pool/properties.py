@@ -101,7 +101,7 @@ class MemPoolProps:
                 raise ValueError(text)
 
     def to_driver(self) -> Any:
-        """These properties as a ``CUmemPoolProps``."""
+        """Return a ``CUmemPoolProps`` with these properties."""
         struct = cuda.CUmemPoolProps()
         struct.allocType = bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
         struct.handleTypes = handle_types_member(int(self.handle_types))

@@ -327,9 +327,9 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # An object that counts owns it, or the simulated machine.
+                continue  # It is owned by an object that counts, or by the simulated machine.
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
-                continue  # It counts as its object, or the package keeps it.
+                continue  # The owner counts as an object, or the package itself keeps it.
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
                 found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))

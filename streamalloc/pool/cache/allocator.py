@@ -98,9 +98,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     Before the pool would grow beyond it, every free block returns to the pool, and the factor grows by 1/32 for each
     stream, up to 2 for one stream and 2.5 for several.
 
-    Some memory is never cached: allocations in captures, which become nodes of the graph, and all allocations on a
-    :func:`streamalloc.driver.checked` driver, which must record each one. A buffer that is shared with other processes
-    leaves the cache for good: its free waits for importers.
+    Some memory is never cached. Allocations in captures become nodes of the graph. A driver of
+    :func:`streamalloc.driver.checked` must record each allocation, so there no memory is cached at all. A buffer that
+    is shared with other processes leaves the cache for good: its free waits for importers.
 
     When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
     its blocks. So does a thread that ends, for its per-thread default stream, and a library's stream that is not among
