@@ -804,6 +804,7 @@ class SleepGroup(_Backups):
         ``reserve`` returns no backups for a tag whose bytes are not kept. ``resumed``: the backups have the bytes
         already (:meth:`resume`), so nothing is copied, and sleeping buffers get them, too.
         """
+        # The steps fill these, for what cannot be undone after them: mappings to release, and new backups.
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
 

@@ -388,12 +388,13 @@ class _Draft:
     call leaves nothing for importers to wait for, and a free at the same time sees the hold.
 
     A buffer gives its ``lease``. Otherwise the draft takes a slot if there is a hold or a stream. Held descriptors of
-    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it.
+    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it. Memory of a
+    ``pool`` travels with the pool's handle, and with the mark that is set when the pool ends.
     """
 
     def __init__(
         self, described: Descriptor, options: _Options, exports: Exports, device: Device, stream: Stream | None,
-        lease: Lease | None = None, *, allocation: int = 0,
+        lease: Lease | None = None, *, pool: ExportedPool | None = None, allocation: int = 0,
     ) -> None:  # fmt: skip
         self.described = described
         """The descriptor so far: the caller gives the fields of the memory, :meth:`shared` those of the exporter."""
@@ -402,7 +403,7 @@ class _Draft:
         self.device = device
         self.stream = stream
         self.handles: dict[bytes, Fd] = {}
-        self.kept: object = None
+        self.kept: object = pool
         """Object that is kept with the shared thing as long as the hold or the lease: a pool, or memory; None for none.
         """
         self.of_buffer: bool = lease is not None
@@ -420,14 +421,11 @@ class _Draft:
         """Control block that the importer needs: that of the lease's slot, or else that of the pool's mark; None if it
         needs none.
         """
-
-    def use_pool(self, pool: ExportedPool) -> None:
-        """Add the pool that owns the memory, its handle, and the mark that is set when the pool ends."""
-        self.block = self.exports.block() if self.block is None else self.block
-        self.handles[pool.origin] = pool.fd
-        mark = pool.mark(self.block)
-        self.described = self.described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=mark)
-        self.kept = pool
+        if pool is not None:
+            self.block = exports.block() if self.block is None else self.block
+            self.handles[pool.origin] = pool.fd
+            mark = pool.mark(self.block)
+            self.described = self.described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=mark)
 
     def shared(self, memory: tuple[int, int] | None = None) -> Shared:
         """Announce the contents, and return the descriptor. ``memory``: address and size, if it is mapped in this
@@ -479,8 +477,7 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     pool = cast("ExportedPool", lease.pool)
     offset, size = part or (0, nbytes)
     described = Descriptor(Mechanism.POOL_POINTER, offset=offset, size=size, base_size=nbytes, payload=lease.payload)
-    draft = _Draft(described, options, exports, pool.device, ordered, lease)
-    draft.use_pool(pool)
+    draft = _Draft(described, options, exports, pool.device, ordered, lease, pool=pool)
     return draft.shared((address + offset, size))
 
 
@@ -518,9 +515,7 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
     pool._check_open()  # An exported pool is found even after its close.
     found = exports.pool(pool)
-    draft = _Draft(Descriptor(Mechanism.POOL), options, exports, found.device, None)
-    draft.use_pool(found)
-    return draft.shared()
+    return _Draft(Descriptor(Mechanism.POOL), options, exports, found.device, None, pool=found).shared()
 
 
 def _share_event(event: Event, options: _Options, exports: Exports) -> Shared:
@@ -663,9 +658,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
             pool = exports.pool(known.pool)
             payload = exports.export_pointer(base)
             described = described._replace(mechanism=Mechanism.POOL_POINTER, payload=payload)
-            draft = _Draft(described, options, exports, device, ordered, allocation=base)
-            draft.use_pool(pool)
-            return draft.shared()
+            return _Draft(described, options, exports, device, ordered, pool=pool, allocation=base).shared()
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
             payload = opaque_bytes(session.call("cuIpcGetMemHandle", base))

@@ -220,9 +220,11 @@ class Descriptor(NamedTuple):
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
         flags, hold = (self.flags, self.hold) if hold is None else (self.flags | Flags.HELD, hold)
+        ids = (self.device, self.origin, self.control_block, self.endpoint)
         fields = (flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
-        body = _HEADER.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
-        body += _NUMBERS.pack(*self[6:9], *self[11:14], hold) + payload + chunks
+        body = _HEADER.pack(MAGIC, VERSION, self.mechanism, total, *ids, self.pool_mark, *fields)
+        numbers = (self.slot, self.generation, self.ready, self.offset, self.size, self.base_size)
+        body += _NUMBERS.pack(*numbers, hold) + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
@@ -268,5 +270,6 @@ class Descriptor(NamedTuple):
         shape: tuple[int, ...] = ()
         if flags & Flags.ARRAY:
             payload, dtype, shape = _split_array(payload, size)
+        # In the order of the fields of the class, which differs from that of the bytes.
         numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
         return cls._make((kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))
