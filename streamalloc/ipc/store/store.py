@@ -57,7 +57,7 @@ class StoreEntry:
     created: float = 0.0
     """Unix time in seconds at which the write of the last commit began."""
     used: float = 0.0
-    """Unix time in seconds at which a reader last opened or closed the last commit."""
+    """Unix time in seconds at which a process last opened or closed the last commit."""
     spare: int = 0
     """Bytes kept for the next epoch that is like the last one; a part of ``nbytes``."""
 
