@@ -151,9 +151,7 @@ class Check:
         self._worker = 0
         """Thread that follows the waiting calls; 0 for none."""
         self._late: dict[int, int] = {}
-        """Time of the last call of each thread that did not wait for the lock, by thread. The arguments of calls until
-        then may have been overwritten.
-        """
+        """Time of the last call that did not wait for the lock, by thread. Until then arguments may be overwritten."""
         self._handles: set[int] = set()
         """Handles of streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()
