@@ -27,7 +27,9 @@ class TrackedNode:
     """One operation of a graph at each launch."""
 
     kind: str
-    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` (which orders streams)."""
+    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"``: a wait, a recording or a host function, which orders
+    streams.
+    """
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
@@ -46,11 +48,11 @@ class TrackedNode:
     """Whether the node belongs to a child graph, which has another handle for it."""
     enabled: bool = True
     captured: int = 0
-    """Time of the captured call; 0 if unknown."""
+    """Time of the captured call, see :attr:`.State.now`; 0 if unknown."""
     step: Callable[[TrackedStream], object] = lambda stream: None
-    """Called with the stream of a launch."""
+    """Function that each launch of a ``"step"`` calls, with the stream of the launch."""
     calls: Any = None
-    """Host function that ``step`` calls."""
+    """The host function (``HostCall``) that ``step`` queues; None for other nodes."""
 
     def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
         """Make one access for each piece. A kernel has one access for all its reads and one for all its writes."""
@@ -151,7 +153,7 @@ class TrackedCapture:
         self._inside = _Inside(on_hazard)
         self._streams: dict[TrackedStream, TrackedStream] = {}
         self._done: dict[int, Clock] = {}
-        """Clock after each node, by handle."""
+        """By handle of a node: the clock of its stream after it, inside the capture."""
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
         """Capture into an existing graph, behind some of its nodes."""
@@ -244,7 +246,7 @@ class TrackedEvent:
     name: bytes = b""
     """Export data; the event's name on boards of other processes."""
     made: Stack = ()
-    """Place of the creation."""
+    """Place in the program where the event was created."""
     recordings: deque[RecordedEvent] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
     """The last recording, and earlier ones that no stream or thread has waited for."""
     awaited: bool = False

@@ -25,11 +25,11 @@ UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Certainty of the order of two operations: none, by a choice of the driver in this run, in each run."""
 
 _CHOICES = 256
-"""Most recorded choices of the driver."""
+"""Most choices of the driver that are kept. An older one no longer tells that an order is only a choice."""
 MOST_WAITS = 8
 """Most waits for events per stream that reports can name."""
 _SEARCHES = 2000
-"""Most searches through the choices in one run."""
+"""Most searches through the choices in one run. After these, an order by choice counts as none, with a note."""
 
 
 class Clock:
@@ -58,7 +58,7 @@ class Clock:
         return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
     def after(self, number: int, time: int) -> bool:
-        """Whether the clock contains an operation."""
+        """Whether the clock contains the operation of actor ``number`` at ``time``."""
         return self.known.get(number, 0) >= time
 
 
@@ -128,7 +128,7 @@ class Timeline:
         """Notes of what the checker leaves out."""
         self.host: Clock = Clock()
         self.waiting: dict[TrackedStream, None] = {}
-        """Streams with an obstacle."""
+        """Streams that wait for an obstacle."""
         self.version: int = 0
         """Number of changes of the host clock."""
         self._numbers = 0
@@ -357,7 +357,7 @@ class Timeline:
             self.force_mark(stream.obstacle)
 
     def force_mark(self, obstacle: Obstacle) -> None:
-        """Record that the host has seen an obstacle happen."""
+        """Record that the host has seen an obstacle happen, and so everything that had to happen before."""
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self.force_mark(source.obstacle)

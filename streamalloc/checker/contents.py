@@ -32,7 +32,7 @@ from streamalloc.driver.reports import Stack
 
 
 class Typed(NamedTuple):
-    """An interval of bytes with one type."""
+    """An interval of bytes, as offsets in physical memory, whose elements have one type."""
 
     start: int
     end: int
@@ -203,7 +203,9 @@ class QueuedSources:
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
-        """Record that a stream's latest operation may write memory unseen; None for any memory."""
+        """Record that a stream's latest operation may write memory unseen (None: any memory). Changes of that memory no
+        longer show that the host has written it, so it is not watched.
+        """
         self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)
         if memory is not None and before is not None and not self._timeline.may_be_seen(before[0]):
@@ -396,7 +398,7 @@ class WaitValues:
         compare = WAIT_COMPARISONS[flag & 3]
         wait = _Waiting(key=key, range=range_, accepts=lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
-            # Host memory can change without a call.
+            # The host can write this value without a call, so it must be read again and again.
             wait.read = lambda: int(_TYPES[bits].from_address(address).value)
 
         def meet(stream: TrackedStream) -> None:

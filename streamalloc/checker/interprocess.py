@@ -103,7 +103,7 @@ class Board:
         self._free = list(reversed(range(ENTRIES)))
         self._posts = 0
         self.close: Callable[[], object] = bool
-        """Removes the board."""
+        """Function that removes the board's file; it does nothing before the file is made."""
 
     def _open(self) -> bool:
         """Open the file. Returns whether other processes can read it; False if the directory is not writable."""
@@ -147,10 +147,12 @@ class Board:
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int | None:
-        """Post that memory is not complete, with the event recordings that come after the work. Returns the post's
-        index; None if the board is not writable.
+        """Post an export that is not complete, or a use of a part of shared memory. Returns the post's index; None if
+        the board is not writable.
 
-        ``index``: index of an earlier post to replace.
+        ``name``: see :func:`posts_of`. ``covers``: the event recordings that come after the work, each as the event's
+        index and its number. ``part``: offsets of the used part; 0 and 0 for all memory. ``index``: index of an earlier
+        post to replace.
         """
         if not self._open():
             self._on_full()
@@ -276,7 +278,7 @@ _MOST_FREES = 64
 _MOST_POSTS = 64
 """Most incomplete exports that other processes can see."""
 _MOST_ANNOUNCEMENTS = 256
-"""Announcements of the facade that are kept."""
+"""Most announcements of complete memory (:meth:`Interprocess.share`) that are kept."""
 _MOST_ACTORS = 4096
 """Number of actors from which those without a board entry are removed."""
 
@@ -335,7 +337,7 @@ class Interprocess:
     """Posts about incomplete exports, by index on the board: name, and a function that tells whether the work is over.
     """
     announced: dict[bytes, Obstacle] = field(default_factory=dict)
-    """Latest announcements of the facade, by name."""
+    """By name: the end of the work after which memory is complete, from the latest calls of :meth:`share`."""
     _settled: int = 0
     _actors: dict[BoardEntry, Actor] = field(default_factory=dict)
     """Actors for the events and posts of other processes."""
@@ -679,14 +681,14 @@ class OpenFiles(Generic[T]):
         """Value by descriptor; None if several files had the descriptor."""
 
     def find(self, number: int) -> T | None:
-        """The value of the file of a descriptor."""
+        """The value of the open file behind a descriptor; None if it has none."""
         key = _inode(number)
         if key is not None:
             return self._by_inode.get(key)
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Set the value of the file of a descriptor."""
+        """Set the value of the open file behind a descriptor."""
         key = _inode(number)
         if key is not None:
             self._by_inode.pop(key, None)

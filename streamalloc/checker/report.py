@@ -89,18 +89,18 @@ def _text(reason: str, found: _Note) -> str:
 
 
 class Reports:
-    """The hazards of a driver."""
+    """Collects the hazards of a driver, and shows or raises those whose pair of places is new."""
 
     def __init__(self, on: On, notes: Notes, found: list[Hazard]) -> None:
         self.all = Hazards()
         """All hazards in order, one for each pair of places. The program may clear the list."""
         self.found: list[Hazard] = found
-        """Hazards of the present call."""
+        """Hazards of the present call, which :meth:`take` moves to ``all``."""
         self.shown: set[Hazard] = set()
         self._on = on
         self._notes = notes
         self._known: dict[tuple[Any, ...], Hazard] = {}
-        """Hazards by pair of places."""
+        """By pair of places: the hazard that was reported for it first."""
         self._raised: set[tuple[Any, ...]] = set()
         """Hazards that were raised, as pairs of places and addresses."""
         self._at_once = False

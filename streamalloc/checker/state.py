@@ -41,7 +41,7 @@ class TrackedArray(Range):
 
     pitch: int = 0
     lines: int = 1
-    """Rows of a plane."""
+    """Number of rows of a plane of the array."""
     element: int = 1
     """Bytes of an element."""
 
@@ -98,15 +98,15 @@ class State:
     variables: dict[int, list[Range]] = field(default_factory=dict)
     """Variables by the handle of their module."""
     primary: dict[int, int] = field(default_factory=dict)
-    """Primary context by device."""
+    """By device ordinal: the handle of its primary context."""
     access: dict[int, dict[int, int]] = field(default_factory=dict)
     """By context: the access of devices to its cuMemAlloc memory. By device: 1 read, 3 read and write."""
     pools: dict[int, dict[int, int] | None] = field(default_factory=dict)
     """By pool handle: the access of devices to its memory, as in ``access``; None: all have access."""
     host_pools: set[int] = field(default_factory=set)
-    """Pools of host memory."""
+    """Handles of the pools of host memory."""
     current_pools: dict[int, int] = field(default_factory=dict)
-    """Current pool by device."""
+    """By device ordinal: the handle of its current pool, if known."""
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
     """Called with each use of a range that an allocator may divide into blocks, when its stream runs the use."""
     now: int = 0

@@ -26,7 +26,7 @@ _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
 """Handles of the default streams, legacy and per-thread."""
 _MOST_EVENTS = 64
-"""Most operations that are followed on each stream."""
+"""Most operations of a stream whose end an event shows. Beyond that, the host may have waited for all of them."""
 
 
 @contextlib.contextmanager
@@ -244,7 +244,7 @@ class Streams:
         self._fed: dict[int, _HostThread] = {}
         """Threads of calls that were not made through the wrapper."""
         self._over: deque[dict[int, TrackedStream]] = deque()
-        """Per-thread streams of ended threads."""
+        """The per-thread default streams of ended threads, by context."""
         # With this variable set, the bindings treat 0 as the per-thread default stream.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
@@ -256,7 +256,7 @@ class Streams:
         return here(depth) if self.caller is None else self.caller.place
 
     def context(self) -> int:
-        """The current context."""
+        """The handle of the current context of the thread that makes the present call; 0 for none."""
         return (self._ask.number("cuCtxGetCurrent") or 0) if self.caller is None else self.caller.context
 
     # -- threads and streams -----------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Streams:
         return found
 
     def thread(self) -> Actor:
-        """The calling host thread."""
+        """The host thread that makes the present call, under its name in reports."""
         thread = self._thread()
         actor = thread.actor
         within = actor.within
@@ -282,13 +282,13 @@ class Streams:
         return actor
 
     def find(self, handle: Any) -> TrackedStream:
-        """The stream of a handle."""
+        """The stream of a handle. An unknown one is a default stream, or was created by another library."""
         number = number_of(handle)
         found = self.by_handle.get(number)
         return self._special(number) if found is None else found
 
     def capture_of(self, stream: TrackedStream) -> TrackedCapture | None:
-        """The capture that a stream is in."""
+        """The capture that a stream is in; None if it is not captured."""
         return self.captures.get(stream) if self.captures else None
 
     def _special(self, number: int) -> TrackedStream:

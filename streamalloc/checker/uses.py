@@ -49,7 +49,7 @@ Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
 T = TypeVar("T")
 
 KERNEL = "a kernel"
-"""Name of a use reported by ``used``."""
+"""Name in reports of a kernel that the program reported with ``used``."""
 _KERNEL = "kernel "
 """First letters of the report text for a kernel with a name."""
 FLAG = 64
@@ -59,7 +59,7 @@ _SEGMENTS = ("device memory", "mapping")
 _NEW = ("allocation", "device memory")
 """Kinds of ranges that have no contents when they are made."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
-"""Kinds of ranges with exactly one allocation."""
+"""Kinds of ranges with exactly one allocation. A kernel that goes beyond such a range is out of bounds."""
 
 
 def _words(value: Any) -> list[int]:
@@ -78,7 +78,7 @@ def may_poll(range_: Range) -> bool:
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
-    """Do nothing with the answer."""
+    """The second half of a rule that has nothing to do after the call."""
 
 
 class Rule(NamedTuple):

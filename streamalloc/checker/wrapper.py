@@ -221,7 +221,7 @@ class Recorder:
         self._reports.deliver(self._alone(record))
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
-        """Note a call without a rule."""
+        """Note a successful call without a rule that may use memory or order work: it was not checked."""
         if name in UNKNOWN and not answer[0]:
             self._alone(self.state.notes.add, "calls", name)
 

@@ -122,14 +122,14 @@ class Context:
     handle: int = field(default_factory=new_handle)
     retained: int = 0
     error: Any = None
-    """The code with which each later call fails."""
+    """Result code of the work that broke the context, with which each later call fails; None for a working context."""
     peers: set[int] = field(default_factory=set)
     limits: dict[str, int] = field(default_factory=dict)
     """Limits that the program has set, by name."""
     stacks: int = 0
     """Bytes of device memory for stacks beyond the initial ones."""
     awaited: list[tuple[Queue, int]] = field(default_factory=list)
-    """Operations that each stream made later waits for."""
+    """Operations that cuCtxWaitEvent waits for, each as a stream and a number. Later created streams wait for them."""
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
     """By number of a destroyed stream, its last operation; also the operations of other streams that precede it."""
@@ -345,7 +345,7 @@ class Record(Operation):
     def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
-        """The clock at the recording."""
+        """The stream's clock at the recording. A stream that waits for the event learns it."""
         self.ranked: bool = stream.id in stream.scheduler.ranks
         self.others: Points = ()
         """Operations of other streams to wait for, in a recording without work."""
@@ -373,7 +373,7 @@ class QueueEvent:
     flags: int
     record: Record | None = None
     capture: Any = None
-    nodes: list[Any] = field(default_factory=list)  # captured nodes that precede it
+    nodes: list[Any] = field(default_factory=list)  # of a recording in a capture: the nodes that come before it
     shared: SharedEvent | None = None
     opened: bool = False  # made by cuIpcOpenEventHandle from another process's handle
     handle: int = field(default_factory=new_handle)

@@ -45,7 +45,7 @@ class GraphChunk:
         self.offset: int = offset
         """Offset of the chunk in the file of the device."""
         self.used: bool = False
-        """Whether it was ever mapped."""
+        """Whether a launch has mapped it. It counts as used from then on."""
         self.owner: GraphHeap | None = None
         """The graph whose allocations outlive a launch here."""
         self.uses: LastUses = LastUses()

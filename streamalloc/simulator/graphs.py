@@ -38,7 +38,7 @@ class GraphNode:
     operation: Operation | None = None
     enter: Callable[[Queue], object] | None = None
     values: Values | None = None
-    """Parameters of the node."""
+    """Parameters of the node, which queries return; None if none are kept."""
     attributes: dict[int, bytes] = field(default_factory=dict)
     """Attributes set on a kernel node, by number."""
     enabled: bool = True
@@ -49,7 +49,7 @@ class GraphNode:
     address: int = 0
     size: int = 0
     device: int = 0
-    """Device of an allocation node."""
+    """Ordinal of the device, of an allocation node."""
     is_other: bool = False
     """Whether a free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
@@ -339,7 +339,7 @@ class GraphCapture:
         self.put_behind(stream, event.nodes, False)
 
     def leave(self, stream: Queue) -> None:
-        """Remove a stream that is destroyed."""
+        """Remove a stream that is destroyed. Without its origin stream the capture ends, and its graph with it."""
         if stream is self.origin:
             self._finish()
             self._graphs.destroy(self.graph)

@@ -1,4 +1,4 @@
-"""The state of a simulated machine."""
+"""The state of a simulated machine: its parts by area, and what concerns several of them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,9 @@ class Pool(Accessible):
         return block
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
-        """Free in stream order."""
+        """Free a block in stream order. ``stream`` can reuse it at once, other streams by rules 3 and 4 of
+        :mod:`.allocator`.
+        """
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:

@@ -31,7 +31,7 @@ Clock = dict[int, int]
 clock's owner, a stream or the host.
 """
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
-"""Operations, each as a stream and a number."""
+"""Operations, each as a stream and the number of the operation in it."""
 
 ALL = 1 << 62
 """A number larger than the number of any operation."""
@@ -171,7 +171,7 @@ class Queue:
         self.operations: deque[Operation] = deque()
         """Operations that have not finished, in order."""
         self.seq: int = 0
-        """Number of the latest operation."""
+        """Number of the operation that was submitted last."""
         self.done: int = 0
         """Number up to which all operations have finished."""
         self.last_free: int = 0

@@ -1,4 +1,4 @@
-"""Captures, graphs and their launches."""
+"""Rules for calls on captures, graphs and their nodes, and for launches of graphs."""
 
 from __future__ import annotations
 

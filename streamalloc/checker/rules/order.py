@@ -30,7 +30,7 @@ class HostCall:
     stays: bool
     """Whether a graph contains the function, so that it may be called again."""
     node: TrackedNode | None = None
-    """Node of the capture; None outside of captures."""
+    """The node that a capture has made of the call; None outside of captures."""
     cancelled: bool = False
     _queued: deque[tuple[TrackedStream, Obstacle, Obstacle]] = field(default_factory=deque)
     """Queued calls, each with its stream, the end of the preceding work, and the end of the call."""
