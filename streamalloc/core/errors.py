@@ -261,7 +261,7 @@ def is_gone(error: CudaError) -> bool:
     """Whether the error of a release means that nothing remains to be released: other code has released it, or the
     context is lost.
 
-    A release is made once. By a second attempt, the driver may have given the same address or handle to something else,
+    A release is made once. Before a second attempt, the driver may give the same address or handle to something else,
     which that attempt would end.
     """
     if isinstance(error, InvalidValueError):

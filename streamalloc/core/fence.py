@@ -327,8 +327,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
     For a per-thread default stream, ``act`` gets the legacy stream, which is ordered after those of all threads:
     deferred items end on any thread, where the handle would name another stream. During the call no other thread closes
-    the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so for one
-    this package begins no capture at all.
+    the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so during a
+    call with one this package begins no capture at all.
 
     The work of a library's stream that was closed counts as done only once the device was idle. :func:`await_closed`
     waits for that. This function does not, because deferred items call it, and the device may be waiting for the thread
@@ -442,8 +442,8 @@ def record_uncaptured(stream: Stream) -> Event | None:
 def _while_open(stream: Stream, act: Callable[[], T]) -> T:
     """Call ``act`` while no other thread closes a stream or begins to capture it through this library.
 
-    Work on a default stream would invalidate captures of blocking streams, so for one this package begins no capture at
-    all. Items of :func:`queue_behind` are not attempted meanwhile, because they take the locks of other streams.
+    Work on a default stream would invalidate captures of blocking streams, so meanwhile this package begins no capture
+    at all. Items of :func:`queue_behind` are not attempted either, because they take the locks of other streams.
     """
     queue, me = deferred_queue(stream._session), threading.get_ident()
     is_default = isinstance(stream, DefaultStream)

@@ -47,7 +47,8 @@ wait for no other thread, because that thread may wait for the mutex.
 """
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
 """Number of slots of the ring, and the form of a slot: number of the function, result, thread, context, arguments. The
-machine code fills at most 4,000 slots: threads that make this check at the same moment need the others.
+machine code stores a call only while fewer than 4,000 slots are filled. The others are for threads that have made this
+test at the same moment.
 """
 _PATIENCE = 1.0
 """Most seconds to wait for the callbacks of other threads. A signal handler may have ended one before it was counted.

@@ -21,7 +21,7 @@ _SIZE = 64  # bytes of pinned memory for the flag of a gate, which takes four of
 
 
 class Gate(Closes):
-    """Holds streams until the host opens it, so that a test has work that is surely pending.
+    """Gate that holds streams until the host opens it, so that a test has work that is surely pending.
 
     A held stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the wait
     takes no part of the device. An opened gate can hold streams again. The end of its ``with`` block opens the gate,
