@@ -56,7 +56,7 @@ class LiveMemory(_Defaults):
     device: int | None
     context: Context | None
     id: int = field(init=False, default_factory=_numbers.__next__)
-    """Number of the allocation, unique in the process."""
+    """Number of the allocation, unique in the process (CU_POINTER_ATTRIBUTE_BUFFER_ID)."""
 
     @property
     def managed(self) -> bool:

@@ -249,7 +249,7 @@ class PoolAddresses:
     # -- shelves and links -----------------------------------------------------------------------------------
 
     def _shelves(self) -> list[tuple[int, Shelf]]:
-        """The shelf of each stream, in search order."""
+        """The numbers of the streams that left blocks, each with its shelf, in the order of the search."""
         return sorted(self._left.items(), key=lambda item: self._ranks.get(item[0], -1))
 
     def _put(self, block: Block) -> None:

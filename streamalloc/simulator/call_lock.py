@@ -98,7 +98,7 @@ def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got."""
     global _depth, _held, _holding
     _depth -= 1
-    if _held == 1 and not _get_thresholds()[0]:  # no other thread has set them meanwhile
+    if _held == 1 and not _get_thresholds()[0]:  # otherwise another thread has set it meanwhile, and that stays
         _set_threshold(_threshold)
     _held -= 1
     _release()
@@ -144,7 +144,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 _holding = 0  # nesting depth of the main thread's calls; the handlers are replaced while it is not 0
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _handlers: list[Any] = []  # handlers of _SIGNALS, as the program installed them
-_replaced: dict[int, Any] = {}  # by signal, the handlers that are functions
+_replaced: dict[int, Any] = {}  # by signal: the program's handlers that are functions, so that calls replace them
 _late: list[int] = []  # signals that came during a call
 
 

@@ -44,7 +44,7 @@ class RegisteredKernel:
 
     @property
     def declares(self) -> bool:
-        """Whether its uses are known."""
+        """Whether the registration tells the memory that the kernel uses."""
         return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
@@ -117,7 +117,7 @@ def kernel(
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
         made = RegisteredKernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
-        _kernels.pop(name, None)  # the latest matching pattern applies
+        _kernels.pop(name, None)  # so that the name comes last: of several matching patterns the last one applies
         _kernels[name] = made
         return function
 
@@ -342,7 +342,7 @@ class Modules:
         return self.functions.add(module.function(name))
 
     def in_context(self, library: Module, context: Context) -> Module:
-        """The module of a library in a context."""
+        """The module of a library in a context; made at the first request."""
         made = (one for one in self.modules.values() if one.library is library and one.context is context)
         return next(made, None) or self.modules.add(Module(library.contents, context, library))
 

@@ -141,7 +141,7 @@ class Runs(Generic[V]):
         self._values = [value]
 
     def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
-        """Change the values from ``start`` to ``end``."""
+        """Replace each value from ``start`` to ``end`` by ``change`` of it."""
         first, last = self._split(start), self._split(end)
         self._values[first:last] = map(change, self._values[first:last])
         for at in range(last, max(first - 1, 0), -1):

@@ -138,7 +138,7 @@ class MulticastTable:
         return holder == self.holder or is_locked(self.physical.fd, _FIRST_HOLDER + holder)
 
     def export(self) -> int:
-        """A descriptor for another process."""
+        """Return a descriptor for another process. While it is open, a new holder may come (:attr:`is_elsewhere`)."""
         fd = self.physical.lend()
         with undo_by(os.close, fd):
             lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)

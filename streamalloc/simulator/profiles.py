@@ -165,7 +165,7 @@ class Profile:
     """Model of a GPU and its host. In a table by driver names, None marks a name that the driver does not know."""
 
     source: str = _read(_text)
-    """Machine that was read."""
+    """Text that names the machine that was read."""
     name: str = _read(_text)
     driver_version: int = _read(_whole(11000, 99990))
     total_memory: int = _read(_whole(_GiB, 4 * _TiB))

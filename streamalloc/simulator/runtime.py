@@ -51,10 +51,11 @@ WITHOUT_CONTEXT = (
     *("cudaLibraryLoadFromFile", "cudaLibraryUnload", "cudaPeekAtLastError", "cudaSetDevice"),
     "cudaThreadExchangeStreamCaptureMode",
 )
-"""Functions that make no primary context."""
+"""Functions of the runtime that need no context. Before all others, a primary context is made current if none is."""
 
 OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerParms")
-"""Structs with another layout than the driver's struct."""
+"""Structs with another layout than the driver's struct. They have conversions of their own; others are copied as bytes.
+"""
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
 """By a struct of the runtime: its field with a list of structs, and the driver's class of these. The bindings store the

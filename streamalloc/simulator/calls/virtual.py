@@ -135,7 +135,7 @@ class VirtualMemoryCalls(Calls):
         check(flags == 0)
         if isinstance(found, MulticastMemory):
             self._machine.multicast.formed(found, "cuMemMap")
-            found = virtual.named_or_mapped(handle)  # another thread may have released it meanwhile
+            found = virtual.named_or_mapped(handle)  # another thread may have released it during the wait for the team
         virtual.map(ptr, size, offset, found)
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
