@@ -402,8 +402,7 @@ class _Ranges(StreamCache):
         return super().attempt()
 
     def release(self, ordered: Stream) -> None:
-        """List the free ranges for the other streams, which may take them once the work of ``ordered`` has completed.
-        """
+        """List the free ranges for other streams, which may take them once the work of ``ordered`` has completed."""
         self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:

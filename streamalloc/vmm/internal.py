@@ -100,8 +100,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether a watcher should count memory that was just mapped: this process created it, and it has no other mapping.
-    """
+    """Whether a watcher is to count memory that was just mapped: this process created it, and mapped it only here."""
     if not isinstance(memory, GenericAllocation):
         return True  # it is a page
     state = memory._state

@@ -505,8 +505,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 def _most_bytes(memory: PhysicalMemory) -> int:
-    """Return the most bytes that an allocation at the location of ``memory`` can have: all that the device or host has.
-    """
+    """Return the most bytes that an allocation at the location of ``memory`` can have: all of the device or host."""
     place = memory.location
     if place.type is MemLocationType.DEVICE and place.seen:
         return Device(place.id, driver=memory.driver).memory_info().total

@@ -665,8 +665,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 
 def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the backups of those of these buffers that are frozen. Such a backup has the present bytes of its buffer.
-    """
+    """Return the backups of the frozen ones of these buffers. Such a backup has the present bytes of its buffer."""
     return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 
 

@@ -130,8 +130,7 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep an epoch that no process has as :attr:`spare`, if the next epoch can use its memory. Otherwise close it.
-        """
+        """Keep an epoch that no process has as :attr:`spare` if the next one can use its memory. Otherwise close it."""
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)

@@ -108,8 +108,7 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Pack the end of an array's payload: text of the type, sizes of the dimensions, their number, length of the text.
-    """
+    """Pack the end of an array's payload: text of the type, sizes of the dimensions, their number, text's length."""
     return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
 
 
