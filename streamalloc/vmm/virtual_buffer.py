@@ -614,9 +614,9 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
         stream.synchronize()
         _release_awaited(buffer, made.pop(buffer, ()))
 
-    def wake(asleep: abc.Mapping[VirtualBuffer, Eviction]) -> None:
+    def set_evictions(evicted: abc.Mapping[VirtualBuffer, Eviction]) -> None:
         for buffer in made:
-            buffer.eviction = asleep.get(buffer)
+            buffer.eviction = evicted.get(buffer)
 
     # The first copies run while further memory is created. If a step fails, :func:`run_steps` closes this generator,
     # which abandons the copies without waiting for the threads that read files.
@@ -633,7 +633,7 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
     for buffer, eviction in evictions.items():
         if eviction.held:  # A sleep and its undo failed, so the bytes are still in the old memory.
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
-    yield functools.partial(wake, {}), functools.partial(wake, evictions)
+    yield functools.partial(set_evictions, {}), functools.partial(set_evictions, evictions)
 
 
 def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:

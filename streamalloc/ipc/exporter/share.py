@@ -532,9 +532,9 @@ def _refuse_imported(thing: object, *_: object) -> Shared:
 
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> Shared:
     memory._check_open()
-    ordered = None if options.stream is None else as_stream(options.stream, exports.session)
-    described = Descriptor(Mechanism.PHYSICAL, size=memory.nbytes)  # Without an origin, it is of one chunk.
-    return _share_chunks(memory, exports, [memory], ordered, options, described)
+    stream = None if options.stream is None else as_stream(options.stream, exports.session)
+    # A descriptor without an origin is opened as a chunk, and not as a range.
+    return _share_chunks(memory, exports, [memory], stream, options, Descriptor(Mechanism.PHYSICAL, size=memory.nbytes))
 
 
 def _share_range(

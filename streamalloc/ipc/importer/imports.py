@@ -148,8 +148,7 @@ class HostUse(Deferred):
                     words.closed.value = number
 
     def attempt(self) -> bool:
-        if self._work is None:
-            self._work = Fence(self.imports.session)
+        self._work = self._work or Fence(self.imports.session)
         if not self._work.done():
             return False
         self.end()
@@ -192,8 +191,7 @@ class PoolHandle(Deferred):
 
     def attempt(self) -> bool:
         imports = self.imports
-        if self._frees is None:
-            self._frees = Fence(imports.session)
+        self._frees = self._frees or Fence(imports.session)
         if not self._frees.done():
             return False
         with imports.lock:

@@ -166,17 +166,17 @@ def _open(
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
     ordered = None if stream is None else _waiting_stream(stream, session)
     with imports.deferred.beside_captures():
-        announced, hold = None, None
+        announced = None
         block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            hold = block.mark("hold", described.hold) if described.hold else None
+            block.marked("hold", described.hold)  # A number of no mark is refused before the import.
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
             # After an error, too: the exporter would keep the memory for a hold that nobody ends.
-            if hold is not None and hold.value == described.hold >> 32:
-                hold.value = 0
+            if block is not None:
+                block.end_hold(described.hold)
     if not is_array:
         return opened
     if not isinstance(opened, (ImportedBuffer, ImportedRange)):

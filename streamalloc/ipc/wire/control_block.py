@@ -338,6 +338,13 @@ class ControlBlock:
         """
         return not number or self.mark(kind, number).value == number >> 32
 
+    def end_hold(self, number: int) -> None:
+        """End the hold of an opened descriptor (number 0: it has none), unless its mark is another descriptor's by now.
+        Errors as for :meth:`marked`.
+        """
+        if number and self.marked("hold", number):
+            self.mark("hold", number).value = 0
+
     def mark(self, kind: str, number: int) -> Word:
         """Return the word of a mark of the exporter; errors as for :meth:`marked`."""
         word = self._mark_words.get((kind, number % WORD))
