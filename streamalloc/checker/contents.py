@@ -407,7 +407,7 @@ class WaitValues:
             for written, clock in reversed(writes):
                 if not wait.accepts(written):
                     break
-                # The stream may see any of these values.
+                # Any of these writes may end the wait, so only what precedes all of them is certain.
                 order = clock if order is None else order.common(clock)
             else:
                 if len(writes) == _MOST_WRITES:

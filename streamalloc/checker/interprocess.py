@@ -565,7 +565,9 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that a stream waits for the announcement with a name. A stream of None stands for the host."""
+        """Record that a stream waits until memory of another process is complete. None: the host has waited. ``name``:
+        name of the announcement (:meth:`share`). ``word``: address of the value that the wait reads.
+        """
         self._values.ignore(word)
         ours = self.announced.get(name)
         if ours is not None and stream is not None:

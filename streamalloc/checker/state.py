@@ -82,7 +82,7 @@ class State:
     uninitialized: bool = False
     """Whether to report reads of unwritten memory."""
     unseen_upto: int = -1
-    """Highest number of memory that a kernel without declared uses may have written."""
+    """Highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written."""
     account: HandleCounts = field(default_factory=HandleCounts)
     reserved: AddressMap = field(default_factory=AddressMap)
     """Address ranges of ``cuMemAddressReserve``."""

@@ -31,7 +31,7 @@ _MOST_EVENTS = 64
 
 @contextlib.contextmanager
 def beside_captures(driver: Any) -> Iterator[None]:
-    """Set the relaxed capture mode, so that calls of this thread invalidate no capture."""
+    """A ``with`` block in the relaxed capture mode, in which calls of this thread invalidate no capture."""
     failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
     try:
         yield

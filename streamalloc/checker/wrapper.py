@@ -422,7 +422,7 @@ class Recorder:
 
     def settle(self) -> None:
         end = monotonic() + _PATIENCE
-        # Dropped objects are released after their queued work.
+        # Dropped objects are released only after their queued work, so they may need several attempts.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
         self._alone(self.state.close)

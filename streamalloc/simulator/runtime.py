@@ -263,7 +263,7 @@ _PITCH_ELEMENT = 4
 
 
 class Failed(Exception):
-    """Exception for a driver call that returned an error."""
+    """The function of the runtime returns the error with this code, mostly that of a driver call."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

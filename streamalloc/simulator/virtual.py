@@ -179,7 +179,7 @@ class VirtualMemory:
         """
         end = address + size
         check(size)  # no alignment needed (observed on H200: test_mappings)
-        self.scheduler.run_down()  # First, because other threads may map and unmap meanwhile.
+        self.scheduler.run_down()  # before the look-ups, because other threads may map and unmap during this wait
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
         mappings = self.mappings(address, end)

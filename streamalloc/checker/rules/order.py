@@ -197,7 +197,7 @@ def wait_value(state: State, stream: TrackedStream, address: int, value: int, fl
 
 
 def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Record that the memory of a waited-for value is in use until the wait ends."""
+    """Record that the memory of a waited-for value is in use until the wait ends: a free before that is a hazard."""
     last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
     before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
     last[stream.number] = waiting

@@ -232,7 +232,7 @@ def _order(one: Any) -> int:
 def _batch(state: State, args: Arguments) -> _Uses:
     """Uses of a batch of copies."""
     targets, sources, sizes, _, attributes, begins = args[:6]
-    # An attribute applies from its own index on.
+    # `begins[i]` is the index of the first copy that has attribute `i`.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
     touched, taken, order = [], [], 0
     for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
