@@ -80,9 +80,15 @@ _PAUSE = 0.0005
 class Hold:
     """Keeps an allocation while one of its descriptors is in transit.
 
-    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns True if
-    the carrier can no longer deliver the descriptor; setting it moves the hold to another carrier. Finalisers may call
-    :meth:`end`.
+    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. It ends once the importer
+    has counted its open, also if the open fails, or once the carrier is lost. The importer tells it in one of two ways:
+
+    * A message of :func:`streamalloc.ipc.send` carries one end of a pipe as its last handle. The importer closes that
+      end with the handles that it did not take, and the kernel closes it with a message that nobody receives.
+    * A descriptor that travels as bytes has the number of a mark, a word of the control block that the importer sets
+      to 0. The kernel sees no bytes get lost, so ``lost`` asks whether the carrier can still deliver them.
+
+    Assigning ``lost`` moves the hold to another carrier. Finalisers may call :meth:`end`.
     """
 
     __slots__ = ("__weakref__", "_mark", "_over", "lost")

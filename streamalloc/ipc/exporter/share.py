@@ -305,8 +305,7 @@ def send(
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
-        # The message carries one end of a pipe, after the handles. The importer closes it once it has opened the
-        # descriptor. The kernel closes it with a message that is never received. Either ends the hold.
+        # The last handle is one end of a pipe, whose closing ends the hold: see Hold.
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))

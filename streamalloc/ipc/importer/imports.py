@@ -76,7 +76,7 @@ class ReceivedHandles:
         if not self._given:
             return
         ids = described.handle_ids()
-        # The pipe is not taken, so :meth:`close` closes it, which ends the hold.
+        # The pipe stays in the list, so :meth:`close` closes it after the open, which ends the hold (exports.Hold).
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
             return  # only the pipe came: a channel carries each of the other handles once

@@ -174,7 +174,7 @@ def _open(
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
-            # After an error, too: the exporter would keep the memory for a hold that nobody ends.
+            # After an error, too: the exporter would keep the memory for a hold that nobody ends (exports.Hold).
             if block is not None:
                 block.end_hold(described.hold)
     if not is_array:
