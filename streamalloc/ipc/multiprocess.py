@@ -94,7 +94,7 @@ _TOO_LATE = (
     "the queue's feeder thread pickled it after that: put it into the queue by itself, in a list, tuple or dictionary, "
     "or as ipc.share(buffer, hold=True), and it is shared at once"
 )
-# Most objects of a message that ``put`` searches, so that large messages are not delayed.
+# Number of objects of a message after which ``put`` stops its search, so that a large message is not delayed.
 _MOST_SEARCHED = 1000
 # Exact classes only: subclasses may have other methods, or other attributes of these names.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
@@ -113,7 +113,7 @@ class _QueuedItem:
         self.data = bytes(ForkingPickler.dumps(thing))
 
     def lost(self) -> bool:
-        """Whether nobody can receive the item any more."""
+        """Whether no process can receive the item any more: the queue has refused it, or has no reader left."""
         return self.refused or self._lost()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
     child = reference()
     if child is None or child.returncode is not None:
         return True
-    sentinel = getattr(child, "sentinel", None)  # set by the start of the process
+    sentinel = getattr(child, "sentinel", None)  # Not set before the process starts.
     return sentinel is not None and bool(wait([sentinel], 0))
 
 

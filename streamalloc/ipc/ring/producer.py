@@ -333,7 +333,7 @@ class Deliveries(RingEnding):
                 self._send_end()
             holders = [slot.holder() for slot in self.slots if slot.holder is not None]
             if any(holder is not None and holder._held for holder in holders):
-                return False  # The program still holds a slot.
+                return False  # A later attempt frees the memory: the program may still fill this slot.
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)

@@ -40,7 +40,7 @@ from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256
-"""Most slots of a ring. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no
+"""Limit of the number of slots. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no
 hand-off blocks.
 """
 
@@ -120,7 +120,7 @@ class SlotMemory(BufferView, Leaves):
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
-    _ptr = None  # Without an address here each use takes the path that checks that the slot is held.
+    _ptr = None  # With an address here, a use would not check that this end holds the slot.
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)

@@ -53,4 +53,4 @@ KINDS: dict[str, type[StoreError]]
 KINDS = {"refused": StoreError, "key": StoreKeyError, "busy": StoreBusyError, "full": StoreFullError}
 """Error classes by the names that the server's answers have."""
 NAMES: dict[type[BaseException], str] = {kind: name for name, kind in KINDS.items()}
-"""Names by error class. Other classes have the name ``"refused"``."""
+"""Name of each error class in an answer. An error of any other class has the name ``"refused"``."""

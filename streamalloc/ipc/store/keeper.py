@@ -108,10 +108,11 @@ class Keeper(Closes):
         self._ended = True
         asked = self._end()
         if self._process is not None:
-            if not asked:  # The keeper has exited already, or does not answer.
+            if not asked:  # A keeper that does not answer would block wait().
                 self._process.kill()
             self._process.wait()
-        elif not asked:  # The keeper may have refused the last change, and then serves the next connection.
+        elif not asked:
+            # The keeper may have refused the last change and closed that connection: ask it on a new connection.
             with contextlib.suppress(OSError, ValueError):
                 self._channel = Channel.connect(self._path, timeout=_SECONDS)
                 self._end()
@@ -263,7 +264,7 @@ class ServiceManager(Closes):
         """Make systemd release all descriptors; idempotent."""
         if not self.closed:
             with contextlib.closing(self._channel), contextlib.suppress(OSError):
-                self._drop(self._over)  # The texts first, because the next server takes only commits with a text.
+                self._drop(self._over)  # The text of a commit goes first: without it no server takes the rest.
                 for _, names in self._kept.values():
                     self._drop(names)
 
@@ -272,11 +273,13 @@ def _passed(names: str) -> Iterator[tuple[str, Fd]]:
     """Take the descriptors that systemd passed to this process under names with this prefix (``sd_listen_fds``)."""
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         passed = os.environ["LISTEN_FDNAMES"].split(":")
-        own = re.compile(re.escape(names) + r"[0-9a-f]{16}-(\d+|text)")  # another store's name may continue after "-"
+        # The whole name must match, because the name of another store may begin with this prefix.
+        own = re.compile(re.escape(names) + r"[0-9a-f]{16}-(\d+|text)")
         for number, name in enumerate(passed):
             if own.fullmatch(name):
                 passed[number] = "taken"
-                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # A file that is opened later may get this number.
+                # After a close, another file may get this number: a second call must not take that file.
+                os.environ["LISTEN_FDNAMES"] = ":".join(passed)
                 os.set_inheritable(3 + number, False)
                 yield name, Fd(3 + number)
 
@@ -292,7 +295,7 @@ def keep(path: str) -> None:
                 while not listener.closed:
                     data, handles = channel.receive()
                     fields = decode(data)
-                    if "end" in fields:  # Before the answer: no later server may find this keeper.
+                    if "end" in fields:  # Before the answer, so that the next server cannot connect to this keeper.
                         listener.close()
                         close_all(fd for one in kept.values() for fd in one.handles)
                     _answer(channel, kept, fields, handles)

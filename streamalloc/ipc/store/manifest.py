@@ -31,7 +31,7 @@ from streamalloc.ipc.transport.channel import ProtocolError
 ALIGNMENT = 512
 """Alignment of allocations' offsets, in bytes."""
 MOST_BYTES = 32 << 20
-"""Most bytes of one file of a manifest."""
+"""Limit of the size of one file of a manifest, in bytes."""
 _MOST_METADATA = 1 << 20
 _MOST_TENSORS = 200_000
 _MOST_DIMENSIONS = 16
@@ -58,7 +58,7 @@ class Tensor(NamedTuple):
     """
 
     dtype: str
-    """A name of :data:`TYPES`."""
+    """Name of the element type, a key of :data:`TYPES`."""
     shape: tuple[int, ...]
     """Elements by dimension."""
     strides: tuple[int, ...] | None

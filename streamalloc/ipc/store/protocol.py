@@ -30,7 +30,7 @@ from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolEr
 
 VERSION = 2
 MOST_CHUNKS = 2048
-"""Most chunks of physical memory in an epoch."""
+"""Limit of the number of chunks of physical memory in an epoch."""
 
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0

@@ -192,7 +192,7 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """End :meth:`run`. Signal handlers may call this."""
+        """Make :meth:`run` return. A signal handler may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
 
@@ -237,7 +237,7 @@ class StoreServer(Closes):
             text = "nothing is kept any more of the store %r: what it holds is lost if its server is killed (%s)"
             logging.getLogger(__name__).warning(text, self.name, error)
             keeper, self._keeper = self._keeper, None
-            keeper.close()  # The next server must not find commits that are out of date by then.
+            keeper.close()  # Otherwise the next server would adopt commits that this server replaces from now on.
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -255,13 +255,13 @@ class StoreServer(Closes):
         self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
 
     def _refuse_connection(self) -> None:
-        """Accept a connection with the spare descriptor, answer that no other is left, and close it."""
+        """Accept a connection with the spare descriptor, answer that no descriptor is left, and close it."""
         self._spare.close()
         try:
             with self._listener.accept(timeout=0) as channel:
                 channel.send(self._refusal(no_descriptors(1)), timeout=0)
         except OSError:
-            time.sleep(_PAUSE)  # Another thread of this process was faster: the client waits in the queue.
+            time.sleep(_PAUSE)  # Another thread took the spare number. The client waits in the queue for the next try.
         finally:
             with contextlib.suppress(OSError):
                 self._spare = Fd(os.dup(self._wake[0].fileno()))
@@ -527,4 +527,4 @@ def _locked(name: str, path: Path) -> Fd:
                 os.ftruncate(lock.fileno(), 0)
                 os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
                 return lock
-        lock.close()  # The previous server has removed the file meanwhile.
+        lock.close()  # The previous server removed the file before this lock: the next round locks a new file.

@@ -40,7 +40,7 @@ class StoreEntry:
     nbytes: int
     """Bytes of device memory, including replaced epochs with readers and the epoch that is being written."""
     writer: int | None
-    """Process id of the process that writes the next epoch; None if there is none."""
+    """Id of the process that writes the next epoch; None while no process writes."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
     """Replaced epochs with readers, each with its number, bytes, and process ids."""
     readers: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class StoreStatistics:
     devices: tuple[str, ...] | None
     """UUIDs of the allowed devices; None: all."""
     limit: int | None
-    """Most bytes that the store may hold on each device; None for no limit."""
+    """Limit of the bytes that the store holds on each device; None: no limit."""
     evicted: int
     """Number of keys that were removed to make room."""
     keys: int
@@ -331,7 +331,7 @@ class Store(Closes):
     def _connect(self) -> Connection:
         """Connect to the server. A writer or reader keeps its connection: if that ends, so does its write or read."""
         self._check_open()
-        with contextlib.suppress(IndexError):  # Another thread may have taken it.
+        with contextlib.suppress(IndexError):  # The first request has used this connection.
             idle = self._idle.pop()
             if idle.alive:
                 return idle

@@ -289,7 +289,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         with contextlib.ExitStack() as undo:
             undo.enter_context(session.relaxed())
             if not self._chunks:
-                self._grow(self._rounded(1))  # Only empty tensors: the driver maps no empty range.
+                # All tensors are empty. Readers still get a chunk, because the driver maps no empty range.
+                self._grow(self._rounded(1))
             # A commit includes the work of all streams, even of streams that only other libraries know.
             devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
             events = [] if block else [event for device in devices for event in all_work(device)]
@@ -352,7 +353,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """
         assert self._group is not None
         self._voted = True
-        # Ranks on another machine have another server.
+        # The host is a part of the name: on another machine, a server of the same name is another server.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
         return [tuple(json.loads(bytes(one))) for one in found]

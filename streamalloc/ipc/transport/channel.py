@@ -58,7 +58,7 @@ class Peer(NamedTuple):
 
 
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST_PATH = 107  # bytes in ``sun_path`` without its final zero
+_LONGEST_PATH = 107  # Size of ``sun_path`` in bytes, without the zero that ends the path.
 
 
 def to_kernel(address: Address) -> str | bytes:
@@ -121,13 +121,13 @@ def admitted(connection: socket.socket) -> Peer:
 
 
 PACKET_DATA = 64 * 1024
-"""The most bytes of one packet."""
+"""Limit of the data in one packet, in bytes."""
 PACKET_HANDLES = 64
-"""The most file descriptors of one packet."""
+"""Limit of the number of file descriptors in one packet."""
 MAX_DATA = 1 << 24
-"""The most bytes of one message."""
+"""Limit of the data in one message, in bytes."""
 MAX_HANDLES = 4096
-"""The most file descriptors of one message."""
+"""Limit of the number of file descriptors in one message."""
 
 
 class ProtocolError(ValueError):
@@ -286,7 +286,7 @@ def no_descriptors(needed: int) -> OSError:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
-        count = len(os.listdir("/proc/self/fd")) - 1  # the list itself needed one
+        count = len(os.listdir("/proc/self/fd")) - 1  # listdir() has opened a descriptor for the folder.
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
 
@@ -761,7 +761,7 @@ class Listener(_SocketOwner):
             # Another listener may have bound a new socket to the path meanwhile.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
-            # Wakes a thread that waits in accept().
+            # close() alone would leave a thread that waits in accept() blocked.
             self._shut_down()
         self._socket.close()
 

@@ -323,7 +323,7 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Tim
         if word == b"hello" and rank in expected:
             return rank, channel
     except (ConnectionError, TimeoutError, ProtocolError):
-        pass  # The caller has exited, or is not a rank.
+        pass  # The caller has exited, or is no rank of this group: the next call may be from a rank.
     channel.close()
     return None
 
@@ -758,7 +758,7 @@ class TorchCommunicator(_Group):
         group = group if group is not None else distributed.group.WORLD
         if hasattr(group, "get_group_store"):
             store = group.get_group_store()
-        else:  # It was private before PyTorch 2.9.
+        else:  # Before PyTorch 2.9 only a private function returns the store.
             store = getattr(distributed.distributed_c10d, "_get_process_group_store")(group)  # noqa: B009
         seconds = store.timeout.total_seconds() if timeout is None else timeout
         super().__init__(rank, distributed.get_world_size(group), seconds)
@@ -774,7 +774,7 @@ class TorchCommunicator(_Group):
             packets = [bytes(self._store.get(key)) for key in keys]
             if self._calls:
                 # All ranks have made this call, so all have read the packets of the previous one.
-                with contextlib.suppress(NotImplementedError, RuntimeError):  # some stores cannot do this
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete keys.
                     self._store.delete_key(self._key(self._calls - 1, self.rank))
         except RuntimeError as error:
             raise GroupGoneError(f"the store of the group does not answer; its process may be gone: {error}") from error

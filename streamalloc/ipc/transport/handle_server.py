@@ -58,9 +58,9 @@ def _serve(listener: Listener) -> None:
             client = listener.accept()
             threading.Thread(target=_answer, args=(client,), name="streamalloc handles", daemon=True).start()
         except PermissionError:
-            pass  # It is a client of another user.
+            pass  # accept() has refused and closed a client of another user.
         except (OSError, RuntimeError):
-            time.sleep(0.01)  # For example, no descriptor is left. The client waits in the queue.
+            time.sleep(0.01)  # No descriptor or thread is left. The client waits in the queue for the next try.
 
 
 def _answer(client: Channel) -> None:

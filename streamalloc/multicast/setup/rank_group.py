@@ -17,9 +17,9 @@ from streamalloc.ipc.internal import described, left
 
 _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
-"""Most bytes of an error text that are sent to the other ranks."""
+"""Length in bytes to which an error text is cut before it is sent to the other ranks."""
 _GRACE = 2.0
-"""Least seconds to give other ranks for the undo of a failed step."""
+"""Seconds that other ranks get for the undo of a failed step, even if less is left of the time limit."""
 
 
 class SymmetricMemoryError(RuntimeError):
