@@ -111,7 +111,8 @@ class Allocator(Unique, BufferSource):
             The pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
-        if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
+        # A shift that is not 0: the size is negative or too large for the driver.
+        if type(nbytes) is not int or nbytes >> 64:
             nbytes = size_of("nbytes", nbytes)
         handle = ordered.unlent or ordered.ready(True)
         if handle is None or ordered._session is not self._session:
@@ -139,7 +140,9 @@ class Allocator(Unique, BufferSource):
         OutOfMemoryError
             The size is more than the pool's maximum, or more than the device has.
         """
-        from asyncio import sleep  # a running loop has imported it; here it would double the package's import time
+        # Imported here, because it would double the import time of the package. A running event loop has imported it
+        # already.
+        from asyncio import sleep
 
         pause = _SHORTEST
         while True:
@@ -247,7 +250,8 @@ class Allocator(Unique, BufferSource):
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
         own, pools = figures.pop("allocators", None), figures.pop("holders", ())
-        # Other pools do not matter if this pool is at its own limit, or if the device has memory.
+        # The message names other pools only if they can be the cause: not if this pool is at its own limit, and not if
+        # the device still has enough free memory.
         used, free = figures.get("used", 0), figures.get("free", 0)
         limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
         if not limited:
@@ -263,7 +267,7 @@ class Allocator(Unique, BufferSource):
         """Raise :class:`ClosedError` if the allocator was closed."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Release unused memory if this allocator can. Returns whether some may be free now."""
+        """Release unused memory if this allocator keeps any. Returns whether to attempt the allocation again."""
         return False
 
     def _ask_again(self, failure: CudaError) -> bool:

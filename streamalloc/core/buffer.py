@@ -340,7 +340,7 @@ class Buffer(Memory, Closes):
         # Taken in one line, within which threads are not switched, so of two threads only one frees. A second free
         # would end the memory of the address's next owner.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:  # the memory was shared with other processes, or freed
+        if ptr is None:  # The memory was shared or freed: the checked way finds out which.
             return self._free_checked(stream, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
@@ -351,7 +351,9 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free the memory, shared or not, on a stream with this ``CUstream``."""
+        """Free the memory on a stream whose ``CUstream`` is ``handle``, even if other processes may have the memory
+        open.
+        """
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
         pointer = ptr if shared is None else shared[1]
@@ -467,7 +469,7 @@ class PoolBuffer(Buffer):
     def __del__(self) -> None:
         try:
             ptr = self._ptr
-        except AttributeError:  # the allocation raised
+        except AttributeError:  # The allocation raised, so this buffer owns no memory.
             return
         if ptr is None:
             if self._shared is not None and self._allocator._session.usable:
@@ -653,13 +655,15 @@ class GraphBuffer(Buffer):
 
 
 class _Graphs(NamedTuple):
-    """Stand-in for a :class:`Capture`, for memory of a graph that is built by nodes: it has the same attribute."""
+    """The part of a :class:`Capture` that buffers read, its attribute ``graph``, for a graph that is built node by
+    node.
+    """
 
     graph: Graph
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # With a lost context all its memory is gone, not only this.
+    if not isinstance(error, LOST):  # A lost context has ended all of its memory, so there is nothing to warn of.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 

@@ -108,7 +108,7 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
         return None
     try:
         return int(session.call("cuDeviceGetAttribute", member, ordinal))
-    except InvalidValueError:  # a driver older than the bindings
+    except InvalidValueError:  # The driver is older than the bindings, and does not know the attribute.
         return None
 
 

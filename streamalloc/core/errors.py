@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
-from streamalloc.formats.sizes import size_text as size_text  # this package's error texts use it
+from streamalloc.formats.sizes import size_text as size_text  # Exported again, because error texts of all areas use it.
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 

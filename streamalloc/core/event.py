@@ -305,9 +305,9 @@ def has_passed(event: Event) -> bool:
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())
     except ClosedError:
-        return False  # Another thread closed it meanwhile. The next query finds it closed.
+        return False  # Another thread closed the event meanwhile, and the next query finds it closed.
     except LOST:
-        pass  # no work is left
+        pass  # The lost context has ended all its work: the event counts as passed.
     return True
 
 
@@ -334,7 +334,7 @@ def _has_finished(event: Event) -> bool:
     with event._session.relaxed():
         if not event.query():
             return False
-        event.synchronize()  # this returns at once, and shows the driver the frees before the event
+        event.synchronize()  # Returns at once. The driver now knows that the frees before the event have run.
         return True
 
 

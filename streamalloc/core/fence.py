@@ -186,15 +186,17 @@ class Fence:
         if isinstance(end, Event):
             if end._raw is not None:
                 return (end,)
-            # A given event may have been closed by its owner before the work was done, so all known streams stand for
-            # it. Without given ends (None), the event is that of a closed stream, whose owner has synchronised.
+            # An event that the caller gave may have been closed by its owner before the work was done, so all known
+            # streams stand for it. Without given events (`_thread` is None), the closed event is that of a closed
+            # stream, whose owner has synchronised with it: nothing is left to wait for.
             return () if self._thread is None else Fence(self.session)._ends
         try:
             return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
         except CaptureError:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):
-            # The stream was closed or destroyed meanwhile. One of this package has left the event after its work.
+            # The stream was closed or destroyed meanwhile. A closed stream of this package has left an event after its
+            # work.
             return (end,) if _may_work(end) else end._last
         except LOST:
             return ()
@@ -202,7 +204,8 @@ class Fence:
 
 def known_ends(session: Session) -> list[Event | Stream]:
     """Return all known streams, and the events that closed and dropped streams have left."""
-    # The streams first: a stream that is dropped meanwhile is then among them, or has left its end event.
+    # List the streams before the events. A stream that is dropped in between is then in the first list, or its event is
+    # in the second. In the other order it could be in neither.
     return [*_known_streams(session, closed=True), *(item.event for item in members(pending_ends(session)))]
 
 

@@ -114,7 +114,7 @@ class _Named:
     def is_closed(self) -> bool:
         try:
             return _by_protocol(self.stream) != self._number
-        except Exception:  # a closed stream may raise this
+        except Exception:  # The library may refuse to give the handle of a closed stream.
             return True
 
 
@@ -127,15 +127,15 @@ def closable(stream: Any, number: int) -> Any | None:
     """
     if getattr(type(stream), "__cuda_stream__", None) is None:
         return None
-    with contextlib.suppress(Exception):  # an attribute of a closed stream may raise
+    with contextlib.suppress(Exception):  # A property of a closed stream may raise.
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    return stream if tells else _Named(stream, number)  # cuda.core's object has ``is_closed``
+    return stream if tells else _Named(stream, number)  # Streams of cuda.core have ``is_closed`` themselves.
 
 
 def device_of_library_stream(stream: object) -> int | None:
-    """The device ordinal of a PyTorch or CuPy stream; None for others."""
+    """The device ordinal of a PyTorch or CuPy stream; None for streams of other libraries."""
     for name in ("device_index", "device_id"):
         number = getattr(stream, name, None)
         if isinstance(number, int) and number >= 0:
@@ -147,13 +147,13 @@ def only_names(stream: Any, number: int) -> bool:
     """Whether a library's object only names stream ``number`` and does not own it, so that other code may destroy the
     stream.
 
-    So do CuPy's and PyTorch's ``ExternalStream``, the bindings' ``CUstream``, and PyTorch's objects for an external
-    stream, whose id is its handle.
+    Such objects are CuPy's and PyTorch's ``ExternalStream``, the bindings' ``CUstream``, Numba's external streams, and
+    PyTorch's objects for an external stream, whose id is its handle.
     """
     return (
         isinstance(stream, cuda.CUstream)
         or type(stream).__name__ == "ExternalStream"
-        or bool(getattr(stream, "external", False))  # Numba's attribute
+        or bool(getattr(stream, "external", False))  # Numba marks a stream that it did not make.
         or getattr(stream, "stream_id", None) == number
     )
 

@@ -235,7 +235,7 @@ class Memory(Copyable, Migrating):
                 if nbytes and window is not None:
                     if stream != -1:
                         self._order(stream)
-                    first = int(ptr) - 1  # the window begins at address 1
+                    first = int(ptr) - 1  # Index 0 of the window is address 1.
                     part: Any = window[first : first + nbytes]
                     part.memory = self
                     return part.__dlpack__(max_version=max_version)
@@ -286,7 +286,7 @@ def _precede(stream: Stream, handle: int) -> None:
     raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
     if raw is not None and handle not in DEFAULT_HANDLES:
         # An event object and a stream object would cost three times as much as both calls.
-        theirs = cuda.CUstream(handle)  # this raises for a value that is no handle
+        theirs = cuda.CUstream(handle)  # Raises for a value that cannot be a handle.
         # In one line, within which threads are not switched: no other thread can empty the list after the test.
         event = spare.pop() if spare else None
         if event is not None:
@@ -541,7 +541,8 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            return  # it is no memory and no array: the copy raises an error that says so
+            # The other side is neither memory nor an array. The copy raises an error that says so.
+            return
         dtype, shape = form
         if dtype != self.dtype:
             raise TypeError(f"{name} has elements of {dtype}, not of {self.dtype}; .bytes copies whatever they are")

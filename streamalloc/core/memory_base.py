@@ -173,8 +173,8 @@ Where: TypeAlias = "Device | MemLocation"
 # Advice whose location is a device or the host, not a NUMA node; and all advice that takes a location.
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
-_INT = 4  # bytes of a C int, which each attribute is, or a list of
-_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
+_INT = 4  # Bytes of a C int. The value of each attribute is one C int, or a list of C ints.
+_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no place).
 
 
 class MemRangeAttributes(NamedTuple):

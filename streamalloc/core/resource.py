@@ -26,8 +26,8 @@ above: Any = types.SimpleNamespace()
 
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
-    # The first call imports a module, which opens a file. If no descriptor is free, this is no error yet: the driver's
-    # own answer is, and the next object prepares.
+    # The first call imports a module, which opens a file. Without a free descriptor that fails, but this object may
+    # never be shared, so the failure is hidden. The next object prepares again.
     with contextlib.suppress(OSError):
         above.prepare_for_processes()
 
@@ -44,7 +44,8 @@ class Unique:
     def __repr__(self) -> str:
         try:
             return f"<{type(self).__name__}{self._text()}>"
-        except AttributeError:  # __init__ has raised
+        except AttributeError:
+            # Attributes are missing, because __init__ has raised.
             return f"<{type(self).__name__} that could not be made>"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -225,7 +226,7 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        if hasattr(self, "_number"):  # unset if __init__ has raised
+        if hasattr(self, "_number"):  # The attribute is missing if __init__ has raised.
             self.close()
 
     def _text(self) -> str:

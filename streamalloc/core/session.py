@@ -153,7 +153,7 @@ class Session(_Direct):
     def __del__(self) -> None:
         # The collector clears the weak references to a session that is in a cycle before it drops the other objects of
         # the cycle. Their releases keep this session alive, and would wait for ever if another one served the driver.
-        if hasattr(self, "_lock") and self.usable:  # unset if __init__ has raised
+        if hasattr(self, "_lock") and self.usable:  # The attribute is missing if __init__ has raised.
             _sessions.setdefault(id(self.driver), self)
 
     @property
@@ -290,14 +290,14 @@ class Session(_Direct):
 
 
 def members(several: weakref.WeakSet[T]) -> list[T]:
-    """A list of a set's members. Other threads may add to the set meanwhile."""
+    """A list of a set's members. A set that another thread changes meanwhile is listed again."""
     while True:
         with contextlib.suppress(RuntimeError):
             return list(several)
 
 
 def drained(pop: Callable[[], T]) -> Iterator[T]:
-    """The items that ``pop`` takes off a list or a deque until it is empty. Other threads may take and add some
+    """The items that ``pop`` takes off a list or a deque until it is empty. Other threads may take or add items
     meanwhile.
     """
     with contextlib.suppress(IndexError):
@@ -381,7 +381,7 @@ class _Relaxed:
         try:
             result, self._mode = exchange(RELAXED)
         except BaseException:
-            exchange(GLOBAL)  # the mode that every thread begins with
+            exchange(GLOBAL)  # Every thread begins in this mode.
             raise
         if result:
             raise error_from(result, "cuThreadExchangeStreamCaptureMode")

@@ -326,7 +326,7 @@ class Stream(Closes, Shown):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
-                        with contextlib.suppress(ValueError):  # another thread has removed it
+                        with contextlib.suppress(ValueError):  # Another thread has removed the item meanwhile.
                             self._before_work.remove(item)
         finally:
             self._attempting.remove(me)
@@ -375,9 +375,10 @@ class Stream(Closes, Shown):
             result = session.cuEventRecord(recorded, raw)[0]
         if result:
             if reused:
-                event._spare = None  # so its finaliser destroys it, rather than offer it again
+                # Without its list, the finaliser destroys the driver's event instead of offering it to a later record.
+                event._spare = None
                 if result == _INVALID_HANDLE:
-                    return self.record()  # the event belonged to a context that was reset
+                    return self.record()  # The reused event belonged to a context that was reset: record another event.
             raise error_from(result, "cuEventRecord")
         event._capture = self._capture
         event._foreign_captures |= self.capturable
@@ -399,7 +400,7 @@ class Stream(Closes, Shown):
                 self._call("cuStreamWaitEvent", foreign, 0)
                 self._notice_joining()
                 return
-            self._checked_raw()  # this raises before anything is recorded
+            self._checked_raw()  # Raises for a closed stream before the other stream records an event.
             event = as_stream(cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
@@ -478,7 +479,8 @@ class Stream(Closes, Shown):
 
         Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
         """
-        self._close()  # a method of its own: programs also call Stream.close(stream)
+        # The kinds override `_close` instead, so that Stream.close(stream), which programs call too, works for all.
+        self._close()
 
     def _close(self) -> None:
         """:meth:`close` of one kind of stream. Nothing, for default streams."""
@@ -514,9 +516,11 @@ class Stream(Closes, Shown):
 
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
-    """An event for a record, and whether it was used before: a closed one of the stream if there is one."""
+    """An event for a record, and whether the event was used before: a closed event of the stream is taken first."""
     spare = None if timing or stream._capture else stream._spare
-    raw = spare.pop() if spare else None  # one line, within which threads are not switched
+    # Test and pop are in one line, within which threads are not switched: no other thread can empty the list in
+    # between.
+    raw = spare.pop() if spare else None
     if raw is None:
         event = Event(stream.device, timing=timing)
     else:
@@ -569,7 +573,7 @@ class OwnStream(Stream):
             return
         refuse_capture(self, "cuStreamDestroy", "end the capture first")
         with self._in_use:
-            if self.closed:  # another thread has closed it meanwhile
+            if self.closed:  # Another thread has closed the stream meanwhile.
                 return
             for item in tuple(self._endings):
                 # If the driver refuses, a later point of work attempts the item again.
@@ -613,7 +617,8 @@ class OwnStream(Stream):
                 if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
                     self._record_end(raw)
         self._raw = None
-        self._destroy(raw, later=captured)  # an immediate destruction would end the capture by other code
+        # While other code captures the stream, destroy it later: cuStreamDestroy would end that capture.
+        self._destroy(raw, later=captured)
 
 
 class _LateEnd(HandleEnd):
@@ -696,7 +701,7 @@ class LegacyStream(DefaultStream):
     _sees_all = True
 
     def ready(self, allocates: bool = False) -> Any | None:
-        current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
+        current = self._session.cuCtxGetCurrent  # A function in a slot is called faster by a local name.
         return self._raw if current() == self._current else None
 
     def _ready_to_drop(self) -> Any | None:
@@ -746,7 +751,9 @@ class _ThreadStreams(ThreadLocal, streams=dict):
 
 
 class _OfThread:
-    """Owner of one thread's stream, which dies with the thread."""
+    """Owner of one thread's per-thread default stream. It is dropped when the thread ends, and then marks the stream as
+    one that no thread uses.
+    """
 
     __slots__ = ("stream",)
 
@@ -754,7 +761,7 @@ class _OfThread:
         self.stream: PerThreadStream = PerThreadStream._make(device, PER_THREAD)
 
     def __del__(self) -> None:
-        stream = getattr(self, "stream", None)  # unset if __init__ has raised
+        stream = getattr(self, "stream", None)  # The attribute is missing if __init__ has raised.
         if stream is not None:
             stream._ident = stream.caller = False
             if stream._session.usable:
@@ -788,7 +795,9 @@ def default_stream(device: Device, handle: int) -> DefaultStream:
 
 
 def _gone(_: object) -> None:
-    """A callback, which has the collector clear a weak reference before it calls finalisers."""
+    """A callback that does nothing. A weak reference with a callback is cleared by the collector before it calls
+    finalisers.
+    """
 
 
 class LibraryStream(Stream):
@@ -903,7 +912,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
             "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
         )
     if found is not stream and found.closed:
-        found = _resolve(stream, session)  # the library's object may have another stream by now
+        # The library closed the known stream. Its object may have a new stream by now.
+        found = _resolve(stream, session)
     found._checked_raw()
     return of_this_thread(found)
 
@@ -958,7 +968,8 @@ def _current_ordinal(session: Session) -> int:
     try:
         return int(session.call("cuCtxGetDevice"))
     except InvalidContextError as error:
-        if error.name != "CUDA_ERROR_INVALID_CONTEXT":  # a destroyed context may have been of another device
+        # For a destroyed context, 0 would be a guess, because the context may have been of another device.
+        if error.name != "CUDA_ERROR_INVALID_CONTEXT":
             raise
         return 0
 
