@@ -224,7 +224,7 @@ class TrackedCapture:
 
 
 _RECORDINGS = 4
-"""Most recordings of an event that reports can name."""
+"""Reports can name at most this many recordings of an event, the latest ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -242,7 +242,7 @@ class TrackedEvent:
     elsewhere: bool = False
     """Whether another process has the event and may record it."""
     index: int | None = None
-    """Index of the event's entry on this process's board."""
+    """Index of the event's entry on this process's board; None if the event is not on the board."""
     name: bytes = b""
     """Export data; the event's name on boards of other processes."""
     made: Stack = ()

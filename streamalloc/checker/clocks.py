@@ -22,14 +22,16 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Certainty of the order of two operations: none, by a choice of the driver in this run, in each run."""
+"""Order of two operations: unknown; by a choice that the driver made in this run; certain in each run."""
 
 _CHOICES = 256
-"""Most choices of the driver that are kept. An older one no longer tells that an order is only a choice."""
+"""At most this many choices of the driver are kept. An order by an older choice counts as :data:`UNORDERED`."""
 MOST_WAITS = 8
-"""Most waits for events per stream that reports can name."""
+"""Reports can name at most this many waits of a stream for events, the latest ones."""
 _SEARCHES = 2000
-"""Most searches through the choices in one run. After these, an order by choice counts as none, with a note."""
+"""At most this many searches through the choices are made in a run, because each takes time. Later, an order by choice
+counts as :data:`UNORDERED`, with a note.
+"""
 
 
 class Clock:
@@ -146,7 +148,7 @@ class Timeline:
         self.ready: Clock = Clock()
         """Clock of all announcements that other processes have made."""
         self._live: set[int] = set()
-        """Numbers of the actors that have not ended. All work of an ended one precedes all later work."""
+        """Numbers of the actors that have not ended. All work of an ended actor precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """Choices of the driver: the clock of the work that came first, and the number and the time of the actor whose
         operation came later.

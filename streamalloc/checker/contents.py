@@ -329,7 +329,9 @@ def _checksum(piece: Piece) -> int | None:
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""Most writes kept for each address, and most addresses."""
+"""At most so many writes are kept for an address, and at most so many addresses. A wait for a
+value that these limits leave out is not checked, with a note.
+"""
 
 _Key = tuple[Bytes | None, int]
 """Place of a value: physical memory and an offset in it. For unknown memory, None and the address."""

@@ -1,9 +1,9 @@
 """Memory and events shared with other processes, announcements in both directions, and open files.
 
 Two operations of different processes are ordered if the later one waits for an interprocess event, or for a value in
-shared memory, that comes after the earlier one. A checker sees only its own process. So each announces its queued uses
-of shared memory with the event recordings after them, and reads those of the others before a use. Where another process
-may have waited unseen, the order counts as given, with a note.
+shared memory, that comes after the earlier one. A checker sees only its own process. So each checker announces the
+queued uses of shared memory with the event recordings after them, and reads the announcements of other processes before
+a use. Where another process may have waited unseen, the operations count as ordered, with a note.
 
 Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. A
 process that finds the board of an ended process removes it. An entry is an *event*, with the number of its recordings,
@@ -62,7 +62,7 @@ ENTRIES, POSTS = 1024, 768
 IMPORT = b"import"
 """End of the name of an import, after the export data."""
 COVERS = 4
-"""Most recordings that one post names."""
+"""A post names at most this many recordings."""
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
 """Fields of an entry:
 
@@ -274,13 +274,19 @@ def _read(found: BoardEntry) -> Announced:
 # -- exports, imports and announcements ------------------------------------------------------------------------
 
 _MOST_FREES = 64
-"""Most queued frees of imports that are followed."""
+"""At most this many queued frees of imports are followed. Beyond that, the oldest free counts
+as complete, with a note.
+"""
 _MOST_POSTS = 64
-"""Most incomplete exports that other processes can see."""
+"""At most this many incomplete exports are posted, and at most as many uses of a range. Beyond that, the
+oldest is dropped, with a note.
+"""
 _MOST_ANNOUNCEMENTS = 256
-"""Most announcements of complete memory (:meth:`Interprocess.share`) that are kept."""
+"""At most this many announcements of complete memory (:meth:`Interprocess.share`) are kept. Beyond that,
+the oldest is dropped, with a note.
+"""
 _MOST_ACTORS = 4096
-"""Number of actors from which those without a board entry are removed."""
+"""Once there are this many actors, the actors whose board entry is gone are removed."""
 
 
 def _named(name: bytes, write: bool) -> bytes:
@@ -664,7 +670,7 @@ _syscall = ctypes.CDLL(None).syscall
 _EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
 _SLOT = struct.Struct("<III")
 _MOST_FILES = 256
-"""Most files that are recorded, with and without names."""
+"""Each table keeps at most this many files: one table for files with names, one for files without names."""
 
 
 class OpenFiles(Generic[T]):

@@ -30,7 +30,7 @@ _LEAKS = {
     "mapping": ("unmapped", "close it before the end, or call cuMemUnmap and then cuMemRelease."),
     "physical memory": ("released", "close it before the end, or call cuMemRelease."),
 }
-"""By kind: the name of the missing end, and the advice for a leak."""
+"""By kind of resource: the way to end it, as in "was not freed", and the advice in a report of a leak."""
 _ARRAYS = 1 << 64
 """First of the artificial addresses of arrays. No memory has such high addresses."""
 
@@ -123,11 +123,11 @@ class State:
         self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.notes.place = partial(self.place, 1)
-        # Memory by address.
+        # The ranges of memory by their addresses, and what the checker knows of their contents.
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # Values in memory that streams wait for, and other processes.
+        # What orders streams besides events: values in memory that a stream waits for, and other processes.
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)

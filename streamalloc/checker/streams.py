@@ -26,7 +26,9 @@ _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
 """Handles of the default streams, legacy and per-thread."""
 _MOST_EVENTS = 64
-"""Most operations of a stream whose end an event shows. Beyond that, the host may have waited for all of them."""
+"""At most this many operations of a stream have an event that shows their end. With more, the host counts
+as having waited for all of them, so a missing order after them is not reported.
+"""
 
 
 @contextlib.contextmanager

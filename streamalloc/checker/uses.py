@@ -53,7 +53,9 @@ KERNEL = "a kernel"
 _KERNEL = "kernel "
 """First letters of the report text for a kernel with a name."""
 FLAG = 64
-"""Most bytes of a write to host memory that the host may poll."""
+"""A write to host memory of at most this many bytes may be a value that the host polls, to learn without a
+call that the work before it has ended.
+"""
 _SEGMENTS = ("device memory", "mapping")
 """Kinds of ranges that an allocator may divide into blocks."""
 _NEW = ("allocation", "device memory")

@@ -42,7 +42,9 @@ from streamalloc.driver.wrappers import Call, Function, Wrapper
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 _MOST_DESTROYED = 4096
-"""Most destroyed handles that are remembered. The driver refuses calls with older ones, too."""
+"""Reports can name the place of the destruction of at most this many handles, the latest ones. The driver refuses calls
+with older handles, too.
+"""
 _PATIENCE = 1.0
 """Seconds to wait for queued work before leaks are reported."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
@@ -761,9 +763,11 @@ class Poison:
 _WAITED = threading.Event()
 """Set when the host waits, so that delayed copies go on."""
 _LONGEST_DELAY = 0.02
-"""Most seconds of a delay. The host may wait for the copy unseen."""
+"""A copy is delayed for at most this many seconds. The host may wait for the copy by means that the checker does not
+see, and a longer delay would then hold the program up.
+"""
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# A module-level function, because the driver may call it after the checker has gone.
+# At module level, so that it lives as long as the process: the driver may call it after the checker has gone.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}

@@ -176,7 +176,7 @@ def prefetch(place: Place) -> Callable[[Advice], Advice]:
 
 
 def common(places: Iterable[Place | None]) -> Place | None:
-    """The one location among those of several pages; None if they differ or have none."""
+    """The location that several pages share; None if their locations differ, or if they have no location."""
     found = set(places)
     return found.pop() if len(found) == 1 else None
 

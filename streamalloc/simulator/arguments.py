@@ -123,7 +123,9 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """The look-up of a handle in a table of the machine. ``of_null``: result code for a null handle, if another one."""
+    """The look-up of a handle in a table of the machine. ``of_null``: result code
+    for a null handle; None: ``code``.
+    """
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
@@ -256,7 +258,7 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 
 
 def numbers(values: Any, count: int) -> list[int]:
-    """The first ``count`` sizes of a list, which must have as many."""
+    """The first ``count`` sizes of a list. A shorter list is refused."""
     return [size_t(one) for one in _enough(list(values), count)[:count]]
 
 

@@ -247,7 +247,7 @@ class MipmappedArray:
 
     storage: Storage
     mipmap: ClassVar[None] = None
-    """Mipmapped array that it is a level of: none, unlike an :class:`Array`."""
+    """Always None: only an :class:`Array` can be a level of a mipmapped array."""
     handle: int = field(default_factory=new_handle)
 
 

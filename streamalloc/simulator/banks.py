@@ -99,7 +99,7 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        self.at, self._bases = {}, []  # a kernel that still runs finds no memory that is gone
+        self.at, self._bases = {}, []  # a kernel that still runs gets an error, not an unmapped address
         for one in owned:
             one.close()
 

@@ -63,8 +63,8 @@ class SimulatedDriver(
         return sorted({*super().__dir__(), *dir(cuda)})
 
     kernel_copies_up_to = 256 << 10
-    """Most bytes of a block that an H200 copies to or from host memory faster in a kernel than by one copy each. A tier
-    for blocks reads it, because a measurement would take long here.
+    """An H200 moves blocks of at most this many bytes to or from host memory faster in a kernel than by one copy each.
+    A tier for blocks reads this value instead of measuring, because a measurement would take long here.
     """
 
     def __repr__(self) -> str:

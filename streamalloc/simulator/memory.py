@@ -303,7 +303,7 @@ def is_accessible(address: int, size: int, write: bool = False) -> bool:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         return False
-    # permissions are missing, or Linux is older than 5.14
+    # EINVAL means missing permissions or a Linux before 5.14. The list of mappings tells which, but is slower.
     return _process_maps("rw" if write else "r").covers(address, end)
 
 
@@ -339,7 +339,7 @@ class ReservedExtent(Extent):
         """Whether this module chose the address, not the operating system."""
         if not self.is_placed:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            # at the high end: the system places its next range right below
+            # Keep the highest aligned addresses of the range, so that the system places the next range directly below.
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
@@ -411,8 +411,8 @@ def _freed_file() -> Physical:
 
 
 def keep_readable(start: int, end: int) -> None:
-    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process. The operating system
-    may lack room for that.
+    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process. If the operating
+    system has no room for that, the addresses stay as they are.
     """
     with contextlib.suppress(OSError):
         for at in range(start, end, _FREED_BYTES):
@@ -421,7 +421,7 @@ def keep_readable(start: int, end: int) -> None:
 
 
 _kept: deque[tuple[int, int, int]] = deque()
-"""Freed ranges that stay readable: address, size, bytes once reserved."""
+"""Freed ranges that stay readable, oldest first: address, size, and bytes of the former reservation."""
 
 
 def _forget_kept(start: int, end: int) -> None:

@@ -170,7 +170,7 @@ class Pool(Accessible):
         bank = self.space.bank
         most, needed = len(missing), len(missing) * CHUNK
         if not self._banks.make_room(bank, needed, self.space) and self.device is None:
-            most = had  # A pool of the host keeps nothing of a failed growth.
+            most = had  # After a failed growth, a host pool has as many chunks as before.
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)

@@ -24,7 +24,7 @@ BASE = "h200"
 HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
 """Handle types that Linux supports (``CUmemAllocationHandleType``)."""
 _MOST_BYTES = 1 << 18
-"""Most bytes of a file; eight devices need 30 KiB."""
+"""A profile file has at most this many bytes. A profile of eight devices needs 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
 
 

@@ -290,7 +290,7 @@ def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
     event, context = event_of(state, args[1]), number_of(args[0])
-    # An auxiliary stream that waits for all streams.
+    # The event records one stream. So an auxiliary stream waits for all streams of the context, and is recorded.
     meeting = state.timeline.stream("the context")
     for stream in state.streams.all(context):
         state.timeline.wait(meeting, state.timeline.record(stream))

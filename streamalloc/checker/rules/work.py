@@ -17,7 +17,7 @@ from streamalloc.driver.bindings import number_of
 # during the call or later.
 _AT_CALL, _ANY = 2, 3
 _ROWS = 1 << 15
-"""Most rows of a plane that are checked. Further rows are left out, with a note."""
+"""At most this many rows of a plane are checked. The rows after them are left out, with a note."""
 
 
 class _Uses(NamedTuple):

@@ -206,7 +206,7 @@ class CopyCalls(Calls):
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Copy between two sides that are not arrays."""
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
-        if not shape.size:  # this check comes before all others
+        if not shape.size:  # a copy of no bytes succeeds whatever its addresses and pitches
             self._copy(Side(0), Side(0), shape, hStream)
             return
         target, source, kinds = self._sides(copy, shape)

@@ -51,7 +51,7 @@ _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
 _ENTRY = struct.Struct("=i4xQQI")  # an entry of CUstreamBatchMemOpParams
 _BARRIER_FLAGS = struct.Struct("=4xI")
 _MOST = 255
-"""Most operations of a batch (observed on H200: test_stream_words)."""
+"""A batch has at most this many operations (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
