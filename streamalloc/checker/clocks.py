@@ -140,7 +140,9 @@ class Timeline:
         self.foreign: dict[TrackedStream, None] = {}
         """Streams that other libraries may use, and may have ordered among each other unseen."""
         self.over: dict[int, int] = {}
-        """By actor number, the time up to which the host may have waited unseen."""
+        """By actor number: the host may have waited for operations up to this time without a call that the checker saw.
+        They count as ordered before everything later.
+        """
         self.ended_threads: deque[int] = deque()
         """Numbers of ended host threads; finalisers append."""
         self.published: Clock = Clock()

@@ -435,7 +435,7 @@ class Interprocess:
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
     def recorded(self, event: TrackedEvent) -> int:
-        """Announce a recording of an event, and return its number."""
+        """Count a recording of an event on the board. Returns the recording's number; 0 if the event is not there."""
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:

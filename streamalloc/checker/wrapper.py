@@ -533,7 +533,9 @@ class CheckedDriver(Wrapper, Recorder):
     def _call(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name not in RULES and name not in COUNTED:
             answer = _keeps_convention(name, function(*args))
-            if name not in _QUEUES_HOST_FUNCTION:  # their replacements follow these calls
+            if (
+                name not in _QUEUES_HOST_FUNCTION
+            ):  # Those are followed through the stand-in of their function (HostCall).
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():

@@ -538,7 +538,8 @@ class GraphBuffer(Buffer):
     ) -> GraphBuffer:
         """Add an allocation to a graph that is built by nodes (``cuGraphAddMemAllocNode``).
 
-        Nodes that use the memory depend on :attr:`node`: raw calls with :attr:`Graph.handle`, or cuda.core, add them.
+        Nodes that use the memory must depend on :attr:`node`. Add them by raw calls with :attr:`Graph.handle`, or by
+        cuda.core.
 
         Parameters
         ----------

@@ -94,7 +94,9 @@ class Subscription:
 
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
-        """The first error of the listener or of this object. It ends the subscription."""
+        """The first error of the listener or of this object. After it, callbacks pass no calls to the listener. A
+        ``KeyboardInterrupt`` is not kept: it is raised again later.
+        """
         self._listener = listener
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))

@@ -414,7 +414,8 @@ class QueueEvent:
         elif record is not None:
             scheduler = stream.scheduler
             if record.stream is not stream or record.others:
-                # a wait for completed work is no work (observed on H200: test_streams)
+                # A wait for completed work does not take the legacy stream's order, unless that stream itself waits
+                # (observed on H200: test_streams).
                 joins = stream.peers is not None or not record.complete
                 stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
                 if record.ranked:

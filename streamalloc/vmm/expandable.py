@@ -87,7 +87,9 @@ class FreeRanges:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """The free ranges, each as one number of size and offset, sorted. To compare numbers runs no Python code."""
+        """The free ranges, sorted, each as one number of size and offset. To compare numbers runs no Python code, so no
+        signal handler can interrupt an insertion.
+        """
         self._starts: dict[int, int] = {}
         """Start of each range by its end. May have ranges that are not free any more: :attr:`_sizes` decides."""
         self._stops: dict[int, int] = {}

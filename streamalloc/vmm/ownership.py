@@ -327,7 +327,9 @@ class Allocations:
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
         self.imported: tuple[bytes, Any] | None = None
-        """Struct of the memory that was imported last, as bytes, and its :class:`MemorySpec`."""
+        """Cache for imports, as the chunks of a range are alike: the bytes of the last imported memory's
+        ``CUmemAllocationProp``, and its :class:`MemorySpec`.
+        """
         self.deferred: DeferredQueue = deferred_queue(session)
         self.by_handle: dict[int, AllocationState] = {}
         """States by driver handle. Handles that only a mapping holds are not listed."""

@@ -94,9 +94,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
     one, of up to five times the size. Blocks are never split or merged: the pool does that.
 
-    The allowance bounds the pool's reserved memory: the sum of each stream's peak use, times 1.05, in steps of 32 MiB.
-    Before the pool would grow beyond it, every free block returns to the pool, and the factor grows by 1/32 for each
-    stream, up to 2 for one stream and 2.5 for several.
+    If the pool would grow beyond an allowance, all free blocks first return to it. The allowance is 1.05 times the sum
+    of the streams' peaks, in steps of 32 MiB. Each such release raises the factor by 1/32 for each stream, up to 2 for
+    one stream and 2.5 for several.
 
     Some memory is never cached. Allocations in captures become nodes of the graph. A driver of
     :func:`streamalloc.driver.checked` must record each allocation, so there no memory is cached at all. A buffer that
