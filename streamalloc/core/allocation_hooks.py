@@ -81,8 +81,8 @@ class Tap:
         return tuple([one for one in self.watchers if one not in except_for])
 
     def allocate(self, nbytes: int, pool: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Allocate, in place of the driver's function, and notify the watchers. ``except_for``: those that
-        :func:`without_notifying` leaves out.
+        """Allocate, in place of the driver's function, and notify the watchers. ``except_for``: watchers that are not
+        notified (:func:`without_notifying`).
         """
         watchers, owner = self._without(except_for), self._owner()
         for watcher in watchers:
@@ -103,10 +103,12 @@ class Tap:
         return answer
 
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Free, in place of the driver's function, and notify the watchers except for those given."""
+        """Free, in place of the driver's function, and notify the watchers. ``except_for``: watchers that are not
+        notified.
+        """
         watchers, address = self._without(except_for), int(ptr)
-        # Before the free, because another thread may get the same address after it, and that notification must come
-        # second.
+        # Watchers are notified before the free. After it, another thread may get the same address at once, and the
+        # notification of that allocation must come second.
         for watcher in watchers:
             watcher.freed(address, stream)
         refused = False
@@ -126,8 +128,8 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """Let watchers process their notes after a free, unless a finaliser of this package made it: a finaliser must not
-    wait.
+    """Let watchers process their notes after a free. If a finaliser of this package made the free, leave the notes for
+    later: the watchers take a lock, and a finaliser must not wait for one.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):

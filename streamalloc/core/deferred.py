@@ -203,7 +203,8 @@ class DeferredQueue:
     def submit(self, item: Deferred) -> None:
         """Add an item. The next point of work attempts it. Never raises."""
         self.submitted.append(item)
-        # The set keeps a queue with items alive, even if no other object of its driver is.
+        # Only this set may still refer to the queue. Without it, a queue could be dropped with its items, and their
+        # memory would be lost.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:
@@ -243,7 +244,8 @@ class DeferredQueue:
         me = threading.get_ident()
         if not self.has_work() or self.paused or me in self._working:
             return 0
-        # `left` has one number: the attempts that may still fail. The rounds change it.
+        # The list `left` has one number, how many more attempts may fail. It is a list, so that each round can change
+        # it.
         total, left = 0, [math.inf if most is None else most]
         try:
             self._working[me] = None
@@ -300,8 +302,9 @@ class DeferredQueue:
         return ended
 
     def _take(self, me: int, now: int, left: list[float]) -> Deferred | None:
-        """Take a new item off the queue, or else the item whose attempt is longest ago; None if none is left in this
-        round. Before that, this thread's last item goes back if it has not ended.
+        """Take a new item off the queue; without new items, the item whose last attempt is longest ago. Return None if
+        all items had their attempt in this round. Before that, the last item of this thread goes back if it has not
+        ended.
         """
         with self._lock:
             self._put_back(me)
@@ -319,8 +322,9 @@ class DeferredQueue:
             return item
 
     def _take_over(self) -> None:
-        """Move submitted items to the new ones. Each is added before it is removed, so that a signal handler that
-        raises in between loses none. An item that is added twice is there once.
+        """Move submitted items to the table of new items. An item is added to its new table before it is removed from
+        the old one, so that an exception of a signal handler in between loses none. An item that is added twice has one
+        entry.
         """
         while self._orphaned:
             if self._orphaned[0] in self._owned:
@@ -333,7 +337,7 @@ class DeferredQueue:
 
     def _add(self, item: Deferred) -> None:
         if item in self._working.values():
-            item._round = -1  # The attempt that goes on may have missed why it was submitted: one more follows.
+            item._round = -1  # The current attempt may not see why the item was submitted again: repeat it.
         elif item not in self._waiting:
             self._new[item] = None
 
@@ -345,8 +349,8 @@ class DeferredQueue:
             self._working[me] = None
 
     def _let_go(self, me: int, now: int) -> bool:
-        """Forget the item of this thread, because it has ended. Returns False if it was submitted again meanwhile:
-        later state may be missing in the attempt, so it is attempted again.
+        """Forget the item of this thread, because it has ended. Returns False if another thread submitted the item
+        again during the attempt: the attempt may not have seen the reason, so it is repeated.
         """
         with self._lock:
             item = self._working[me]
@@ -372,7 +376,8 @@ def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more
             lock.release()
 
 
-# Queues with items, which nothing else may refer to: with the queue, its releases would be lost.
+# Queues with items. Nothing else may refer to such a queue, and if it were dropped, the releases that wait in it would
+# be lost.
 _unfinished: set[DeferredQueue] = set()
 
 

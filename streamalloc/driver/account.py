@@ -13,7 +13,8 @@ SETTLERS: list[Callable[[], int | None]] = []
 remaining items, or None.
 """
 
-# For each kind, the calls that create it (handle: first value of the answer) and those that end it (first argument).
+# For each kind: the calls that create a handle, which is the first value of their answer, and the calls that end a
+# handle, which is their first argument.
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
@@ -23,7 +24,7 @@ _RESOURCES = {
     "event": ("cuEventCreate cuIpcOpenEventHandle", "cuEventDestroy"),
     "graph": ("cuStreamEndCapture cuGraphCreate cuGraphClone", "cuGraphDestroy"),
     "executable graph": ("cuGraphInstantiate cuGraphInstantiateWithParams", "cuGraphExecDestroy"),
-    # Multicast objects have the same kind of handle.
+    # Multicast objects are of this kind, too, because cuMemRelease ends them.
     "physical memory": (
         "cuMemCreate cuMulticastCreate cuMemRetainAllocationHandle cuMemImportFromShareableHandle",
         "cuMemRelease",
@@ -66,7 +67,7 @@ class HandleCounts:
         return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
-        """Record a successful call. ``captured``: it was added to a graph."""
+        """Record a successful call. ``captured``: the call became a node of a graph."""
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
@@ -74,7 +75,8 @@ class HandleCounts:
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
                 pass  # The stream was captured into a graph that exists already, and has its owner.
             elif handle:
-                # The driver may reuse an address that belonged to a graph: now it has to be freed.
+                # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory has
+                # to be freed.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:

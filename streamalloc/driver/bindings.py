@@ -58,7 +58,7 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
     """Raise ``ValueError`` with similar names unless some version of the bindings has this member."""
     if prefix + name in _ADDED_IN:
         return
-    import difflib  # slow to import, and only for the message
+    import difflib  # Imported here, because it is slow to import and only the error message needs it.
 
     known = [*getattr(cuda, enum_name).__members__, *_ADDED_IN]
     near = difflib.get_close_matches(name, [one.removeprefix(prefix) for one in known if one.startswith(prefix)])
@@ -114,7 +114,7 @@ def parameters(name: str) -> tuple[str, ...]:
 def c_signature(name: str) -> tuple[str, ...]:
     """The C types of a driver function's arguments in order; empty for an unknown function."""
     capsule = importlib.import_module("cuda.bindings.cydriver").__pyx_capi__.get(name)
-    inside = re.search(r"\((.*)\)", str(capsule))  # the name of a capsule is the signature
+    inside = re.search(r"\((.*)\)", str(capsule))  # Cython names the capsule by the C signature.
     return tuple(inside[1].split(", ")) if inside and inside[1] != "void" else ()
 
 
@@ -131,7 +131,7 @@ def number_of(value: Any) -> int:
     if hasattr(value, "__array_interface__"):
         return int(value.__array_interface__["data"][0])
     if isinstance(value, (bytes, bytearray, memoryview)):
-        import numpy as np  # slow to import
+        import numpy as np  # Imported here, because it is slow to import.
 
         return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
     return int(value)
@@ -147,7 +147,7 @@ def handle_types_member(value: int) -> Any:
         return cuda.CUmemAllocationHandleType(value)
     except ValueError:
         made: Any = int.__new__(cuda.CUmemAllocationHandleType, value)
-        made._value_ = value  # the setter of cuda-bindings 12.9 reads this
+        made._value_ = value  # The setter of cuda-bindings 12.9 reads this attribute.
         return made
 
 

@@ -22,10 +22,10 @@ COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
 """Most blocks of a launch, by name of the kernel: about as many as its parameters have room for."""
 COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
-_THREADS = 256  # threads of a block
+_THREADS = 256  # Threads of a thread block.
 _SHIFT = COPY_UNIT.bit_length() - 1
-_SPAN = 32 + _SHIFT  # bits of an offset in bytes that is a 32-bit number of units
-_PART = 2048  # bytes that a warp moves at once
+_SPAN = 32 + _SHIFT  # Bits of an offset in bytes. The kernel takes it as a 32-bit number of units.
+_PART = 2048  # Bytes that a warp of threads copies as one piece of a block.
 
 
 class BlockCopies(ctypes.Structure):
@@ -44,7 +44,7 @@ class BlockCopies(ctypes.Structure):
     )
 
     def shape(self, most: int) -> tuple[int, ...]:
-        """The three extents of the grid and the three of a thread block. ``most``: most thread blocks."""
+        """Extents of the grid and of a thread block, three each. The grid has at most ``most`` thread blocks."""
         warps = self.count * -(-self.nbytes // _PART)
         return min(-(-warps * 32 // _THREADS), most), 1, 1, _THREADS, 1, 1
 
@@ -57,8 +57,8 @@ class BlockCopies(ctypes.Structure):
 def block_copies(
     targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int, most: int
 ) -> Iterable[BlockCopies]:
-    """The parameters of the launches that copy blocks of ``nbytes`` bytes, each of at most ``most`` blocks; none if
-    addresses or size are no multiples of :data:`COPY_UNIT`.
+    """The parameters of launches that together copy blocks of ``nbytes`` bytes; each launch copies at most ``most``
+    blocks. Empty if an address or the size is not a multiple of :data:`COPY_UNIT`.
     """
     bases = [int(side[0]) >> _SPAN << _SPAN for side in (targets, sources)]
     target, source = targets - bases[0], sources - bases[1]
@@ -82,8 +82,9 @@ def _launches(
     for at in range(0, len(target), most):
         made = BlockCopies(*bases, min(len(target) - at, most), nbytes)
         end = at + made.count
-        # One word of 64 bits has both offsets of a block: the target's in the lower half, the source's in the upper
-        # half. The source's is in bytes yet, so a shift by 32 - _SHIFT bits also divides it by the unit.
+        # One word of 64 bits holds both offsets of a block: the offset of the target in the lower half, the offset of
+        # the source in the upper half. The source's offset is still in bytes here, so a shift by 32 - _SHIFT bits also
+        # divides it by the unit.
         offsets = np.frombuffer(made.offsets, np.int64, made.count)
         np.left_shift(source[at:end], 32 - _SHIFT, out=offsets)
         offsets |= target[at:end] >> _SHIFT

@@ -66,7 +66,8 @@ def parent_test() -> ParentTest | None:
 
     The answer is constant for the life of the process, even if the test ends.
     """
-    return _find(os.getpid())  # cached by process, because a fork copies the cache
+    # The answer is cached by process id, because a forked child inherits the cache of its parent.
+    return _find(os.getpid())
 
 
 @functools.cache

@@ -26,7 +26,9 @@ def alive(process: int) -> bool:
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE)  # without a free descriptor nothing shows that it has ended
+        # Without a free descriptor the file cannot be opened. The process then counts as running, because nothing shows
+        # that it has ended.
+        return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def runs(stat: bytes) -> bool:

@@ -71,14 +71,16 @@ LAUNCHED = ", launched"
 _DEPTH = 8
 """Most frames of a place."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-# An installed driver's replacements pass the program's calls on. They do not use memory themselves.
+# Drivers, their wrappers, and the replacements of an installed driver, which all serve calls that the program makes. A
+# place never shows their frames.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
 """Most frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
 # A stack ends at frames of a test runner, notebook or process starter.
 _RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
-# Frames that call the program's functions, and tell nothing about them.
+# Files of Python whose frames only call functions of the program. They would take places in a report and name no line
+# of the program.
 _CALLERS = (
     "<frozen ",
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
@@ -103,7 +105,7 @@ def here(depth: int = _DEPTH) -> Stack:
         if kind is None:
             kind = _kinds[file] = _kind(file)
         if kind == _SKIPPED:
-            pass  # most frames
+            pass  # Tested first, because most frames are of this kind.
         elif kind == _THEIRS:
             found.append((code, frame.f_lasti))
         elif kind == _FACADE and not found:
@@ -168,7 +170,7 @@ def _cell(code: CodeType) -> str:
     """
     try:
         _, name = sys.modules["IPython"].get_ipython().compile.format_code_name(code.co_filename)
-    except (AttributeError, KeyError, TypeError):  # the code is not of a notebook
+    except (AttributeError, KeyError, TypeError):  # The code is not of a notebook, or IPython does not run.
         return ""
     return f"cell {name.removeprefix('In').strip()}"
 
@@ -214,7 +216,8 @@ class Hazard:
 
     def found_again(self) -> None:
         """Count this place once more."""
-        object.__setattr__(self, "count", self.count + 1)  # the class is frozen for programs
+        # The class is frozen, so that programs cannot change a hazard: plain assignment would raise.
+        object.__setattr__(self, "count", self.count + 1)
 
     @property
     def pair(self) -> tuple[object, ...]:

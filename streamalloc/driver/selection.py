@@ -47,7 +47,7 @@ def real() -> Driver:
     """
     try:
         (result,) = cuda.cuInit(0)
-    except Exception as reason:  # the exception types of the bindings' loader differ by version
+    except Exception as reason:  # The bindings' loader raises other types in other versions.
         # The message contains the reason; the traceback would be the loader's.
         raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
     if result:
@@ -343,7 +343,7 @@ def as_asked(driver: Driver) -> Driver:
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
         return driver
-    if hasattr(driver, "listener"):  # checked already, perhaps within another wrapper
+    if hasattr(driver, "listener"):  # The driver is a checker already, or wraps one.
         return driver
     found = _checked.get(id(driver))
     if found is None:

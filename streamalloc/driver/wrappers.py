@@ -45,7 +45,8 @@ class Wrapper(_Functions):  # type: ignore[misc]
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
             if not named:
                 return self._observe(name, target, args)
-            # Observers get positional values, and may change them; the driver gets the keywords.
+            # Observers get the arguments by position, and may change them. The driver then gets the named ones by
+            # keyword.
             keys = [one for one in parameters(name)[len(args) :] if one in named] or [*named]
 
             def by_keywords(*values: Any) -> tuple[Any, ...]:

@@ -180,7 +180,8 @@ class PlainEnd(HandleEnd):
     def end(self) -> None:
         """End the memory. The host waits for the stream if a driver call frees it."""
         if self._call:
-            if not self.stream.closed:  # the stream of a dropped buffer may be closed, but its work is done
+            # The stream of a dropped buffer may be closed. Its work is done then, so there is nothing to wait for.
+            if not self.stream.closed:
                 self.stream.synchronize()
             self._session.release(self, self._call)
         else:

@@ -36,7 +36,8 @@ class Address(NamedTuple):
 
 
 def residence_of(session: Session, address: int) -> Residence | None:
-    """Return the location of the memory at an address; None for pageable host memory, freed memory, or no memory.
+    """Return the location of the memory at an address. Return None for pageable host memory, freed memory, and
+    addresses without memory.
 
     Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
     13.3 read 0 for every device there. Captures stay valid.
@@ -67,7 +68,7 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
     try:
         prop = session.call("cuMemGetAllocationPropertiesFromHandle", raw)
         return MemLocation.from_driver(prop.location)
-    except CudaError:  # it is a multicast object, which has no location
+    except CudaError:  # A multicast object has no location.
         return None
     finally:
         session.call("cuMemRelease", raw)

@@ -606,7 +606,8 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
     on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
-    with contextlib.suppress(CudaError):  # neither all bindings nor all drivers have these attributes
+    # Some bindings and some drivers lack these attributes. The location is then inferred, and the kind is pinned.
+    with contextlib.suppress(CudaError):
         told = made.attributes
         kind, where, number = told.allocation_type, told.location_type, told.location_id
         if where is MemLocationType.DEVICE_LOCALITY_DOMAIN:

@@ -47,7 +47,7 @@ class _Source(Allocator):
         self._bind(session, _obtain, None, end_plain)
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate memory; a stream orders only its end.
+        """Allocate memory. A stream does not order the allocation, only the end of the memory.
 
         Parameters
         ----------
@@ -63,7 +63,7 @@ class _Source(Allocator):
         CaptureError
             The stream is being captured.
         TypeError, ValueError
-            The size or the stream is none.
+            ``nbytes`` is not a size, or ``stream`` is not a stream.
         """
         return self._buffer(size_of("nbytes", nbytes), as_stream(stream, self._session))
 
@@ -75,7 +75,7 @@ class _Source(Allocator):
         return PlainBuffer(end, nbytes)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:
-        """Obtain memory; return its end."""
+        """Obtain memory, and return the item that ends it."""
         raise NotImplementedError
 
     @property

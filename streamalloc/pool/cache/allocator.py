@@ -190,7 +190,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         lists = ordered.free_lists.get(self._key)
-        if lists is None:  # the stream was not used yet, or is of another driver, which would crash on this handle
+        # The stream has no free lists yet, or is of another driver. The checked way refuses the latter: its driver
+        # would crash on this handle.
+        if lists is None:
             return self._allocate_checked(nbytes, stream)
         # Memory of a free list needs no driver call, and so no context for a default stream.
         usable = ordered.ready(True) is not None if ordered.capturable else ordered.caller is True
@@ -217,7 +219,8 @@ class CachingAllocator(Allocator, Closes, Shown):
     def statistics(self) -> CacheStatistics:
         """Return the pool's figures, and the bytes that are cached and in use."""
         self._state.collect_dropped()
-        own = self.pool.statistics()  # first, because it attempts deferred frees
+        # Read the pool first. That attempts deferred frees, which change the cached bytes.
+        own = self.pool.statistics()
         cached = self._state.cached
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
 
@@ -283,7 +286,8 @@ class CachingAllocator(Allocator, Closes, Shown):
             return self._allocate_past(size, ordered, False)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, size, ordered)
         if cache.ended or state.watchers:
-            block.home = None  # watchers must see its free
+            # Without a home the block takes the checked way, which notifies the watchers of its free.
+            block.home = None
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, size, raw_handle(ordered))
         return buffer

@@ -128,7 +128,7 @@ class CachedBuffer(Buffer):
     def __del__(self) -> None:
         try:
             block = self._ptr
-        except AttributeError:  # the allocation raised
+        except AttributeError:  # The allocation raised, so this buffer owns no memory.
             return
         if block is None:
             return

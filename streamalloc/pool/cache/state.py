@@ -224,10 +224,11 @@ class StreamCache(Deferred):
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
     def serve_no_more(self) -> None:
-        """Stop serving requests directly."""
+        """Stop serving requests of new buffers from the free lists of this stream."""
         if not self.ended:
             self.ended = True
-            # From now on a buffer's block comes back by :meth:`put`, which submits this item again.
+            # Without a home, the block of a buffer comes back by :meth:`put` when the buffer is freed, and :meth:`put`
+            # submits this item again. Otherwise nobody would release the block.
             for block in list(self.cache.blocks.values()):
                 if block.size_class.owner is self:
                     block.home = None
@@ -337,12 +338,13 @@ class CacheState(Deferred):
         return found
 
     def _forget_ended(self, before: StreamCache | None) -> None:
-        """Remove the stream caches that have ended and have no block. Have the blocks of other ended ones released.
+        """Remove the stream caches that have ended and have no block. For those that have ended with free blocks,
+        submit the item that releases the blocks.
 
         ``before``: the stream cache that had the ``id`` of the new stream.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-            if one.ended and one.free_bytes:  # a buffer was freed since
+            if one.ended and one.free_bytes:  # A buffer was freed after the end, so the item releases its block.
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
@@ -367,9 +369,10 @@ class CacheState(Deferred):
 
         try:
             result = in_context(stream, buy_here, raw_handle(stream))
-        except OutOfMemoryError:  # the limit of a watcher of the pool was reached
+        except OutOfMemoryError:  # A watcher of the pool refused, because its limit was reached.
             return None
-        except CudaError:  # the driver did not restore the context
+        except CudaError:
+            # The memory was allocated, and then the driver failed to restore the context: keep the block.
             wanted.free += bought
             raise
         if result and result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -399,7 +402,7 @@ class CacheState(Deferred):
         self.blocks.pop(address, None)
         pool = self._pool()
         free = self._pool_free if pool is None else free_function(pool)
-        free = without_notifying(free, self.watchers)  # the watchers have recorded the free
+        free = without_notifying(free, self.watchers)  # The watchers of the cache have recorded the free already.
         refused = free(block, raw)[0]
         if refused and not is_gone(free_refused(refused, ordered)):
             self.blocks[address] = block
@@ -420,7 +423,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # a later point of work tries again
+                except CudaError:  # A later point of work tries again with this block.
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:
@@ -499,8 +502,11 @@ class CacheState(Deferred):
                 if one.free_bytes:
                     stream = one.stream()
                     if stream is not None and stream.closed:
-                        continue  # its end is a queue item, which may have to wait until the device is idle
-                    with contextlib.suppress(CaptureError, ClosedError):  # a captured stream keeps its blocks
+                        # This stream cache ends by an item of the queue, which may have to wait until the device is
+                        # idle.
+                        continue
+                    # The blocks of a captured or closed stream stay.
+                    with contextlib.suppress(CaptureError, ClosedError):
                         one.ordered(functools.partial(release, one))
             for event in frees:
                 with event:
