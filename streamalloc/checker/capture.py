@@ -16,7 +16,7 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """The memory that a kernel may use without having declared it."""
+    """The memory that a kernel without declared uses may use."""
 
     named: frozenset[Bytes] | None
     """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
@@ -41,7 +41,7 @@ class TrackedNode:
     atomic: bool = False
     """Whether the uses of the node do not race with other atomic uses."""
     unseen: Unseen | None = None
-    """Uses that the kernel does not declare; None for other nodes."""
+    """Memory that the kernel may use; None for a kernel with declared uses, and for a node that is not a kernel."""
     handle: int = 0
     """Handle of the driver's node; 0 if unknown."""
     nested: bool = False
@@ -52,7 +52,7 @@ class TrackedNode:
     step: Callable[[TrackedStream], object] = lambda stream: None
     """Function that each launch of a ``"step"`` calls, with the stream of the launch."""
     calls: Any = None
-    """The host function (``HostCall``) that ``step`` queues; None for other nodes."""
+    """The host function (``HostCall``) that ``step`` queues; None for a node without a host function."""
 
     def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
         """Make one access for each piece. A kernel has one access for all its reads and one for all its writes."""
@@ -156,14 +156,14 @@ class TrackedCapture:
         """By handle of a node: the clock of its stream after it, inside the capture."""
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
-        """Capture into an existing graph, behind some of its nodes."""
+        """Begin a capture that adds nodes to an existing graph. ``after``: handles of nodes that come before them."""
         self.graph = graph
         done = graph.play(self._inside)
         for handle in after:
             if handle in done:
                 self.join(stream, done[handle].clock)
             elif handle not in graph.handles:
-                # A captured node without a known handle. It may be any of them, so the stream comes after all.
+                # It is unknown which captured node has this handle, so the stream comes after all nodes.
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
@@ -180,7 +180,7 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after some nodes. With ``anew``, only after these: its earlier order ends."""
+        """Order a stream after some nodes. With ``anew``, its earlier order in the capture ends."""
         if anew:
             # A new stream in the timeline has no earlier order.
             self._streams[stream] = self._inside.timeline.stream(stream.name)

@@ -104,9 +104,9 @@ class TrackedStream(Actor):
 
     context: object
     handle: int
-    """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
+    """The driver's handle; 1 for a legacy stream, 2 for a per-thread stream, 0 for a stream of the checker alone."""
     legacy: TrackedStream | None = None
-    """Legacy stream of its context, if the two synchronise."""
+    """The legacy stream of the context, if this stream is blocking; None for non-blocking and legacy streams."""
     clock: Clock = field(default_factory=Clock)
     seen_host: int = -1
     """Version of the host clock that the stream has merged."""
@@ -214,7 +214,7 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """How certainly an operation precedes the owner of a clock: a constant of this module."""
+        """Certainty that an operation precedes the owner of a clock: UNORDERED, BY_CHOICE or CERTAIN."""
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices:
@@ -368,7 +368,7 @@ class Timeline:
         if obstacle.clock is not None:
             return
         if source is None:
-            # The cause is unknown, so any work queued earlier may precede.
+            # The cause is unknown: any work that was queued before may be it, so all such work counts as done.
             self.notes.add("waits")
         self.end(obstacle, self.host if source is not None else self.everything())
 

@@ -173,7 +173,7 @@ class Judge:
         return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins inside a range and extends to ``end``, beyond it."""
+        """Report a use that begins inside a range and ends at ``end``, an address beyond the range."""
         range_, start, last = piece
         if range_.ended is None:
             what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
@@ -186,7 +186,7 @@ class Judge:
         may have written unseen.
         """
         range_, low, high = piece
-        # The host writes through NumPy arrays, which the checker does not see.
+        # The host may have written viewed memory through a NumPy array, which the checker does not see.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):

@@ -56,7 +56,7 @@ class ForeignStreams:
         self.may_write: bool = False
         """Whether other code has a stream's handle and may launch kernels unseen."""
         self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
-        """Pending operations of each stream: time, and an event after it."""
+        """By stream: the operations that may not have ended, each as its time and the event recorded after it."""
         self._over: list[Any] = []
         """Events of ended operations. They are destroyed when no thread queries them."""
         self._querying = 0
@@ -302,9 +302,9 @@ class Streams:
             return self._own(self.context())
         capturing = self._ask.number("cuStreamIsCapturing", number)
         if capturing is None:
-            # The driver does not know the handle and will refuse the call.
+            # The driver does not know the handle, so it will refuse the call.
             unknown = self._timeline.stream(f"stream {number:#x}", handle=number)
-            # The call has no effect, so no order is missing before it.
+            # The refused call uses nothing. After everything in its clock, no check can report a missing order.
             unknown.clock = self._timeline.everything()
             self._timeline.retire(unknown)
             return unknown

@@ -181,7 +181,7 @@ class Space:
         self._name = name
         self._on_host = on_host
         self._arenas = banks.arenas
-        # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pools)
+        # A new pool reserves all its addresses, so that no other range gets them (observed on H200: test_pools).
         self._reservation = self._arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
         self.base: int = self._reservation.base
 
@@ -246,7 +246,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 # same on two levels. *Regions* of 32 MiB, or a multiple for a larger allocation, contain large allocations and *blocks*
 # of 2 MiB. Small allocations share blocks. Device and host memory lie side by side in regions. The newest region with
 # room is used. Within a region, and within all blocks of one kind, the smallest sufficient piece is taken; of equal
-# ones, the one that has been free longest. Unused blocks and regions are released.
+# pieces, the piece that has been free longest. Unused blocks and regions are released.
 _REGION = 32 << 20
 
 

@@ -1,7 +1,8 @@
 """The lock that a thread holds during a simulated call. Garbage collections and signal handlers wait for the end of the
 call.
 
-A call of the real driver runs no Python code. A simulated call is Python code, so three things must be kept out of it:
+A call of the real driver runs no Python code, so the interpreter cannot interrupt it. A simulated call is Python code.
+Three things could interrupt it and meet a state that is half changed, so they are kept out:
 
 * Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
 * The garbage collector, since finalisers make driver calls. While a thread holds the lock, the collector's first
@@ -56,7 +57,7 @@ class Threads(ThreadLocal, caller=Caller):
     """Thread-local data of a machine."""
 
     caller: Caller
-    """The calling thread."""
+    """The thread that reads the attribute."""
 
 
 class WaitEnded(BaseException):
@@ -149,7 +150,7 @@ _late: list[int] = []  # signals that came during a call
 
 
 def _remember_handlers() -> None:
-    """Record the program's signal handlers. A handler that is replaced now keeps its record."""
+    """Record the program's signal handlers. Where :func:`_record` is in place, the handler behind it stays recorded."""
     global _handlers, _replaced
     known = _replaced
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]

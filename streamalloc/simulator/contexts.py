@@ -420,7 +420,7 @@ class QueueEvent:
                 stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
                 if record.ranked:
                     scheduler.rank(stream)
-            # a recording knows the legacy stream's order, even if its own stream does not (H200: test_placements)
+            # A recording contains the legacy stream's order, even if its own stream does not (H200: test_placements).
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
     def record_in(self, stream: Queue, after: Points = ()) -> None:
@@ -428,9 +428,9 @@ class QueueEvent:
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            after += ((earlier.stream, earlier.seq),)  # recordings run in sequence (observed on H200: test_streams)
+            after += ((earlier.stream, earlier.seq),)  # a later recording runs later (observed on H200: test_streams)
             stream.submit(Operation())  # earlier frees are seen before that wait (observed on H200: test_reuse)
-        # an interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements)
+        # An interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements).
         clock = stream.clock if shared or stream.peers is not None else dict(stream.clock)
         untimed = not shared and self.flags & EventFlag.DISABLE_TIMING
         record.counts = record.is_command = not untimed

@@ -117,8 +117,8 @@ class Labels:
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """The label of a file with cuMemAlloc memory, events or usage. Other processes find such a file by this process
-        and its descriptor.
+        """The label of a file with cuMemAlloc memory, events or usage. Other processes open such a file in /proc, by
+        the id of this process and the number of the descriptor.
         """
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
@@ -144,7 +144,7 @@ class Labels:
 
 
 HOST_BANK = 63
-"""Index in a slot of the host's word. The words of devices come before, at the devices' ordinals."""
+"""Index of the host's word in a slot. The words of the devices lie before it, at the devices' ordinals."""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
 """Index of the word behind the slots: the number of the highest slot that was ever taken, plus 1. No slot from there on

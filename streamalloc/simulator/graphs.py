@@ -49,7 +49,7 @@ class GraphNode:
     address: int = 0
     size: int = 0
     device: int = 0
-    """Ordinal of the device, of an allocation node."""
+    """Ordinal of the device on which an allocation node allocates; unused in other nodes."""
     is_other: bool = False
     """Whether a free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
@@ -195,7 +195,7 @@ class GraphExec:
             memory.disown()
 
     def launch(self, allocations: AllocationTable, stream: Queue) -> None:
-        """Submit all nodes one after another, which is stricter than the graph's order."""
+        """Submit all nodes one after another, which is one of the orders that the edges of the graph allow."""
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
         others = [allocations.at.get(node.address) for node in self.nodes if node.is_other]
@@ -245,7 +245,7 @@ class GraphExec:
             for memory, places in chosen:
                 memory.map(places)
 
-        # pools ignore the order from waits of launches (observed on H200: test_placements)
+        # The wait for earlier launches gives no order that pools use (observed on H200: test_placements).
         self._in_use(stream, stream.submit(QueuedCall(map_memory), tuple(earlier), {}))
 
     def _in_use(self, stream: Queue, seq: int) -> None:

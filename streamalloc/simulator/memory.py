@@ -468,15 +468,15 @@ class Side(NamedTuple):
 
     address: int
     pitch: int = 0
-    """Bytes from a row to the next one."""
+    """Bytes from the start of a row to the start of the next row."""
     plane: int = 0
-    """Bytes from a plane to the next one."""
+    """Bytes from the start of a plane to the start of the next plane."""
     fits: bool = True
     """Whether rows fit the pitch, and planes the height."""
     skipped: int = 0
     """Bytes between the start of the side, as the caller named it, and ``address``."""
     data: bytes | None = None
-    """The bytes at ``address``, if the call has read them."""
+    """The bytes at ``address``, if the call has read them; None if the operation reads them when it runs."""
 
     def span(self, shape: Shape) -> int:
         """Bytes from the first to the last byte of a copy, with the gaps between rows and planes."""

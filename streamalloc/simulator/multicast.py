@@ -416,7 +416,7 @@ class Multicast:
         try:
             if wanted.table.state == WAITING:
                 self._wait(wanted.table, call)
-            # without a free slot this call fails, not the addition of the last device (NVIDIA/nccl#2077)
+            # Without a free slot this call fails. The addition of the last device has succeeded (NVIDIA/nccl#2077).
             check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
         finally:
             wanted.mappings -= 1

@@ -195,7 +195,7 @@ class Profile:
     attributes: Mapping[str, int | None] = _read(_numbers, repr=False)
     """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
-    """Context limits by enum name without CU_LIMIT_; others are not supported."""
+    """Context limits by enum name without CU_LIMIT_. The driver supports no limit that is missing here."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
     """For each read device, the attributes that differ from ``attributes``."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)

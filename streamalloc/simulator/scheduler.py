@@ -140,7 +140,7 @@ class HostFunction(Operation):
         return self._state == "running"
 
     def step(self) -> bool:
-        # tried again later if the process may not start a thread now
+        # If the process may not start a thread now, the next step tries again.
         if self._state == "waiting" and start_thread(self._run, "streamalloc host function") is not None:
             self._state = "running"
         return self._state == "returned"
@@ -442,7 +442,7 @@ class Scheduler:
                 progress = self.pump(heavy=True) if self._random is None else self._run_random(self._random)
                 if progress:
                     quiet_since = time.monotonic()
-                    # release the lock briefly for other threads
+                    # Release the lock after each pass, so that other threads' calls need not wait for all work.
                     self._sleep(0.00002)
                 elif self._polls():
                     self._sleep(POLL_SECONDS)
@@ -487,7 +487,7 @@ class Scheduler:
                     return
                 if caller.in_kernel:
                     raise DeadlockError("a kernel waits for work, which may be its own end")
-                # without the worker, this thread does its work
+                # If no worker thread runs, this thread runs the queued operations.
                 exiting = sys.is_finalizing()
                 alone = exiting or self._worker is None
                 if (alone or self._random is None) and self.pump(heavy=alone):

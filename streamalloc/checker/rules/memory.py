@@ -385,7 +385,7 @@ def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer)
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # In the second version the device precedes the other arguments.
+    # cuMulticastBind..._v2 has the device as its second argument, so the later arguments are shifted by 1.
     shift = int(name.endswith("_v2"))
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
@@ -413,10 +413,10 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
         return
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # Uses through the object must have ended, as for an unmap. But the mappings stay, as if the driver had refused it.
+    # Check as for an unmap that uses through the object have ended. The answer 1, a refusal, keeps the mappings.
     run_before(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
-    if not answer[0]:  # All mappings share this list.
+    if not answer[0]:  # Change the list in place: all mappings of the object share it.
         bindings[:] = [
             one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
         ]
@@ -471,7 +471,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
-        # The driver counts how often an address was opened.
+        # The driver counts the opens of an address, and only the last close unmaps it.
         there.opened += 1
         return
     made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.context())

@@ -118,7 +118,7 @@ class ContextCalls(Calls):
     def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
         name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(dev.attributes).encode()
         check(length > len(name))
-        # observed on H200 (test_contexts): one terminating zero; the rest of the buffer is unchanged
+        # The driver writes one zero after the name and keeps the rest of the buffer (observed on H200: test_contexts).
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:

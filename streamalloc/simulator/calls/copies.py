@@ -266,7 +266,7 @@ class CopyCalls(Calls):
                 if end is not None and end.mapping is not None:
                     check(len(machine.virtual.span(side.address, side.span(shape))) == 1)
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
-        # pageable memory is read before the call returns
+        # A copy from pageable memory that runs later reads its source now: the program may change it after the call.
         source = source if at_once else source.read(shape)
         stream.submit(make_copy(machine, stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
@@ -309,7 +309,7 @@ class CopyCalls(Calls):
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self._machine.virtual.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
-        # this check comes last (observed on H200: test_copies)
+        # Any other fault of the copy decides the result code, so this check comes last (observed on H200: test_copies)
         not_modelled(lost, lost)
         return destination, origin
 
@@ -322,12 +322,12 @@ class CopyCalls(Calls):
         start = address - skipped
         allocation = self._machine.allocations.find(start)
         if allocation is None or not allocation.known:
-            # host pool memory without device access is treated like any other host memory
+            # The driver does not know host pool memory without device access, and copies it as pageable memory.
             check(start and not must_be_device)
             return None
         if allocation.mapping is not None:
-            return allocation  # the range can continue in the next mapping
-        # host pool memory never counts as device memory, whatever its access (observed on H200: test_copies)
+            return allocation  # the caller checks the range, which can continue in the next mapping
+        # Host pool memory is never device memory, even with access for devices (observed on H200: test_copies)
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
@@ -402,7 +402,7 @@ class CopyCalls(Calls):
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Submit the copies of a batch, each given as target, source, shape and source access order."""
-        # the capture stays valid (observed on H200: test_copies)
+        # A batch cannot be captured, but its refusal leaves the capture valid (observed on H200: test_copies).
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
         ends = [self._check_copy(*one[:3], "", (context, context), None) for one in copies]

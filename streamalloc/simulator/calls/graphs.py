@@ -214,7 +214,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
-        # the graph's own memory implies no device, so a context must be given (observed on H200: test_graph_nodes)
+        # The address of the graph's own memory gives no context, so one must be given (H200: test_graph_nodes).
         check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = make_fill(self._machine, context, address, pattern, width, height, pitch)
@@ -542,7 +542,7 @@ class GraphCalls(GraphBuildingCalls):
         context = self._machine.current()  # refused without a current context (observed on H200: test_contexts)
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         check(not flags & ~(AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY | uploads))
-        # a graph with memory nodes has only one instance at a time (observed on H200: test_graph_memory)
+        # A graph with memory nodes can have only one instance at a time (observed on H200: test_graph_memory).
         check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         for node in graph.flat():
             if node.kind == "MEMSET":  # its memory must exist (observed on H200: test_capture)

@@ -578,7 +578,7 @@ class KernelCalls(Calls):
         check(numBlocks > 0 and blockSize > 0)
         static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
         share = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks - static
-        # no more than a launch may ask for (observed on H200: test_modules)
+        # The call promises no more bytes than a launch may ask for (observed on H200: test_modules)
         allowed = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, func)
         return max(min(share, allowed), 0)
 

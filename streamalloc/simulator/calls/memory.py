@@ -173,7 +173,7 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
-        # an address inside pinned or registered memory gives another error (observed on H200: test_plain_memory)
+        # The result code differs for an address in pinned or registered memory (observed on H200: test_plain_memory)
         inside = isinstance(self._machine.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
@@ -287,7 +287,7 @@ class MemoryCalls(Calls):
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # as users report for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
+            # Users report this error for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
             able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", place.id)
             check(able, Result.CUDA_ERROR_INVALID_DEVICE)
             return place

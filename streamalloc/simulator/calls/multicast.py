@@ -130,7 +130,7 @@ class MulticastCalls(CopyCalls):
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
-        # users report a refusal, but not its code (InternLM/lmdeploy#4296)
+        # Users report that the driver refuses such an object, but not the result code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
         too_many = devices > self._machine.spec.devices and not self._machine.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
@@ -155,7 +155,7 @@ class MulticastCalls(CopyCalls):
         check(self._machine.multicast.fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
         self._machine.multicast.formed(found, "cuMulticastBindMem")
-        # other threads may have released these handles meanwhile
+        # Look both handles up again: other threads may have released them during the wait for the team.
         found, memory = self._machine.multicast.object(found.handle), self._machine.virtual.memory(handle)
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 

@@ -47,7 +47,7 @@ class PoolCalls(Calls):
         if kind == MANAGED:
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
-            # the documented result code for devices without concurrent managed access
+            # Devices without concurrent managed access give this result code, as documented.
             check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
@@ -123,7 +123,7 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        # only high-water marks can be set, and only to 0: they then become the current value
+        # Of the other attributes only high-water marks can be set, and only to 0. A mark then gets the current value.
         check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
@@ -162,7 +162,7 @@ class PoolCalls(Calls):
         if place.type == Location.DEVICE:
             check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
-            # the host's own access is fixed: full for host pools, none for device pools
+            # The access of the host cannot change: it can use all host pools, and no device pool.
             check(pool.device is None, Result.CUDA_ERROR_NOT_SUPPORTED)
             check(place.type in (Location.HOST, Location.HOST_NUMA))
             check(flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)

@@ -55,7 +55,7 @@ class SharingCalls(Calls):
         check(kind & found.handle_types and not flags)
         self._need_channel(kind)
         physical = found.export()
-        # the descriptor is inheritable (observed on H200: test_sharing)
+        # The driver's descriptor is inheritable, unlike those that Python makes (observed on H200: test_sharing)
         return self._export("pool", kind, physical, lambda: fcntl.fcntl(physical.fd, fcntl.F_DUPFD, 0))
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:

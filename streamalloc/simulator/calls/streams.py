@@ -29,7 +29,7 @@ _EXTERNAL = 1
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
-# CUstreamAttrID
+# Stream attributes that a program can set (CUstreamAttrID).
 _WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
 _NUMBER = struct.Struct("=i")
 _PAIR = struct.Struct("=BB")
@@ -158,7 +158,7 @@ class StreamCalls(Calls):
             return
         if captured:
             if hEvent.record is not None:
-                # a graph cannot wait for work outside it
+                # The event is of work outside the graph, and a graph cannot wait for such work.
                 hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
         hEvent.make_wait(hStream)
@@ -198,7 +198,7 @@ class StreamCalls(Calls):
     def _record(self, event: QueueEvent, stream: Queue) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._captured(stream):
-            # the capture stays valid, unlike after a wait for such an event (observed on H200: test_capture)
+            # The capture stays valid, but not after a wait for such an event (observed on H200: test_capture)
             check(not event.flags & EventFlag.INTERPROCESS, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             stream.capture.record(event, stream)
         else:
@@ -240,7 +240,7 @@ class StreamCalls(Calls):
         records = []
         for event in (hStart, hEnd):
             check(event.capture is None or (event.capture.running and event.capture.valid))
-            # the capture stays valid (observed on H200: test_capture)
+            # This refusal leaves the capture valid, unlike that of cuEventQuery (observed on H200: test_capture).
             check(event.capture is None, Result.CUDA_ERROR_CAPTURED_EVENT)
             check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
             records.append(need(event.record, Result.CUDA_ERROR_INVALID_HANDLE))
@@ -328,7 +328,7 @@ class StreamCalls(Calls):
         missing = in_graph and self._machine.allocations.find(address) is None
         not_modelled(missing, "a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
-        # a queued operation must not keep the driver object alive, because its end closes the machine
+        # The queued operation refers to the machine only: the end of the driver object closes the machine.
         machine, word = self._machine, _WORDS[bits]
         if written:
             # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_stream_words).

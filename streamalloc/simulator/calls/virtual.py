@@ -158,8 +158,8 @@ class VirtualMemoryCalls(Calls):
                 unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
                 if unknown and not self._machine.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
-                # the host cannot access device memory; grants of earlier entries stay (observed on H200:
-                # test_mapping_access)
+                # The host cannot get access to device memory. The grants of earlier entries are not undone (observed on
+                # H200: test_mapping_access).
                 refused = flags and place.device is None and owner is not None
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
@@ -186,7 +186,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self._machine.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # a missing NUMA node is not an error (observed on H200: test_mapping_access)
+        # The driver accepts the number of a NUMA node that does not exist (observed on H200: test_mapping_access)
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
@@ -225,7 +225,7 @@ class VirtualMemoryCalls(Calls):
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        # a range that lies in one chunk must begin with the chunk (observed on H200: test_physical_memory)
+        # A range inside one chunk must begin at the start of the chunk (observed on H200: test_physical_memory).
         if isinstance(allocation, PoolMemory):
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
             check(not at or at + size > CHUNK)
@@ -253,7 +253,7 @@ def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
 
 
 MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
-    # the start of the reservation, not the start of the mapping
+    # The range is the reservation, not the mapping.
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
