@@ -37,7 +37,7 @@ class Claim:
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
-        """Claims of the call of this thread in which this call was made; None if there is none."""
+        """Claims of the call of this thread in which this call was made; None for an outermost call."""
         self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = get_ident()
@@ -70,11 +70,12 @@ class Claim:
             if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
-            with other._end:  # a lock written in C: if a signal handler raises here, the lock is released
+            # Wait until the other call ends. This lock is written in C: an exception of a signal handler releases it.
+            with other._end:
                 pass
 
     def _other(self, things: Collection[Claimable]) -> Claim | None:
-        """Return the claim of another call on one of these objects; None if there is none."""
+        """Return the claim of another call on one of these objects; None if no other call claims one."""
         for thing in things:
             other = thing._claim
             if other is not None and not other.ended and self._is_before(other):

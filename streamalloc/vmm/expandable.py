@@ -2,12 +2,14 @@
 
 *One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
 request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
-sufficient range. The other large blocks are merged if there is none, those of up to 128 KiB only if memory is short.
+sufficient range. If no range is sufficient, the other large blocks are merged; blocks of up to 128 KiB are merged only
+if memory is short.
 
 *Memory where it is needed.* Memory is created in chunks, which are mapped at the addresses that blocks use. The chunks
-may have 1.03 times the most bytes in use at once, the allowance. A request that needs more takes free ranges of other
-streams, and moves chunks of free ranges to addresses that lack memory. Only if that is not enough, the cache grows
-beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks are as large as the memory allows.
+grow up to the allowance: 1.03 times the highest number of bytes in use at once. A request that needs more takes free
+ranges of other streams, and moves chunks of free ranges to addresses that lack memory. Only if that is not enough, the
+cache grows beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks are as large as the
+memory allows.
 
 *In stream order.* A moved chunk stays mapped at its old addresses, too. So neither host nor device waits: the stream's
 work there came first. The old addresses are unmapped once an event after that work has completed, because work at an
@@ -61,7 +63,7 @@ from streamalloc.vmm.reservation import MappedBytes
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 _ALLOWANCE = 1.03
-"""The chunks may have this many times the most bytes in use at once. With 1, each growth would move chunks."""
+"""Ratio of the allowance to the highest number of bytes in use at once. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Multiple of the device's memory that is reserved as addresses. A moved chunk leaves addresses without memory."""
 _SMALLEST_SHARE = 96
@@ -72,9 +74,11 @@ _LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second size."""
 _SHIFT = 48
-_OFFSET = (1 << _SHIFT) - 1  # A free range is one number: its size in the bits from 48 on, its offset in those below.
+_OFFSET = (1 << _SHIFT) - 1  # A free range is one number: its size in the bits from 48 on, its offset in bits 0 to 47.
 _QUERIES = 1 << 8
-"""Most queries of an event before its stream counts as busy, so that its memory stays. An idle stream needs no more."""
+"""Number of queries of an event after which its stream counts as busy, and keeps its memory. An idle stream's event
+completes within fewer queries.
+"""
 
 
 class FreeRanges:
@@ -91,9 +95,9 @@ class FreeRanges:
         signal handler can interrupt an insertion.
         """
         self._starts: dict[int, int] = {}
-        """Start of each range by its end. May have ranges that are not free any more: :attr:`_sizes` decides."""
+        """Start of each range by its end. Some ranges may not be free any more: only those in :attr:`_sizes` are."""
         self._stops: dict[int, int] = {}
-        """End of each range by its start. May have ranges that are not free any more: :attr:`_sizes` decides."""
+        """End of each range by its start. Some ranges may not be free any more: only those in :attr:`_sizes` are."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
@@ -152,12 +156,12 @@ class FreeRanges:
         return part[0], start
 
     def start_of(self, stop: int) -> int:
-        """Return the start of the free range that ends at ``stop``; ``stop`` if there is none."""
+        """Return the start of the free range that ends at ``stop``; ``stop`` if no free range ends there."""
         start = self._starts.get(stop, stop)
         return stop if self._find(start, stop) is None else start
 
     def end_of(self, start: int) -> int:
-        """Return the end of the free range that begins at ``start``; ``start`` if there is none."""
+        """Return the end of the free range that begins at ``start``; ``start`` if no free range begins there."""
         stop = self._stops.get(start, start)
         return start if self._find(start, stop) is None else stop
 
@@ -194,7 +198,7 @@ class _Segment:
         self.reserved: int = 0
         """Bytes of all chunks."""
         self.reserved_high: int = 0
-        """Most bytes of all chunks since the peaks were reset."""
+        """Highest value of :attr:`reserved` since the peaks were reset."""
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts without memory between two offsets, in whole pages and in order."""
@@ -311,7 +315,7 @@ class _Segment:
 
 
 class _Ranges(StreamCache):
-    """The blocks of one stream, and the free ranges that only its work has used."""
+    """The blocks of one stream, and the free ranges that only work of this stream has used."""
 
     __slots__ = ("free_lists", "ranges", "small")
 
@@ -336,7 +340,7 @@ class _Ranges(StreamCache):
             self.collect()
         self.serve(nbytes, wanted.free)
         if wanted.free:
-            with contextlib.suppress(IndexError):  # Another thread has taken it.
+            with contextlib.suppress(IndexError):  # Another thread has taken the last block.
                 return wanted.free.pop()
         return self.cache.cut(self, wanted)
 
@@ -371,16 +375,16 @@ class _Ranges(StreamCache):
                     one.count -= 1
                     state.used -= nbytes
                     add(address - base, address - base + nbytes)
-            except IndexError:  # Another thread has taken the last one.
+            except IndexError:  # Another thread has taken the last block.
                 continue
         if not least:
             self._join_small(_SLAB)
 
     def _join_small(self, least: int) -> None:
         """Move free parts of slabs that have at least ``least`` bytes to the free ranges."""
-        for part in self.small:  # largest part first
+        for part in self.small:
             if part[1] - part[0] < least:
-                break
+                break  # The largest part comes first, so all later parts are too small.
             if self.small.remove(*part):
                 self.ranges.add(*part)
 
@@ -396,7 +400,7 @@ class _Ranges(StreamCache):
 
     def attempt(self) -> bool:
         self.serve_no_more()
-        if self.ranges or self.small:  # free memory outside of blocks
+        if self.ranges or self.small:  # Without free ranges there is nothing for other streams.
             with contextlib.suppress(CaptureError, NotReadyError):
                 self.ordered(self.release)
             if self.ranges or self.small:
@@ -426,13 +430,13 @@ class _State(CacheState):
         self.ended: deque[tuple[Event, FreeRanges]] = deque()
         """Free ranges of ended streams, each with the event after the stream's work."""
         self.limit: int = 0
-        """Most bytes of all chunks; 0 for no limit."""
+        """Limit of the bytes of all chunks; 0: no limit."""
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
-        """The most bytes of all blocks up to the last merge."""
+        """Highest value of :attr:`used` up to the last merge."""
         self.peak: int = 0
-        """Most bytes in use at once, as counted at searches for memory. The allowance is a multiple of it."""
+        """Highest number of bytes in use at once, as counted at searches for memory. The allowance depends on it."""
         self.busy: bool = False
         """Whether a call searches for memory. A signal handler's allocation must then not search, too."""
         self.segment.spec.allocations.arenas.add(self)
@@ -518,7 +522,7 @@ class _State(CacheState):
 
     @property
     def most(self) -> int:
-        """The allowance: most bytes that all chunks may have as long as chunks can be moved instead."""
+        """The allowance in bytes. All chunks together exceed it only if moving chunks does not give enough memory."""
         most = int(self.peak * _ALLOWANCE) + self.segment.page
         return min(most, self.limit - self.segment.leaving) if self.limit else most
 
@@ -618,7 +622,8 @@ class _State(CacheState):
         gaps, page, place, least = segment.gaps(0, segment.most), segment.page, None, segment.most
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
-            if last < segment.most and stop - nbytes >= first:  # The gap is large enough: begin inside of it.
+            if last < segment.most and stop - nbytes >= first:
+                # The gap is larger than needed: use its end, and the free range behind it.
                 start = (stop - nbytes) // page * page
             end, lacking, number = start + nbytes, 0, at
             while lacking < least:
@@ -728,7 +733,8 @@ class _State(CacheState):
                     if event.query():
                         self._release_parts(ranges, event, keep)
                 for one in self.live():
-                    with self.lock:  # out of reach for the stream: what it frees from now on comes after the event
+                    # Take the ranges out of the stream's reach: the event does not cover memory that it frees later.
+                    with self.lock:
                         one.merge(0)
                         ranges, one.ranges = one.ranges, FreeRanges()
                     try:
@@ -809,7 +815,7 @@ class ExpandableCache(CachingAllocator):
     pool
         Pool of a device's memory, for what is not cached.
     limit
-        The most bytes of the cache's own memory; 0 for no limit.
+        Limit of the cache's own memory in bytes; 0: no limit.
 
     Raises
     ------
@@ -831,14 +837,14 @@ class ExpandableCache(CachingAllocator):
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
-        self._free = end_plain  # frees the buffers whose memory leaves the cache
+        self._free = end_plain  # Function that frees a buffer whose memory has left the cache.
 
     def _make_state(self) -> _State:
         return _State(self.pool)
 
     @property
     def limit(self) -> int:
-        """The most bytes of the cache's own memory; 0 for no limit. Assignable."""
+        """Limit of the cache's own memory in bytes; 0: no limit. Assignable."""
         return self._state.limit
 
     @limit.setter
@@ -878,7 +884,7 @@ class ExpandableCache(CachingAllocator):
         return self.pool.allocate(nbytes, ordered)
 
     def _limit_allows(self, nbytes: int) -> bool:
-        return True  # The search for memory keeps the limit.
+        return True  # The search for memory keeps the limit, because it can move chunks instead.
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Make a buffer's memory return to the cache by another buffer, whose stream can be assigned."""

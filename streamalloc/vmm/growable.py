@@ -291,6 +291,6 @@ class RemappableBuffer(VirtualBuffer):
                 entries = self.range._map_all(made, end, self._rights)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
-                made.clear()  # The buffer owns the chunks now.
+                made.clear()  # The buffer owns the chunks now, so an error below must not close them.
             for entry in going:
                 entry.close()

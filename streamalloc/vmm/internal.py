@@ -102,7 +102,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 def is_counted(memory: MappedMemory) -> bool:
     """Whether a watcher is to count memory that was just mapped: this process created it, and mapped it only here."""
     if not isinstance(memory, GenericAllocation):
-        return True  # it is a page
+        return True  # Only this process creates pages, and an arena notifies watchers of one address of a page.
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1

@@ -87,7 +87,7 @@ class Node:
         self.gone: bool = False
         """Whether the resource is released."""
         self.first: dict[Node, None] = {}
-        """Nodes that must be released before this one. Several threads add to it."""
+        """Nodes that must be released before this node. Any thread may add a node, so readers iterate over a copy."""
         self._busy = False
         """Whether a thread attempts the release now."""
         self._dropped: int | None = None
@@ -124,7 +124,7 @@ class Node:
         return not self._fence.done()
 
     def give_up(self) -> None:
-        """Record that the owner has closed or dropped it; idempotent."""
+        """Record that the owner has closed or dropped the resource; idempotent."""
         self.given_up = True
 
     def unmap_owned(self) -> None:
@@ -321,7 +321,7 @@ class Allocations:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.arenas: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Page stocks of all arenas. ``make_room()`` releases the unused pages of one and returns their bytes."""
+        """Page stocks of all arenas. ``make_room()`` releases the unused pages of a stock and returns their bytes."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         """Objects that are notified of each mapping."""
         self.specs: dict[object, Any] = {}
@@ -338,7 +338,7 @@ class Allocations:
         self.lock: AbstractContextManager[bool] = RLock()
         """Held to move a handle from a mapping to an object, to change the watchers, and to begin a release."""
         self.latest_fence: Fence | None = None
-        """The latest fence behind all known streams; nodes that were dropped before share it."""
+        """The latest fence behind all known streams. Nodes whose owners were dropped before it share this fence."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""

@@ -333,7 +333,8 @@ class PhysicalMemory(GenericAllocation):
         memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
-        handle.allocations.mapped_at(place, 1)  # this lists the handle if only a mapping holds it
+        # Lists a handle that only a mapping holds, so that the new object shares the state of its memory.
+        handle.allocations.mapped_at(place, 1)
         raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         memory._hold(raw, f"address={address:#x}: the handle")
         location = memory.location
@@ -411,7 +412,7 @@ class PhysicalMemory(GenericAllocation):
         known = node.allocations.by_handle.get(number)
         if is_ours(owner) and known is not None:
             raise refuse_second_owner(f"an object with the handle {number:#x}")
-        node.borrowed = True  # until all checks have passed: after an error the caller keeps the handle
+        node.borrowed = True  # Until all checks have passed, so that an error leaves the caller the handle.
         node.kept[node] = owner
         try:
             memory._hold(handle, f"handle={number:#x}")
@@ -505,7 +506,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 def _most_bytes(memory: PhysicalMemory) -> int:
-    """Return the most bytes that an allocation at the location of ``memory`` can have: all of the device or host."""
+    """Return the bytes of all memory of the device or host where ``memory`` is. No allocation there can have more."""
     place = memory.location
     if place.type is MemLocationType.DEVICE and place.seen:
         return Device(place.id, driver=memory.driver).memory_info().total
@@ -513,8 +514,8 @@ def _most_bytes(memory: PhysicalMemory) -> int:
 
 
 def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0) -> int:
-    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps none. Sizes before the
-    index ``begin`` are left out.
+    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps no size. Sizes before
+    the index ``begin`` are left out.
     """
     # A few sizes first: the process may not have as many addresses as the device has memory.
     some = sizes[begin : _ROOM * max(begin, 1)]
@@ -531,7 +532,7 @@ def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
                 return 0
-            if not isinstance(error, NotSupportedError):  # the driver answers so for a wrong size
+            if not isinstance(error, NotSupportedError):  # A wrong size gives this error: try the next size.
                 raise error
     finally:
         # A release that the driver refuses is repeated later.

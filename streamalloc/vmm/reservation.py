@@ -207,7 +207,7 @@ class Reservation(HandleNode):
         forgotten.
         """
         if self.stale:
-            self.stale = False  # before the scan, because another thread may unmap an entry meanwhile
+            self.stale = False  # Before the scan: an entry that another thread unmaps during it sets the mark again.
             try:
                 self.entries[:] = [entry for entry in self.entries if not entry.gone]
             except BaseException:
@@ -347,6 +347,6 @@ class Reservation(HandleNode):
     def forget(self) -> None:
         """Remove it from the table of reservations, and break the reference cycle with its entries."""
         for entry in self._live():
-            entry.gone = True  # The driver or the context no longer exists.
+            entry.gone = True  # The driver or the context has ended, so nothing is left to unmap.
         self.allocations.reservations.pop(self, None)
         self.entries.clear()

@@ -55,7 +55,7 @@ Hook: TypeAlias = Callable[[list[Any]], object]
 Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
 """Function that reserves room in a tier for the buffers of a tag, and returns a backup for each."""
 _LONGEST_REASON = 2000
-"""Most bytes of an error text sent to other ranks."""
+"""Length in bytes to which an error text is cut before it is sent to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -164,7 +164,7 @@ def _pools(device: Device) -> dict[str, int]:
             pools[repr(pool.name or f"pool {pool.handle:#x}")] = pool
     found = {}
     for name, pool in pools.items():
-        with contextlib.suppress(CudaError):  # The driver refuses them for a pool of another process.
+        with contextlib.suppress(CudaError):  # The driver refuses statistics of another process's pool.
             found[name] = pool.statistics().reserved
     return found
 
@@ -351,7 +351,7 @@ class _Members(Closes, Claimable):
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical memory of its buffers, in bytes."""
+        """Physical memory of the group's buffers, in bytes."""
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
@@ -424,7 +424,7 @@ class _Members(Closes, Claimable):
 
 
 class _Backups(_Members):
-    """The bytes that a group keeps outside of device memory: of its sleeping buffers and of its frozen ones."""
+    """The bytes that a group keeps outside of device memory for its sleeping and its frozen buffers."""
 
     def __init__(
         self, device: Device, handle_types: MemHandleType, backup: MemoryPool | HostTier | DiskTier | None
@@ -557,7 +557,7 @@ class _Backups(_Members):
         self._alone(act)
 
     def thaw(self, *tags: str) -> None:
-        """Let frozen buffers be written again, and drop the backups of those that are awake. Others are skipped.
+        """Let frozen buffers be written again, and drop the backups of those that are awake. Skip unfrozen buffers.
 
         Parameters
         ----------

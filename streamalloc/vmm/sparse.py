@@ -37,10 +37,10 @@ from streamalloc.vmm.ownership import HandleNode, Kind, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.properties import ArrayMapInfo
 
-_LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_*
+_LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_LAYERED, _SPARSE, _DEFERRED_MAPPING
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
-_TILE = 1 << 16  # bytes
-_MOST_NOTED = 64  # Number of streams with recorded work at which completed work is forgotten.
+_TILE = 1 << 16  # Size of a tile in bytes.
+_MOST_NOTED = 64  # With fences of more streams than this, those of completed work are removed.
 _TAIL, _WHOLE = -1, -2  # Level numbers in _Tile: of the mip tail, and of an array that is mapped as a whole.
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
@@ -314,7 +314,7 @@ class SparseArray(OwnsNode):
         self.nbytes: int = 0
         """Memory of an array that is mapped as a whole, in bytes; 0 for other arrays."""
         self.mip_tail: MipTail | None = None
-        """Levels that share memory; None if there are none."""
+        """Levels that share memory; None if no levels do."""
         self.tile: tuple[int, ...] = self.level_shape()
         """Shape of a tile in elements: (height, width) or (depth, height, width). The whole shape if the array is
         mapped as a whole.

@@ -45,7 +45,7 @@ class ChunkSpec(NamedTuple):
 
 
 RESTORE = "restore() it"
-"""What errors tell the user to do with an evicted buffer. A :class:`SleepGroup` replaces it in its buffers."""
+"""Advice in errors for an evicted buffer. A :class:`SleepGroup` replaces the advice in its buffers."""
 
 
 class Eviction(NamedTuple):
@@ -493,7 +493,7 @@ Steps: TypeAlias = "Generator[Step, None, None]"
 
 
 def do_nothing() -> None:
-    """An act or an undo of a step that has only the other."""
+    """The empty half of a step that has only an act or only an undo."""
 
 
 def run_steps(steps: Steps) -> None:
@@ -519,7 +519,9 @@ Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
 
 
 def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups. Returns the full batches; buffers behind the last are in none."""
+    """Queue the copies of buffers to their backups. Returns the full batches. Buffers that are copied after the last
+    full batch are in no batch.
+    """
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
     # The copies to one backup end before those to the next begin, because each file has its own staging memory.
@@ -598,7 +600,7 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
             by_backup.setdefault(eviction.saved and eviction.saved.stored, []).append(buffer)
 
     def create(buffer: VirtualBuffer, move: Move | None) -> None:
-        _release_awaited(buffer, buffer.range._node.table())  # A restore and its undo may have failed.
+        _release_awaited(buffer, buffer.range._node.table())  # Left if an earlier restore and its undo failed.
         eviction = evictions[buffer]
         made[buffer] = buffer._create_chunks(eviction.pieces)
         if eviction.saved is not None and move is not None:
@@ -665,7 +667,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 
 def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the backups of the frozen ones of these buffers. Such a backup has the present bytes of its buffer."""
+    """Return the backups of the frozen buffers among these. Such a backup has the present bytes of its buffer."""
     return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 
 

@@ -68,7 +68,7 @@ class Introduction(NamedTuple):
     numbers: list[int]
     """Number of each slot in the control block."""
     slot_bytes: int
-    """Most bytes of an item."""
+    """Limit of the bytes of an item."""
     stride: int
     """Bytes from the start of one slot to the start of the next."""
     descriptor: bytes
@@ -170,7 +170,7 @@ class RingEnd(Closes, Shown):
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
-    """Most bytes of an item."""
+    """Limit of the bytes of an item."""
     slots: int
     """Number of slots."""
 

@@ -48,7 +48,7 @@ class Ring:
         pool
             The pool to allocate from; made with a shareable handle type.
         slot_bytes
-            The most bytes of an item. The stride of slots is rounded up to 512 bytes.
+            Limit of the bytes of an item. The stride of slots is rounded up to 512 bytes.
         slots
             Number of slots: 1 to 256.
         stream

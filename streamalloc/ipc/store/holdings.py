@@ -162,7 +162,7 @@ class Holdings:
     devices
         UUIDs of the allowed devices; None: all.
     limit
-        Most bytes held per device; None: no limit.
+        Limit of the bytes held per device; None: no limit.
     evict
         Whether to make room by removing keys without readers, the least recently used first.
     journal

@@ -81,7 +81,7 @@ class StoreServer(Closes):
     devices
         Allowed devices, or their ordinals; None: all.
     limit
-        Most bytes held per device; None: no limit.
+        Limit of the bytes held per device; None: no limit.
     evict
         Whether to make room by removing keys without readers, the least recently used first.
     keep

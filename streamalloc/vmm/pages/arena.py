@@ -60,7 +60,8 @@ class PageArena(Closes):
     page_size
         Size of a page in bytes, a multiple of the granularity of physical memory (2 MiB).
     limit
-        Most bytes of all physical pages, spare ones included. The page of zeros does not count. None for no limit.
+        Limit of the bytes of all physical pages, spare pages included. The page of zeros does not count. None: no
+        limit.
     budget
         Limit that the arena shares with other arenas, even of other processes.
     patience
@@ -92,7 +93,7 @@ class PageArena(Closes):
         if patience is not None and not patience >= 0:
             raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
         self.budget: PageBudget | None = budget
-        """Limit shared with other arenas; None if there is none."""
+        """The budget, a limit shared with other arenas and processes; None without a budget."""
         self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)
         self.device: Device = device
         """Device of the memory."""
@@ -103,7 +104,7 @@ class PageArena(Closes):
         self.page_size: int = physical.size
         """Size of a page in bytes."""
         self.limit: int | None = physical.limit
-        """Most bytes of all physical pages; None if there is no limit."""
+        """Limit of the bytes of all physical pages; None: no limit."""
 
     @property
     def closed(self) -> bool:

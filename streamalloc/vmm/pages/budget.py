@@ -40,8 +40,8 @@ _HEADER = struct.Struct("<8sQ")
 _MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pages, requests for any pages.
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 _TABLE_LOCK = 0  # Byte of the file whose lock protects all records. Byte ``1 + n`` is locked while member ``n`` lives.
-_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between two readings of requests, normally and after an error
-_AGAIN, _STEP = 0.05, 0.002  # While bytes are waited for: seconds between two requests, and between two looks.
+_LOOK, _AFTER_ERROR = 0.01, 1.0  # Seconds between two readings of requests: after a success, and after an error.
+_AGAIN, _STEP = 0.05, 0.002  # Seconds in a wait for bytes: between two requests, and between two readings.
 
 
 class Member(NamedTuple):
@@ -77,7 +77,7 @@ class PageBudget(Closes):
     path
         The file, preferably in memory, such as in ``/dev/shm``. If it is missing, it is created for this user.
     limit
-        Most bytes of all pages together; None uses the file's limit.
+        Limit of the bytes of all pages together; None uses the file's limit.
     on_ask
         Function that a thread of the budget calls with a number of bytes: this process should release used pages of so
         many bytes. If the function does not release them, the others may request them again.
@@ -91,7 +91,7 @@ class PageBudget(Closes):
     """
 
     limit: int
-    """Most bytes that the pages of all processes may have together."""
+    """Limit of the bytes of the pages of all processes together."""
 
     def __init__(
         self, path: str | os.PathLike[str], limit: int | None = None, *, on_ask: Callable[[int], object] | None = None
@@ -279,7 +279,7 @@ class PageBudget(Closes):
         return given
 
     def _requests(self) -> tuple[int, int]:
-        """Read the bytes that others requested. No lock is needed, because one write makes a request."""
+        """Read the bytes that other members requested. No lock of the file is needed: one write makes a request."""
         with self._lock:
             self._check_open()
             data = os.pread(self._file.fileno(), _MEMBER.size, _HEADER.size + self._at * _MEMBER.size)

@@ -48,7 +48,7 @@ class Page(HandleEnd):
 
 
 class PageStock(abc.ABC):
-    """The physical pages that exist, with their limit, and the spare ones.
+    """All physical pages of an arena, the limit of their bytes, and the spare pages, which no place holds.
 
     :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it,
     because finalisers' items and readers of statistics take it, too, and a call may take long.
@@ -64,11 +64,11 @@ class PageStock(abc.ABC):
         self.nbytes: int = self.size
         """As :attr:`size`, under the name that observers read."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
-        """Most bytes of all pages; None if there is no limit."""
+        """Limit of the bytes of all pages; None: no limit."""
         # A weak reference. The arena keeps the budget. The table of reservations keeps this object, so a strong
         # reference would keep the budget, its function ``on_ask``, and an arena to which that function refers.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
-        """Limit shared with other arenas and processes; None if there is none."""
+        """Function that returns the budget, a limit shared with other arenas and processes; None without a budget."""
         self.allocations: Allocations = allocations_of(self.session)
         self.spare: list[Page] = []
         """Pages that no place holds."""
@@ -139,7 +139,8 @@ class PageStock(abc.ABC):
         whole = MappedBytes(addresses._node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
         addresses._node.add(whole)
         try:
-            with addresses:  # after an error the end of this block waits for the device before it unmaps
+            # After an error, the end of this block waits for the device: queued work may use the pages.
+            with addresses:
                 for place, page in enumerate(pages):
                     try:
                         session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
@@ -187,13 +188,14 @@ class PageStock(abc.ABC):
             raise ClosedError("the arena was closed")
 
     def _create(self, count: int) -> list[Page]:
-        """Create pages with one user each. After an error those that exist already become spare."""
+        """Create pages with one user each. After an error, the pages created before it become spare."""
         with self.lock:
             self._check_limit(count)
             numbers = self._numbers[: -count - 1 : -1]
             del self._numbers[-count:]
             numbers += itertools.islice(self._fresh, count - len(numbers))
-            self.count += count  # now, because the budget counts the pages that are about to be created
+            # Before the creation, so that the budget counts these pages, too, and other processes leave the bytes.
+            self.count += count
         made: list[Page] = []
 
         def undo() -> None:
@@ -241,7 +243,7 @@ class PageStock(abc.ABC):
             budget.settle()
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Stop counting pages that were released, or were not created. Later pages get their numbers."""
+        """Stop counting pages that were released, or were not created. New pages reuse the numbers."""
         with self.lock:
             self.count -= len(numbers)
             self._numbers += numbers

@@ -57,9 +57,9 @@ T = TypeVar("T")
 
 
 _STREAMS = 16
-"""Most streams that clear pages. Each may be waiting for other work."""
+"""Limit of the number of streams that clear pages. One would not do: a stream may be waiting for other work."""
 _CLEARING = 0.05
-"""Most seconds that ``make_room`` waits until pages are cleared."""
+"""Limit in seconds of the wait of ``make_room`` for pages that are being cleared."""
 _STEP = 5e-5
 """Seconds between two queries of the work of parked pages."""
 
@@ -233,7 +233,7 @@ class Places(MappedBytes):
         parking.places |= dict.fromkeys(places)
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
-        """Park places until contents have been copied to them. They may have no page."""
+        """Park places until contents have been copied to them. A place without a page can be parked, too."""
         self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
@@ -463,14 +463,14 @@ class PhysicalPages(PageStock, Claimable):
 
     :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
     may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the claim and
-    the lock of :class:`PageStock` together, so a reader needs one of them only.
+    the lock of :class:`PageStock` together, so a reader needs only one of the two.
     """
 
     def __init__(
         self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float | None
     ) -> None:
         self.patience: float | None = patience
-        """Most seconds that :meth:`changing` waits for parked pages; None for no limit."""
+        """Limit in seconds of the wait of :meth:`changing` for parked pages; None: no limit."""
         self.kept: dict[Page, tuple[Places, int]] = {}
         """Released and cleared pages that are still mapped, each with its place, oldest first."""
         self.newly_watched: dict[int, None] = {}
@@ -512,7 +512,7 @@ class PhysicalPages(PageStock, Claimable):
             try:
                 at, _ = self.newly_watched.popitem()
             except KeyError:
-                return  # Another thread has taken the last address.
+                return  # Another thread has taken the last address, and notifies the watchers.
             for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
@@ -578,8 +578,8 @@ class PhysicalPages(PageStock, Claimable):
                 waited.update(done)
 
     def _finish_first(self, parked: Collection[Parking], until: float) -> list[Parking]:
-        """Wait until the work of some of these parkings has completed, finish those, and return them; none at the time
-        ``until``.
+        """Wait until the work of some of these parkings has completed. Finish these parkings and return them; return an
+        empty list at the time ``until``.
 
         The host queries all of them. To wait for one could take for ever: its work may wait for an act of this thread.
         """

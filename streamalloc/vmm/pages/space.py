@@ -330,7 +330,7 @@ class SwapSpace(SpaceMemory):
         places = self._places
         others = listed(after)
         ends = [*ends_or_all(others, self.device)]
-        Fence(self._session, ends).done()  # raises for work of a capture before a page is changed
+        Fence(self._session, ends).done()  # For work of a capture this raises, before a page is changed.
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
         # Without a lock, because it takes long to allocate host memory or disk space.
@@ -365,7 +365,7 @@ class SwapSpace(SpaceMemory):
     @contextlib.contextmanager
     def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
         """Move contents in a ``with`` block, which gets a parking. Other calls wait for the places that are parked with
-        it until the block and its work have ended. Otherwise they could use a page whose contents are on their way.
+        it until the block and its work have ended. Otherwise they could use a page before its contents have arrived.
         """
         fence = Fence(self._session, ends, queueing=True)
         try:
@@ -374,15 +374,15 @@ class SwapSpace(SpaceMemory):
             fence.queueing = 0
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking) -> dict[int, Kept]:
-        """Commit the places of a swap whose contents are still stored, and forget these contents; return them. Call
-        within :meth:`Places.locked`.
+        """Commit the places of a swap whose contents are still stored. Remove these contents from the table of stored
+        contents, and return them. Call within :meth:`Places.locked`.
         """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the others: let their parking end.
+        if len(mine) < len(kept):  # Another thread has released the other places, so their parking can end.
             parking.fence.queueing = 0
             parking.begin()
         return mine
@@ -411,7 +411,7 @@ class SwapSpace(SpaceMemory):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # Only these: the call must not wait for work on other pages.
+        chosen = [*self._swapped(self._unique(pages))]  # The call must not wait for work on pages in memory.
         ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):
@@ -454,7 +454,8 @@ class SwapSpace(SpaceMemory):
 
         def unpark() -> None:
             parking.fence.queueing = 0
-            mine = [place for place in parking.places if places.parked.get(place) is parking]  # not of another swap
+            # Another swap may have parked some of the places since: leave those to it.
+            mine = [place for place in parking.places if places.parked.get(place) is parking]
             places.commit([place for place in mine if places.backing[place] is None])
             parking.begin()
 

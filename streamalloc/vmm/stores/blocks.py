@@ -39,13 +39,13 @@ from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
 T = TypeVar("T")
-LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
+LEAST, _MOST = 32 << 20, 1 << 30  # Smallest and largest chunk in bytes, unless one block is larger.
 _FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
-"""Number of blocks in the first launch, which takes longer than the host needs for the next one; and most blocks of a
-launch.
+"""Number of blocks in the first launch, and in each later launch. The first launch runs longer than the host needs to
+prepare the second, so the device does not wait.
 """
 _SMALL = 16 << 10
-"""Most bytes of a block whose copy is short beside its preparation."""
+"""Size in bytes of a block up to which its copy takes much less time than the preparation of the copy."""
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
@@ -64,7 +64,7 @@ class Copies(NamedTuple):
     addresses: Addresses
     """The device address of each block."""
     side: CopySide | None = None
-    """The buffer at these addresses; None if there is none."""
+    """The buffer at these addresses; None for addresses without a buffer, for example of pages."""
     kernels: bool = False
     """Whether kernels of the stream's device may use the memory at all these addresses."""
 
@@ -86,7 +86,7 @@ class Chunk:
         self._every = address + np.arange(count) * step
         """Addresses of all blocks, in ascending order."""
         self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
-        """Free addresses, each with the last copies from or to it. The addresses returned last are taken first."""
+        """Free addresses, with fences of the last copies from or to them. Those returned last are taken first."""
 
     @property
     def left(self) -> int:
@@ -161,7 +161,7 @@ class Stored(Unique, abc.ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether the contents of all blocks are there."""
+        """Whether every block has contents."""
         return bool(self._present.all())
 
     def add(
@@ -319,7 +319,7 @@ class Saved(NamedTuple):
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
-    """Group places by the :class:`Stored` with their contents. Yields it, the indices of its blocks, and the places."""
+    """Group places by the :class:`Stored` with their contents. Yields the contents, block indices and places."""
     several: dict[Stored, tuple[list[int], list[int]]] = {}
     for place, (stored, index) in kept.items():
         found = several.setdefault(stored, ([], []))
@@ -351,7 +351,8 @@ def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
         raise TypeError(f"blocks must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
     count = side.nbytes // size
-    if numbers.size and int(numbers.view(np.uint64).max()) >= count:  # as unsigned numbers, negative ones are large
+    # Viewed as unsigned, a negative number is a large one: one comparison finds indices on both sides of the range.
+    if numbers.size and int(numbers.view(np.uint64).max()) >= count:
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
     return numbers
@@ -562,7 +563,7 @@ class BlockTier(Tier, Closes):
     def trim(self) -> None:
         """Release the memory or files without contents, after the copies that use them (``cuMemHostUnregister``)."""
         queue = deferred_queue(session_of(self.device))
-        queue.work()  # This returns the room of dropped buffers.
+        queue.work()  # Returns the room of dropped buffers, so that unused chunks are found.
         self._forget_unused()
         queue.work()
 

@@ -36,8 +36,9 @@ _UNMEASURED = 256 << 10
 """Largest size at which the kernel was as fast as single copies on an H200. It applies if there is no memory to
 measure.
 """
-_TIE = 1.05  # Up to this ratio of times the kernel counts as equally fast.
-_ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5  # bytes in each memory, blocks, runs of which the fastest one counts
+_TIE = 1.05  # A kernel that takes at most this many times as long as single copies counts as equally fast.
+# A measurement: bytes of host memory, limit of the number of blocks, and number of runs, of which the fastest counts.
+_ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5
 _LEGACY = (0, 1)  # Handles of the legacy default stream, which refuses batches.
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 """Number of copies in the first batch, and the most in later batches.
@@ -48,7 +49,7 @@ each batch may have 1.5 times as many copies as the one before.
 _MANY_SINCE = 12010
 """First driver version in which a kernel may have 32 KiB of parameters."""
 _OVER_BUS = 32
-"""Most thread blocks of a launch. This few keep the bus busy and leave the device to other work."""
+"""Limit of the thread blocks of a launch: enough to keep the bus busy, and few enough to leave room for other work."""
 
 
 def copy_batch(
@@ -139,9 +140,9 @@ class Kernel:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._functions: dict[int, Any] = {}
-        """Kernel functions by the most blocks of a launch, in ascending order. Empty if the kernel is not loaded."""
+        """Kernel functions by the largest number of blocks of a launch, in ascending order. Empty without a kernel."""
         self._most = 0, 0
-        """The most bytes of a copy for which the kernel is faster, for each direction: to the device and from it."""
+        """Size in bytes of a copy up to which the kernel is faster, by direction: first to the device, then from it."""
         self._lock = Lock()
         """Held by the thread that loads the kernel. Other threads do not wait, and copy one by one meanwhile."""
 
@@ -166,7 +167,7 @@ class Kernel:
                 self._lock.release()
 
     def most(self, out: bool) -> int:
-        """Return the most bytes of a merged copy for which the kernel is faster, by direction; 0 without a kernel."""
+        """Return the bytes of a merged copy up to which the kernel is faster in this direction; 0 without a kernel."""
         return self._most[out]
 
     def _measure(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from streamalloc.vmm.stores.pinned import HostMemory
 _SLOTS = 16
 """Number of slots in one staging memory; each has room for one block."""
 _LONGEST = 255 - len("..part")
-"""Most bytes of a file name, with the suffix used during writing."""
+"""Limit of the bytes of a file name. During writing ``.`` stands before and ``.part`` behind it: 255 bytes in all."""
 
 
 class _Slots(Chunk):
@@ -96,7 +96,7 @@ class _Transfer:
         self._second: deque[_Step] = deque()
         """Steps whose second part has begun, oldest first."""
         self._most_second = max(len(self._free) - 2, 0) if out else 1
-        """Most steps in their second part while a new step waits for a slot."""
+        """If no slot is free and more steps than this are in their second part, a new step ends the oldest of these."""
         self._threads = ThreadPoolExecutor(contents.tier._threads)
 
     def move(
@@ -167,7 +167,7 @@ class _Transfer:
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._staging.release.use(Fence(session_of(self.stream), [self.stream]))
-        self._first.clear()  # now, because frames of the error would keep the events
+        self._first.clear()  # The frames of the error keep this object, but must not keep its events.
         self._second.clear()
 
 
@@ -286,7 +286,7 @@ class DiskTier(BlockTier):
     folder
         Path of the folder. If it is missing, it is created for this user only.
     limit
-        Most bytes on disk for pages and blocks; None for no limit. Files of buffers do not count.
+        Limit of the bytes on disk for pages and blocks; None for no limit. Files of buffers do not count.
     persistent
         Whether files outlive the buffers and the process.
     block
@@ -355,7 +355,7 @@ class DiskTier(BlockTier):
         DamagedBackupError
             The file is damaged or truncated, has another layout, or other users own it or can open it.
         FileNotFoundError
-            There is none.
+            There is no such file.
         ClosedError
             The tier was closed.
         """

@@ -38,7 +38,7 @@ T = TypeVar("T")
 PAGE = 4096
 """Alignment of direct reads and writes, in bytes."""
 MOST_BLOCK = 64 << 20
-"""Most bytes of a block."""
+"""Limit of the size of a block, in bytes."""
 _MAGIC = b"streamSL"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIQQ")
@@ -106,7 +106,7 @@ def _free(number: int, closing: _thread.LockType) -> None:
 
 
 _PATIENCE = 60.0
-"""Most seconds to wait until closing files have freed their blocks."""
+"""Limit in seconds of the wait until files that are being closed have freed their blocks."""
 _closing: list[_thread.LockType] = []
 """One lock per file being closed, held until its blocks are free."""
 os.register_at_fork(after_in_child=_closing.clear)
@@ -177,10 +177,10 @@ class DiskFile:
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
         with contextlib.suppress(FileNotFoundError):
-            part.unlink()  # A process that has died left it.
+            part.unlink()  # A process that died while it wrote has left the file, and O_EXCL would fail.
         with undoing(lambda: part.unlink(missing_ok=True)):
             fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            os.fchmod(fd.fileno(), 0o600)  # independent of the umask
+            os.fchmod(fd.fileno(), 0o600)  # open() applies the umask to the mode.
             if path is None:
                 part.unlink()
             file = cls(fd, sizes, block, path, None if path is None else part)
@@ -198,7 +198,7 @@ class DiskFile:
         DamagedBackupError
             The file is damaged or truncated, has another layout, or other users can write or own it.
         FileNotFoundError
-            There is none.
+            There is no such file.
         """
 
         def refuse(why: str) -> DamagedBackupError:

@@ -43,7 +43,7 @@ from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run, cores
 
 _BLOCKS = PIECE // HUGE
-"""Most blocks in a piece, which a thread fills and pins at a time."""
+"""Limit of the number of blocks in a piece. A thread fills and pins one piece at a time."""
 
 
 class MemoryChunk(Chunk):
@@ -123,7 +123,7 @@ class _HostContents(InMemory):
     def check(self, blocks: Iterable[int]) -> None:
         """Raise if the checksum of a block differs."""
         for block in blocks if self._sums else ():
-            with self.tier._lock:  # Another thread may drop the block meanwhile.
+            with self.tier._lock:  # Without the lock, another thread could drop the block during the check.
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
@@ -274,7 +274,7 @@ class HostTier(BlockTier):
     device
         Device of the buffers and pages.
     limit
-        Most bytes of host memory; None for no limit.
+        Limit of the bytes of host memory; None for no limit.
     check
         Whether contents of pages get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out`
         then blocks the host until the copies are complete.
@@ -313,7 +313,7 @@ class HostTier(BlockTier):
         self._workers = 0
         """Number of threads that make blocks."""
         self._failure: Exception | None = None
-        """Error of a thread. The others stop after it."""
+        """Error of a thread that made blocks; None without an error. After it the other threads stop, too."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
 
@@ -374,7 +374,8 @@ class HostTier(BlockTier):
         """
         count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_size("most_cores", most_cores or cores())
         future: Future[int] = Future()
-        future.add_done_callback(lambda _: self)  # The threads pin while something keeps the tier, as the future does.
+        # The threads stop when nothing refers to the tier, so the future keeps a reference to it.
+        future.add_done_callback(lambda _: self)
         with self._lock:
             self._check_open()
             self._begin(count, threads)
@@ -431,7 +432,7 @@ class HostTier(BlockTier):
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
-        """Give room to the first of these blocks; if there is none, wait until a thread has made some.
+        """Give room to the first of these blocks. If no room is free, wait until a thread has made some.
 
         Returns the number of blocks that got room, and the fences of earlier copies from or to that room.
         """
@@ -519,7 +520,7 @@ def shared_tier(device: Device) -> HostTier:
 
 
 _ALLOCATION = 1 << 30
-"""Most bytes of an allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
+"""Limit of the size of an allocation, in bytes. Equal pieces can be reused, and drivers limit pinned allocations."""
 _ALIGNMENT = 512  # Bytes between two buffers of a piece: the alignment of a pool.
 
 
@@ -532,8 +533,8 @@ class _Piece(MemoryChunk):
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
-    """Return the bytes of a buffer in memory or an array of the user. That is kept until the copies have completed, and
-    not freed.
+    """Return the bytes of a buffer in memory or an array of the user. The memory is kept until the copies have
+    completed, and not freed.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)

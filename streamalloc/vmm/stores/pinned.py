@@ -37,7 +37,7 @@ PIECE = 128 << 20
 _PART = 16 << 20
 """Bytes that one thread fills in one step."""
 _MOST_CORES = 8
-"""Most threads. More threads fill memory no faster, and slow down the copies."""
+"""Limit of the number of threads. More threads fill memory no faster, and slow down the copies."""
 _SPARE = 256 << 20
 """Bytes of host memory that are left for other programs."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
@@ -164,7 +164,7 @@ def register(device: Device, memory: Bytes) -> Release:
         end._raw = address
 
     def release() -> None:
-        assert memory.nbytes  # The reference keeps the pages until they are unregistered.
+        assert memory.nbytes  # This use makes the function keep the pages until they are unregistered.
         with device.current():
             end.attempt()
 
@@ -231,7 +231,8 @@ class Pinning:
                 attach(errors[0], later)
             raise errors[0]
         finally:
-            errors.clear()  # Their tracebacks refer to this frame, and it to this list: a cycle would keep all of it.
+            # The tracebacks refer to this frame, and the frame to this list: the cycle would keep their objects.
+            errors.clear()
 
     def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
         if room is None:
