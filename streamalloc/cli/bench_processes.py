@@ -260,7 +260,8 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
     bench.resources.callback(replies.close)
     process = spawn.Process(target=_answer_queue, args=(queue, theirs), daemon=True)
-    # multiprocessing passes on the environment of this process.
+    # multiprocessing gives the new process the environment that this process has at the start. So the driver is set
+    # there for that moment.
     with unittest.mock.patch.dict(os.environ, environment(bench.chosen.driver)), theirs:
         process.start()
     bench.resources.callback(process.join, SECONDS)

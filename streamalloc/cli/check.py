@@ -64,7 +64,7 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # so that child processes are checked, too
+    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # With this variable child processes are checked, too.
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
     ended = _ended(lambda: running.run_on(driver, options))

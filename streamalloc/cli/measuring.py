@@ -179,7 +179,7 @@ class CudaCore:
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
-        if not hasattr(self.core, "DeviceMemoryResource"):  # older versions have it in cuda.core.experimental
+        if not hasattr(self.core, "DeviceMemoryResource"):  # Older versions have the class in cuda.core.experimental.
             self.core = importlib.import_module("cuda.core.experimental")
         self.device: Any = self.core.Device(0)
         self.device.set_current()

@@ -181,7 +181,8 @@ def _frames_of(
         start += nbytes
 
 
-_LIBRARY_DEPTH = 2  # of the frames of libraries. Each gives its colour to the frames below it.
+# Depth of the frames that name libraries. Each such frame gives its colour to the frames below it.
+_LIBRARY_DEPTH = 2
 _STYLE = """body{font:13px sans-serif;color:#24292f;margin:24px}.g{position:relative;margin-bottom:32px}
 .g div{position:absolute;box-sizing:border-box;overflow:hidden;white-space:nowrap;color:#fff;
 font-size:11px;padding:2px 4px;border:1px solid #fff;border-radius:2px}.g div:hover{filter:brightness(1.2)}"""

@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, VERSION
 
-_NODES = 64  # most NUMA nodes to try
+_NODES = 64  # The largest number of NUMA nodes to try.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,9 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an enum, aliases too, by name without prefix. Those that only count members are left out."""
+    """Yield the members of an enum, aliases too, each with its name without the prefix. Members that only mark the end
+    or force the size of the enum are left out.
+    """
     for name, member in getattr(cuda, enum).__members__.items():
         short = name.removeprefix(prefix)
         if short not in ("MAX", "INVALID", "FORCE_UINT"):
@@ -124,7 +126,9 @@ def _attributes(driver: Any, device: int) -> dict[str, int | None]:
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:
-    """Return the default of a limit; None if it is not supported. Its range could be found by trials only."""
+    """Return the default of a limit in a list of one number; None if the limit is not supported. The list has no range,
+    because only trials could find it.
+    """
     found = _asked(driver.cuCtxGetLimit, member)
     return None if found is None else [int(found)]
 

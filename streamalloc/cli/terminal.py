@@ -66,7 +66,7 @@ class Terminal:
     def __init__(self, json: str | None = None) -> None:
         self._json = json
         interactive = sys.stdout.isatty()
-        # https://no-color.org: each value but the empty one turns colours off.
+        # By https://no-color.org, every value of NO_COLOR except the empty text turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
         self._drawn = False
@@ -130,7 +130,8 @@ class Terminal:
         align = align.ljust(len(columns), "l")
         widths = [max(map(_width, column)) for column in columns]
         least = [_least(column, letter, bool(header)) for column, letter in zip(columns, align, strict=True)]
-        if align.endswith("l") and widths:  # often sentences, which would be folded at each word
+        # A last column on the left often has sentences. Without a least width they would be folded at each word.
+        if align.endswith("l") and widths:
             least[-1] = min(widths[-1], _NARROWEST)
         while not self._fits(widths) and widths != least:
             folding = [at for at, width in enumerate(widths) if width > least[at]]

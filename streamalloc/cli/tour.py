@@ -149,12 +149,13 @@ class Tour(contextlib.ExitStack):
 def _code_by_line(part: Part) -> dict[int, list[str]]:
     """Return the code of each step, by the line of its ``yield``.
 
-    It is the source since the ``yield`` before; if there is none, the expression of the result.
+    The code is the source after the ``yield`` before. If there is no source between them, it is the expression of the
+    result.
     """
     lines, start = inspect.getsourcelines(part)
     tree = ast.parse(whole := "".join(lines)).body[0]
     assert isinstance(tree, ast.FunctionDef)
-    found, before = {}, tree.body[0].end_lineno or 0  # the end of the docstring
+    found, before = {}, tree.body[0].end_lineno or 0  # The first step begins after the docstring.
     for one in sorted((one for one in ast.walk(tree) if isinstance(one, ast.Yield)), key=lambda one: one.lineno):
         source = [line.rstrip()[tree.body[0].col_offset :] for line in lines[before : one.lineno - 1]]
         assert isinstance(one.value, ast.Tuple)
@@ -289,7 +290,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
         gc.collect()  # After a failure, objects of the part may be in a cycle with the error.
-        tour.device.synchronize()  # a point of work, which releases dropped objects
+        tour.device.synchronize()  # A synchronisation also releases objects that were dropped before.
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()

@@ -32,7 +32,8 @@ _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
 _WORDS = {"HALF": 16, "FLOAT": 32}
 """Bits of a channel, for array formats whose names have words in place of a number."""
-# Kinds of memory, as in Row.what: the driver's first, then those of a library's segments.
+# Kinds of memory, the values of Row.what. First come the kinds that the driver allocates, then the parts of segments of
+# a library.
 REST = "context, modules and the driver's own"
 POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
 LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
@@ -166,7 +167,8 @@ class Memory:
         """Error of this object, apart from the errors of the subscription."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
-        self._lock = threading.RLock()  # reentrant, because a finaliser may free memory under it
+        # Reentrant, because a finaliser may free memory on the thread that holds the lock.
+        self._lock = threading.RLock()
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
         """Memory by kind and handle."""
@@ -332,7 +334,7 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    self._mark()  # The driver's memory is at its peak still, and the blocks are at a new one.
+                    self._mark()  # The driver's memory is still at its peak, and the blocks have reached a new peak.
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])
 

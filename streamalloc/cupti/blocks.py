@@ -277,8 +277,8 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                # A further address of the same launch in this block, without a tensor. Written parts come first, so the
-                # one that has counted is a write if any is.
+                # Skip a further address of the same launch in this block that belongs to no tensor. Written parts come
+                # first, so the part that has counted is a write if any part is.
                 continue
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):

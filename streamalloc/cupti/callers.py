@@ -42,7 +42,7 @@ class _Symbol(ctypes.Structure):
 _frames = (ctypes.c_void_p * _MOST_FRAMES)()
 # Not ``CDLL``: it releases the GIL during a call, and another thread would overwrite ``_frames``.
 _c = ctypes.PyDLL(None)
-_backtrace: Any = getattr(_c, "backtrace", None)  # of glibc
+_backtrace: Any = getattr(_c, "backtrace", None)  # A function of glibc. Other C libraries may lack it.
 if _backtrace is not None:
     _backtrace(_frames, 1)  # The first call loads libgcc and allocates memory, so it must not be in a callback.
 

@@ -272,7 +272,8 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # cuDNN, for example, fills such memory on a stream of its own. The program cannot order that.
+            # A native library, such as cuDNN, has allocated this memory, and may fill it on a stream of its own. The
+            # program cannot order that work, so it must not be reported.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
@@ -292,7 +293,8 @@ class Check:
     def _work(self, call: DriverCall | None = None) -> None:
         """Follow all waiting calls. ``call``: the call of this thread, which made it come here."""
         if self._worker == threading.get_ident():
-            return  # A finaliser made the call during this work. The loop below takes it.
+            # A finaliser made the call while this thread was in the loop below, and the loop takes it.
+            return
         is_mine = False
         try:
             while not is_mine:

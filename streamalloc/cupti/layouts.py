@@ -72,7 +72,8 @@ def layout(function: str) -> Layout | None:
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
-    # The Python function lacks the outputs. They are the first pointers to non-constant memory, as many as it lacks.
+    # The Python function has only the inputs. The outputs are the first pointers to non-constant memory in the C
+    # signature, as many as the Python function lacks.
     answers = len(types) - len(names)
     inputs: list[tuple[int, Read]] = []
     outputs: list[tuple[int, Read]] = []
@@ -94,7 +95,8 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
     counts = [index for index, name in enumerate(names) if re.search(r"(?i)count|num", name)]
     found = []
     for index in listed:
-        # The length is the next argument whose name speaks of a number. If none follows, it is the last one before.
+        # The argument with the length of the list is the next one whose name contains "count" or "num". If none
+        # follows, it is the last such argument before the list.
         length = next((one for one in counts if one > index), next(reversed(counts), None))
         kind = kinds[index].removesuffix("*").replace("const", "").strip()
         if length is None or not kinds[index].endswith("*"):
@@ -119,7 +121,7 @@ def _is_enum(kind: str) -> bool:
 
 
 def _is_structure(kind: str) -> bool:
-    """Whether a class of the bindings is a struct with fields. The classes of handles have none."""
+    """Whether a class of the bindings is a struct with fields. Classes of handles have no fields."""
     found = getattr(cuda, kind, None)
     return isinstance(found, type) and hasattr(found, "getPtr") and bool(_fields(found))
 
@@ -172,7 +174,8 @@ def _copy(value: Any) -> Any:
     for name in fields:
         try:
             setattr(found, name, _copy(getattr(value, name)))
-        except (TypeError, ValueError, NotImplementedError):  # an unknown enum number, or a union's inactive side
+        except (TypeError, ValueError, NotImplementedError):
+            # The field has an unknown enum number, or is the inactive side of a union.
             setattr(found, name, 0)
     return found
 

@@ -129,7 +129,7 @@ class Libraries:
         given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given)()
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if change is None:  # before PyTorch 2.9
+        if change is None:  # PyTorch before 2.9 has the function here.
             change = torch.cuda.memory._set_allocator_settings
         # Some versions reset the settings that a call does not repeat. Of a setting given twice, the last value counts.
         change(",".join(one for one in (settings, _UNLOCKED) if one))

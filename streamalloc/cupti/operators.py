@@ -93,7 +93,7 @@ class Operators:
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
             if now[4]:
-                with contextlib.suppress(RuntimeError):  # a tensor without memory raises this
+                with contextlib.suppress(RuntimeError):  # A tensor without memory raises this error.
                     self._add_results(now[3], result)
             return result
         finally:
@@ -123,7 +123,7 @@ class Operators:
         if found is None:
             try:
                 found = self._operands(schema, args, kwargs or {})
-            except (RuntimeError, NotImplementedError):  # a tensor without memory raises these
+            except (RuntimeError, NotImplementedError):  # A tensor without memory raises these errors.
                 found = []
             running[3] = found
         operands: Operands = found

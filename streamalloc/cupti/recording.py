@@ -73,7 +73,7 @@ class Recording:
             finally:
                 subscription.close()
                 self.failure = subscription.error
-                self._calls = self.calls()  # here, because followed() ends PyTorch's history
+                self._calls = self.calls()  # Taken here, because the end of followed() ends PyTorch's history.
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

@@ -135,7 +135,8 @@ class Subscription:
         # No exception may leave this function: ctypes would print it between the program's output.
         try:
             site, args, result, symbol, context = _data(memory, data)
-            if site and self.error is None and not _is_child:  # the call has returned
+            # The call has returned: only then does CUPTI give a site.
+            if site and self.error is None and not _is_child:
                 if self._words[WRITTEN] != self._words[TAKEN]:
                     self._take_written()
                 name, _, per_thread, _ = self._functions[number]
@@ -223,7 +224,7 @@ class Subscription:
 
 
 def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
-    """Replace handle 0 by that of the per-thread default stream, for functions that mean this stream by 0."""
+    """Replace handle 0 by the handle of the per-thread default stream, for functions to which 0 means that stream."""
     if per_thread and stream_at is not None and not given[stream_at]:
         return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
     return given
@@ -348,7 +349,7 @@ _is_child = False
 
 def _interrupt_soon() -> None:
     sleep(10 * SOON)
-    _thread.interrupt_main()  # calls the program's handler
+    _thread.interrupt_main()  # Runs the program's handler of SIGINT.
 
 
 def _after_fork() -> None:

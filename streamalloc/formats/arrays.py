@@ -103,7 +103,7 @@ def _window(device: tuple[int, int]) -> Any:
     """Return the window of a DLPack device; made at the first use."""
     found = windows.get(device)
     if found is None:
-        # It begins at address 1: for an array at address 0 NumPy would allocate memory.
+        # The window begins at address 1. For an array at address 0 NumPy would allocate memory.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
         # Never freed: at the exit of the interpreter this module goes before the arrays that use the struct.
@@ -259,7 +259,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
         return element.tobytes() == padded
     if dtype.names is not None:
         return isinstance(value, (tuple, np.void))
-    if dtype.kind == "V" and dtype.type is not np.void:  # a type of ml_dtypes
+    if dtype.kind == "V" and dtype.type is not np.void:  # The type is one of ml_dtypes, such as bfloat16.
         return isinstance(value, (*_NUMBERS, np.number))
     given = np.asarray(value)
     rounds = dtype.kind in "fc" and given.dtype.kind in "biufc"
@@ -345,5 +345,5 @@ def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
         return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
     try:
         return {"typestr": dtype.str, "descr": dtype.descr} if np.dtype(dtype.descr) == dtype else None
-    except ValueError:  # the fields overlap
+    except ValueError:  # NumPy refuses the description of a type whose fields overlap.
         return None

@@ -28,7 +28,8 @@ else:
                 thread.join()
             import numpy
 
-            found = self.__dict__[name] = getattr(numpy, name)  # later uses find it without this call
+            # Stored, so that later uses find the name without this call.
+            found = self.__dict__[name] = getattr(numpy, name)
             return found
 
     np = _Numpy("numpy")

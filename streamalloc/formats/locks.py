@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
+_FLOCK = struct.Struct("hhqqi4x")  # The fields of struct flock: type, whence, start, length, process.
 
 
 def flock(kind: int, byte: int, count: int = 1) -> bytes:

@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Extent)
 
 
 class RangeMap(Generic[E]):
-    """Ranges that do not overlap, by their addresses."""
+    """Ranges that do not overlap. :meth:`find` returns the range that contains an address."""
 
     # An exception of a signal handler in ``add`` or ``remove`` may leave a base without a range, which look-ups skip.
 
@@ -40,14 +40,14 @@ class RangeMap(Generic[E]):
         return extent
 
     def remove(self, extent: E) -> None:
-        """Remove the range that begins where this one does."""
+        """Remove the range that begins at the same address as ``extent``."""
         self.at.pop(extent.base, None)
         at = bisect_left(self._bases, extent.base)
         if self._bases[at : at + 1] == [extent.base]:
             del self._bases[at]
 
     def find(self, address: int) -> E | None:
-        """The range that contains an address; None if there is none."""
+        """The range that contains an address; None if no range contains it."""
         found = self.at.get(address)
         if found is not None:
             return found
@@ -56,7 +56,7 @@ class RangeMap(Generic[E]):
         return found if found is not None and address < found.end else None
 
     def _before(self, address: int) -> int:
-        """The index of the last base up to an address that has a range; -1 if there is none."""
+        """Index of the last base that is not above an address and has a range; -1 if there is no such base."""
         at = bisect_right(self._bases, address) - 1
         while at >= 0 and self._bases[at] not in self.at:
             at -= 1

@@ -12,7 +12,8 @@ def size_in(text: str) -> int:
     """Return the bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or ``"4096"``. Raise
     ``ValueError`` for other texts.
     """
-    from fractions import Fraction  # at module level it would take a twentieth of the package's import time
+    # Imported here, because at module level it would take a twentieth of the package's import time.
+    from fractions import Fraction
 
     found = re.fullmatch(_SIZE, text, re.ASCII | re.IGNORECASE)
     if found is None:

@@ -114,7 +114,7 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Started bridges. They must stay although the program drops them.
+# Started bridges. The set keeps a bridge alive that the program drops, because the library still allocates from it.
 _started: set[Bridge] = set()
 
 
@@ -238,13 +238,15 @@ class Sources:
             No source of this device was given.
         """
         used = self._last.get(ordinal)
-        # The handle alone does not tell: the driver gives that of a destroyed stream to a new one.
+        # The owner is compared, too: the driver may give the handle of a destroyed stream to a new stream, which has
+        # another owner.
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
-        # The package's own stream has no work. So this wait is short: only for what the reuse of memory needs.
+        # The package's own stream has no other work, so this wait is short: it lasts only until the memory that the
+        # pool reuses is free.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
@@ -254,8 +256,9 @@ class Sources:
         """Return an object for a library to keep while it uses memory. When it is dropped, the memory is freed in
         stream order.
         """
-        # The finalisers of other memory do that already: a cached buffer makes no driver call, captured memory belongs
-        # to its graph, and virtual memory is unmapped after the work of its users.
+        # Only buffers of pools need the object. The finalisers of other memory free in stream order already: a cached
+        # buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped after the
+        # work of its users.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -263,8 +266,8 @@ class Sources:
         if source is None:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
-        # Handle 0 is the legacy default stream for all these libraries. In a build for per-thread streams it would be
-        # the other one.
+        # Handle 0 is the legacy default stream for all these libraries. Only in a build for per-thread default streams
+        # would it be the per-thread stream.
         handle_there = handle or LEGACY
         stream: Stream | None = None
         if owner is not None and handle_there not in (LEGACY, PER_THREAD):
@@ -366,7 +369,7 @@ class FreeAfterAll(Deferred):
     def attempt(self) -> bool:
         """Free on a stream that waits for all others. The driver refuses that during a capture."""
         self.sealed = True
-        # Nothing is called here, so Python does not switch threads: only one takes the buffers.
+        # This line calls no function, so Python does not switch threads within it: only one thread takes the buffers.
         buffers, self.buffers = self.buffers, []
         try:
             return not buffers or self._free(buffers)
@@ -483,8 +486,8 @@ class Ledger:
         if same and type(memory) is CachedBuffer:
             return nbytes  # The finaliser of the buffer returns the block to the cache.
         if not isinstance(memory, Buffer):
-            # The last references go here. Then `work` attempts the item that unmaps virtual memory after the present
-            # work of its devices.
+            # This drops the last references to the memory. Then `work` attempts the item that unmaps virtual memory,
+            # after the present work of its devices.
             del held, memory
             work(self.sources.session)
         elif same or handle is None:

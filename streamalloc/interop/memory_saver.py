@@ -35,7 +35,8 @@ __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_m
 _HOOK_MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
 _NONE, _DISK = "none", "disk"
-_SLOTS, _MOST_BLOCK = 16, 64 << 20  # number of slots in the staging memory of a DiskTier, and most bytes of a slot
+# Number of slots in the staging memory of a DiskTier, and the largest number of bytes of a slot.
+_SLOTS, _MOST_BLOCK = 16, 64 << 20
 _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 
 

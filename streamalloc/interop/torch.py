@@ -125,7 +125,8 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts if a pool ends while it is in use, as that of a dropped bridge may.
+                # PyTorch aborts the process if a pool ends while it is in use. A dropped bridge would end its pool that
+                # way.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -136,7 +137,8 @@ class TorchBridge(Bridge):
         """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also those of one bridge."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # Of several active pools PyTorch takes the first. So leave the outer one in the block.
+        # Of several active pools PyTorch takes the one that became active first. So the outer pool is left for the time
+        # of this block.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -304,7 +306,7 @@ def collect() -> int:
             kept.append(pool)
         else:
             _taken.pop(pool.id, None)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # the reference that _immortal() added
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # Drops the reference that _immortal() added.
         del pool
     _ended.extend(kept)
     return freed + _return_segments()
@@ -337,8 +339,8 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
     if group is None or not routes or torch.cuda.is_current_stream_capturing():
         return 0
     pool, nbytes = routes[-1]._pools[ordinal], 0
-    # Two uses are the bridge's own and this thread's route. A further one is by another thread, or by a captured graph,
-    # which may also use memory without tensors.
+    # Two uses of the pool are expected: by the bridge and by the route of this thread. A third use is by another thread
+    # or by a captured graph, which may use memory that has no tensor.
     if pool.use_count() > 2:
         return 0
     tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}

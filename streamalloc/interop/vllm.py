@@ -35,7 +35,8 @@ class AllocationData:
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        self._buffer = weakref.ref(buffer)  # Whoever keeps this description must not keep the memory.
+        # A weak reference, so that a program that keeps this description does not keep the memory.
+        self._buffer = weakref.ref(buffer)
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
         """Device ordinal, bytes, address, and 0 in place of the driver's handle, which belongs to the package."""
         self.tag: str = tag
@@ -274,7 +275,7 @@ class CuMemAllocator:
 
     @staticmethod
     def _trim(bridge: TorchBridge) -> None:
-        """Release memory without tensors, unless PyTorch would abort."""
+        """Release memory without tensors. During a capture release nothing, because PyTorch would abort the process."""
         if not library("torch").cuda.is_current_stream_capturing():
             with contextlib.suppress(InUseError):  # Another thread is allocating.
                 bridge.trim()

@@ -133,7 +133,8 @@ class Log:
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        # os.fspath refuses a number, which open() would take as a file descriptor, and close at the end.
+        # os.fspath refuses a number. open() would take it as a file descriptor of the program, and close that at the
+        # end.
         self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):

@@ -206,7 +206,9 @@ class Account:
         return error
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
-        """Return the lines that hold memory in a location, most bytes first: of all allocators, or of these pools."""
+        """Return the lines of the program that hold memory in a location, most bytes first. Only memory of
+        ``allocators`` counts; None: of all allocators.
+        """
         self._enter_notes()
         live = [one for one in tuple(self.live.values()) if one.source.location == location]
         if allocators is not None:
@@ -241,7 +243,7 @@ class Account:
             self.asked(None, nbytes)
 
     def mapped(self, address: int, memory: MappedMemory) -> None:
-        """Record a mapping that was made, if it is to be observed."""
+        """Record a mapping that was made, if this observer watches its addresses or the location of its memory."""
         where = getattr(memory, "location", MemLocation.none())
         wanted = self._everything or any(where == one.location for one in self._devices)
         if self._spanned(address) or (wanted and is_counted(memory)):
@@ -258,7 +260,7 @@ class Account:
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
-        # The addresses of a closed object do not count: another object may have them now.
+        # Skip the addresses of a closed object, because another object may have them now.
         return any(start <= address < stop and not getattr(of(), "closed", True) for of, start, stop in self._spans)
 
     def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
@@ -295,7 +297,7 @@ class Account:
             try:
                 one = self._unreported.popleft()
             except IndexError:
-                return  # Another thread has taken the last one.
+                return  # Another thread has taken the last unreported free.
             self.on_free(one)
 
     def settle(self) -> None:

@@ -175,7 +175,8 @@ def inside(
     for (start, stop, row, text, ink), height in zip(texts, heights, strict=False):
         width, tall = map(abs, ax.transData.transform((stop - start, height)) - zero)
         for shown in (text.replace("\n", ": "), text.partition("\n")[0]) if text else ():
-            # A character has 3 pixels or more. To make a text and measure it is slow.
+            # A character is at least 3 pixels wide. A text that cannot fit is skipped before it is made and measured,
+            # which is slow.
             if 3 * len(shown) > width:
                 continue
             label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")
@@ -387,7 +388,7 @@ def lives(of: Iterable[Call]) -> list[Life]:
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # Of several freed ranges, the one with the weakest reason counts.
+            # The memory may consist of several freed ranges. The range with the weakest reason decides.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)

@@ -82,7 +82,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         undo.callback(_installed.release)
         undo.callback(_targets.clear)
         _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
-        undo.callback(sd.real.cache_clear)  # the machine may be cached as the real driver
+        undo.callback(sd.real.cache_clear)  # In the block the machine may have been cached as the real driver.
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, stand_in)

@@ -108,7 +108,7 @@ class Accounts(Wrapper):
                 self._account.note(name, args, answer, captured)
                 if name == "cuMemMap" or len(answer) > 1:
                     handle = int(args[0] if name == "cuMemMap" else answer[1])
-                    self._made.pop(handle, None)  # so that a reused handle goes to the end of the order
+                    self._made.pop(handle, None)  # Removed first, so that a reused handle goes to the end of the order.
                     self._made[handle] = (name, here())
         return answer
 
@@ -294,7 +294,7 @@ class Watch(Leaves):
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
-            foreign = isinstance(one, threading._DummyThread)  # of C code, which nobody can join
+            foreign = isinstance(one, threading._DummyThread)  # A thread of C code, which Python cannot join.
             if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
                 continue
             one.join(max(end - time.monotonic(), 0))
@@ -327,9 +327,12 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                continue  # It is owned by an object that counts, or by the simulated machine.
+                # The simulated machine owns the descriptor, or a socket of this package, which is reported as an
+                # object.
+                continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
-                continue  # The owner counts as an object, or the package itself keeps it.
+                # The owner of the descriptor is reported as an object, or the package itself keeps the owner.
+                continue
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
                 found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))
@@ -337,7 +340,8 @@ class Watch(Leaves):
 
 
 def _live() -> Iterator[Any]:
-    # Not by isinstance(), here and below: it asks a weak proxy for the class of an object that may be gone.
+    # By issubclass() of the type, here and below: isinstance() asks a weak proxy for the class of an object, and raises
+    # if that object is gone.
     return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
 
 
@@ -347,13 +351,17 @@ def _reference(thing: object) -> weakref.ref[object] | None:
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """Return the stack of the call that made the handle of an object. For objects made without their constructor."""
+    """Return the stack of the driver call that made the handle of an object. Used for objects that were made without
+    their constructor, whose own place was not recorded.
+    """
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
 
 def _is_open(thing: Any) -> bool:
-    """Whether an object is open. One without ``closed`` does not count; its driver resources do."""
+    """Whether an object is open. An object without the attribute ``closed`` counts as not open: a leak of its driver
+    resources is found by the driver calls.
+    """
     if isinstance(thing, Shared):
         return True
     try:
@@ -381,7 +389,9 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """Return the variables of a thread of this package; none for a thread that runs other functions, too."""
+    """Return the variables of a thread that runs only functions of this package and of threading; an empty list for
+    other threads.
+    """
     found: list[object] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -393,7 +403,7 @@ def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
 
 
 def _is_ours(thing: object) -> bool:
-    """Whether an object is of a class of this package. Drivers are not."""
+    """Whether an object is of a class of this package, apart from drivers."""
     module = str(type(thing).__module__)  # A class may define it as a property.
     return module.startswith("streamalloc.") and not module.startswith(_DRIVERS)
 

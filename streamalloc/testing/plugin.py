@@ -201,7 +201,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 class Needs(SimpleNamespace):
-    """Arguments of the mark, with their defaults."""
+    """Arguments of the mark. An argument that the mark does not name has its default."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{name: default for name, (_, default) in _ARGUMENTS.items()} | given)
@@ -241,7 +241,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         _prepare_marked(config, items)
     except pytest.UsageError as error:
-        if hasattr(config, "workerinput"):  # pytest-xdist does not show the usage errors of its workers.
+        if hasattr(config, "workerinput"):  # A worker of pytest-xdist, whose usage errors are not shown.
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
         raise
 
@@ -269,7 +269,8 @@ def _give_machine(item: pytest.Item) -> None:
     if any(name.startswith(_FIXTURE) for name in names):
         return
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    # Behind the fixtures with a wider scope, which outlive the test and must not use its machine.
+    # Insert the fixture after the fixtures with a wider scope. They outlive the test, so they must be made before its
+    # machine and must not use it.
     lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
     names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
@@ -349,7 +350,7 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
-        driver = as_asked(driver)  # with a checker, if STREAMALLOC_CHECK asks for one
+        driver = as_asked(driver)  # Adds a checker if STREAMALLOC_CHECK asks for one.
         stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else choice_of(driver)))
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):

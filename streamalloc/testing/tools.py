@@ -17,7 +17,8 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
 from streamalloc.driver.internal import choice_of, cuda, default_or_simulated
 
-_SIZE = 64  # bytes of pinned memory for the flag of a gate, which takes four of them
+# Bytes of pinned host memory for a gate. Its flag takes only four bytes.
+_SIZE = 64
 
 
 class Gate(Closes):

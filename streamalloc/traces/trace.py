@@ -36,15 +36,15 @@ from streamalloc.driver import Call
 
 FORMAT = "streamalloc trace"
 VERSION = 1
-# JSON of an event; its action and numbers need no escapes.
+# An event as JSON. Its action and its numbers contain no character that JSON escapes.
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
-_LEVEL = 6  # of gzip's compression
+_LEVEL = 6  # Level of gzip's compression.
 _GZIP = b"\x1f\x8b"
-_LONGEST = 1 << 20  # bytes of a line of text
+_LONGEST = 1 << 20  # The most bytes that a line of text may have.
 # A compressed file may expand to 200 times its size, and 4 MiB more. A larger one could exhaust memory.
 _RATIO = 200
 _BEYOND = 1 << 22
-_MOST = (1 << 63) - 1  # largest size, number or time of an event
+_MOST = (1 << 63) - 1  # The largest size, number or time of an event.
 
 Action: TypeAlias = Literal["allocate", "free"]
 
@@ -110,7 +110,7 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple(self.events))  # an iterator could be read once only
+        object.__setattr__(self, "events", tuple(self.events))  # A tuple, because an iterator could be read only once.
         checked = CheckedTrace()
         for number, event in enumerate(self.events):
             try:
@@ -382,7 +382,7 @@ def _handle(args: Sequence[Any], at: int | None) -> int:
 _RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
 _DAY = 24 * 3600 * 10**9
-_LATE = 60 * 10**9  # nanoseconds by which a line from before midnight may come late
+_LATE = 60 * 10**9  # Nanoseconds by which a line from before midnight may come late.
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
