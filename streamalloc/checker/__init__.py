@@ -10,16 +10,21 @@ The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier
 3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
    ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
    the call, unless the stream waits for something.
-4. ``judge.Judge.use`` compares the use with the recorded ones of the same bytes (``ranges.Bytes.touch``) by the clocks
+4. ``judge.Judge.use`` compares the use with the recorded uses of the same bytes (``ranges.Bytes.touch``) by the clocks
    of their streams, and reports a pair without an order as a ``Hazard``.
 5. ``report.Reports`` collects the hazards of the call, counts those of known places, and ``deliver`` shows or raises
    the others.
 
-**Ordered** means: the earlier operation comes first in each possible run. Between streams that takes an event, a value
-in memory that one writes and the other waits for, or the rules of the legacy stream. Between a stream and the host, a
-wait of the host. All host threads count as one, because threads order each other in ways that no driver call shows.
-Between processes, an interprocess event or a value in shared memory (:mod:`.interprocess`). What the driver happens to
-choose, such as an address that is free, orders nothing; a hazard says so if only that separates its operations.
+**Ordered** means: the earlier operation comes first in each possible run. It takes
+
+* between streams: an event, a value in memory that one stream writes and the other waits for, or the rules of the
+  legacy stream;
+* between a stream and the host: a wait of the host. All host threads count as one thread, because threads order each
+  other in ways that no driver call shows;
+* between processes: an interprocess event or a value in shared memory (:mod:`.interprocess`).
+
+A choice of the driver, such as a free address, orders nothing. A hazard says so if only a choice separates its
+operations.
 """
 
 from streamalloc.checker.wrapper import CheckedDriver

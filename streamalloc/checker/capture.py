@@ -16,7 +16,7 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """The memory that a kernel without declared uses may use."""
+    """The memory that a kernel without declared uses, or a node of an unknown kind, may use."""
 
     named: frozenset[Bytes] | None
     """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
@@ -41,7 +41,7 @@ class TrackedNode:
     atomic: bool = False
     """Whether the uses of the node do not race with other atomic uses."""
     unseen: Unseen | None = None
-    """Memory that the kernel may use; None for a kernel with declared uses, and for a node that is not a kernel."""
+    """Memory that the node may use without having declared it; None if all its uses are known."""
     handle: int = 0
     """Handle of the driver's node; 0 if unknown."""
     nested: bool = False

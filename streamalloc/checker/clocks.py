@@ -89,9 +89,9 @@ class Obstacle:
     """
 
     source: TrackedStream | None = None
-    """Stream whose work it is; None if the host causes it, or if the cause is unknown."""
+    """Stream whose work ends the obstacle; None if the host ends it, or if the cause is unknown."""
     clock: Clock | None = None
-    """Clock at which it happened; None before it did."""
+    """Clock of all that precedes the end of the obstacle; None before the end."""
     waiters: list[TrackedStream] = field(default_factory=list)
 
 
@@ -138,15 +138,15 @@ class Timeline:
         self.retired: list[TrackedStream] = []
         """Destroyed streams whose work may still run."""
         self.foreign: dict[TrackedStream, None] = {}
-        """Streams that other libraries may use, and may have ordered among each other unseen."""
+        """Streams that other libraries may use, and may order by calls that the checker does not see."""
         self.over: dict[int, int] = {}
         """By actor number: the host may have waited for operations up to this time without a call that the checker saw.
         They count as ordered before everything later.
         """
         self.ended_threads: deque[int] = deque()
-        """Numbers of ended host threads; finalisers append."""
+        """Numbers of ended host threads. Finalisers append to it without the lock, which another thread may hold."""
         self.published: Clock = Clock()
-        """Clock of all work other processes can wait for."""
+        """Clock of all work that other processes can wait for."""
         self.ready: Clock = Clock()
         """Clock of all announcements that other processes have made."""
         self._live: set[int] = set()

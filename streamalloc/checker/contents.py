@@ -5,9 +5,10 @@ A copy to the host that reads elements as another type is reported. Types are re
 a type, such as a fill or a kernel, removes the type.
 
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
-through NumPy arrays. So it compares a checksum of the source at the call with one right before the next wait of the
-host, or at the next copy of the same bytes. It does so only for streams that no other library has, and for memory that
-no kernel may write unseen: another library may wait for its streams in ways that the checker does not see.
+through NumPy arrays. So it compares two checksums of the source: one from the call, and one from right before the next
+wait of the host, or from the next copy of the same bytes. Streams of other libraries are left out, because a library
+may wait for its streams unseen. Memory that a kernel without declared uses may write is left out, too: not only the
+host may have changed it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ElementTypes:
 
 
 def _cut(memory: Bytes, start: int, end: int) -> None:
-    """Take the types from an interval."""
+    """Remove the types of the elements in an interval of memory."""
     if memory.types:
         memory.types = tuple(
             one._replace(start=low, end=high)
@@ -130,7 +131,7 @@ PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
 _MOST_COMPARED = 64
-"""Number of latest copies that are searched for a copy of the same bytes."""
+"""Only this many of the latest copies are searched for a copy of the same bytes."""
 _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
 """Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster to compute than a
 checksum.
@@ -185,7 +186,7 @@ class QueuedSources:
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
         """Return the pieces that the host may write unseen by the checker."""
-        # The caller of a driver function that allocated or registered pinned memory has its address.
+        # The program has the address of pinned memory, because it got or gave the address in a driver call.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
@@ -203,8 +204,8 @@ class QueuedSources:
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
-        """Record that a stream's latest operation may write memory unseen (None: any memory). Changes of that memory no
-        longer show that the host has written it, so it is not watched.
+        """Record that a stream's latest operation is a kernel that may write memory without declaring it (None: any
+        memory). A change of such memory no longer proves a write by the host, so the memory is not watched.
         """
         self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)

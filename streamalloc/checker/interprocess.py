@@ -187,8 +187,8 @@ class Announced(NamedTuple):
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
-    """Recordings, each as the event's entry and a number. An importer must wait for one of them. Empty if a value in
-    memory tells that the work has ended.
+    """Recordings, each as the event's entry and a number. An importer must wait for one of them. If there are
+    none, a value in memory tells that the work has ended.
     """
     part: tuple[int, int] = (0, 0)
     """Offsets of the first used byte and of the end; both 0 for all memory."""
@@ -305,9 +305,9 @@ class _Use:
     """Number of the actor that used the memory."""
     time: int
     covers: list[tuple[int, int]] = field(default_factory=list)
-    """Index on the board and recording number of each event recorded after the use."""
+    """Each event recorded after the use: index of its entry on the board, and number of the recording."""
     post: int | None = None
-    """Index of its post on the board; None without a post."""
+    """Index of the post that announces the use; None without a post."""
 
     def replaces(self, other: _Use) -> bool:
         """Whether an operation that is ordered after this use is also ordered after the other use."""
@@ -483,7 +483,7 @@ class Interprocess:
         """Record a use of memory that other processes may have open."""
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            self._untold()  # the library that has the event may have recorded it
+            self._untold()  # another library has the stream, and may order the use without the checker
             return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]

@@ -208,7 +208,7 @@ class Judge:
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
         if access.actor in self.timeline.foreign:
-            self.timeline.notes.add("shared", str(range_))  # the library that has the stream may have waited
+            self.timeline.notes.add("shared", str(range_))  # another library has the stream, and may have made it wait
             return
         did = "writes" if contents.written else "reads"
         what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
@@ -236,7 +236,7 @@ class Judge:
         assert ended is not None
         queued = range_.last.pop(actor.number, None)
         if queued is not None and queued.time == NEVER:
-            return  # the free was reported
+            return  # Judge.free has reported this use already
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
             kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."

@@ -87,7 +87,7 @@ _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
 """Function of a clock, an actor's number and a time, see :meth:`.Timeline.order`."""
 Forget = Callable[[dict[int, Access]], object]
-"""Function that removes uses that the host has waited for from a table by actor number."""
+"""Function of a table of uses by actor number. It removes the uses that the host has waited for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -217,7 +217,7 @@ class AwaitedPart:
     step: bool = False
     """Whether the other process used the part after the export. Such parts are read again before each use."""
     written: bool = True
-    """True for writes of the other process, False for reads."""
+    """Whether the other process writes the part; False if it only reads it."""
 
 
 @dataclass(eq=False)
@@ -227,7 +227,7 @@ class Range(Extent):
     base: int
     size: int
     kind: str
-    """Name of the resource in reports."""
+    """Kind of the memory, as reports name it."""
     bytes: Bytes = field(default_factory=Bytes)
     offset: int = 0
     """Offset of the first address in the bytes."""
@@ -235,7 +235,7 @@ class Range(Extent):
     born: RecordedOperation | None = None
     """The stream-ordered allocation; None for a synchronous one."""
     ended: RecordedOperation | None = None
-    """The free, unmap or release; None before it."""
+    """The free, unmap or release that ended the range; None while it lives."""
     freed_after: Clock | None = None
     """Clock of a free in stream order."""
     vacated: bool = False
@@ -261,11 +261,11 @@ class Range(Extent):
     deferred: bool = False
     """Whether a missing free is no leak: the driver call comes later, or the range ends with its module."""
     viewed: bool = False
-    """Whether the host has a NumPy array over it, and may read and write it without a call."""
+    """Whether the host has a NumPy array over the range, and so may read and write it without a call."""
     waiting_write: bool = False
-    """Whether a write was queued on a stream that was waiting."""
+    """Whether a write of the range was queued on a stream that waited for something then."""
     released: Stack | None = None
-    """Place where the program released it while mapped; None while it may be written."""
+    """Place where the program released the range while it stayed mapped; None if the range may be written."""
     divided: bool = False
     """Whether an allocator gives out blocks of the range."""
 

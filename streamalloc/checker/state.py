@@ -86,7 +86,7 @@ class State:
     account: HandleCounts = field(default_factory=HandleCounts)
     reserved: AddressMap = field(default_factory=AddressMap)
     """Address ranges of ``cuMemAddressReserve``."""
-    # Objects by handle.
+    # Objects of the driver by their handles.
     events: dict[int, TrackedEvent] = field(default_factory=dict)
     graphs: dict[int, TrackedGraph] = field(default_factory=dict)
     executables: dict[int, Executable] = field(default_factory=dict)

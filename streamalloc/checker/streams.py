@@ -204,7 +204,7 @@ class Questions:
 
 
 class CallingThread(NamedTuple):
-    """Thread and context of a call that was not made through the wrapper; the thread may be another one."""
+    """Caller of a call that was not made through the wrapper. It may be another thread than the recording one."""
 
     thread: int
     context: int

@@ -413,8 +413,8 @@ def use_on_host(
 
 
 def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
-    """Report uses that may still run on devices that lose access. ``old``: the rights by device that are replaced; only
-    ranges that share this very object are concerned. ``new``: the rights that ``what`` sets.
+    """Report uses that may still run on devices that lose access. ``old``: the present rights by device. Only
+    ranges whose ``grants`` are this object change. ``new``: the rights that ``what`` sets.
     """
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
     devices = state.streams.devices

@@ -476,7 +476,7 @@ class _WithoutLock:
 
 
 def _handle(args: tuple[Any, ...]) -> int:
-    """Return the handle in a call's first argument; 0 if it is none, which the driver refuses."""
+    """Return the handle in a call's first argument; 0 for any other argument, which the driver refuses."""
     try:
         return number_of(args[0])
     except REFUSED:
@@ -533,9 +533,7 @@ class CheckedDriver(Wrapper, Recorder):
     def _call(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name not in RULES and name not in COUNTED:
             answer = _keeps_convention(name, function(*args))
-            if (
-                name not in _QUEUES_HOST_FUNCTION
-            ):  # Those are followed through the stand-in of their function (HostCall).
+            if name not in _QUEUES_HOST_FUNCTION:  # stand-ins of their host functions (HostCall) follow those calls
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
@@ -704,11 +702,11 @@ class Poison:
         else:
             with self._under(range_.context):
                 if value == FREED:
-                    self._driver.cuCtxSynchronize()  # cuMemFree waits, too
+                    self._driver.cuCtxSynchronize()  # queued work may use the memory until cuMemFree's wait
                 self._now(range_.base, range_.size, value)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
-        # The fill is ordered by the stream of the allocation or free.
+        # The fill runs in the stream of the allocation or free, so it is ordered as that operation is.
         found = self._state.stream(stream)
         if found not in self._state.streams.captures:
             with self._under(found.context):

@@ -300,7 +300,7 @@ class Regions:
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
-        self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # with room for holes
+        self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # more than the memory, as freed pieces leave holes
         self._addresses = Pieces()
         """The addresses that are divided into regions, as offsets in the reservation."""
         self._addresses.add(0, self.size)

@@ -72,7 +72,7 @@ _lock = threading.RLock()  # reentrant: a finaliser can make a call on this thre
 _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
 _held = 0  # number of acquisitions by the holding thread
-_depth = 0  # nesting depth of that thread's calls
+_depth = 0  # nesting depth of the calls of the thread that holds the lock
 _threshold = gc.get_threshold()[0]  # the collector's first threshold, to be set again after the calls
 
 
@@ -80,7 +80,7 @@ def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call. It may be nested in another call of the thread."""
     global _depth, _held, _holding, _threshold
     if is_main:
-        if not _holding:  # a handler that is not yet replaced can raise here
+        if not _holding:  # a handler of the program, not yet replaced, can raise in this block
             if [*map(_get_handler, _SIGNALS)] != _handlers:
                 _remember_handlers()
             for number in _replaced:
@@ -132,7 +132,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         try:
             enter(is_main)
             entered += 1
-        except BaseException as raised:  # another signal arrived
+        except BaseException as raised:  # the handler of another signal raised, and the call must still get the lock
             error = raised
     if is_main:
         _holding = holding

@@ -373,7 +373,7 @@ class QueueEvent:
     flags: int
     record: Record | None = None
     capture: Any = None
-    nodes: list[Any] = field(default_factory=list)  # of a recording in a capture: the nodes that come before it
+    nodes: list[Any] = field(default_factory=list)  # if recorded in a capture: the nodes before the recording
     shared: SharedEvent | None = None
     opened: bool = False  # made by cuIpcOpenEventHandle from another process's handle
     handle: int = field(default_factory=new_handle)

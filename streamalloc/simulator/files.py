@@ -61,8 +61,8 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """The label of a descriptor's file. None if it is no file of a machine, or is read-only, or can still shrink, which
-    would make mappings of it fault.
+    """The label of a descriptor's file. None for other files, for read-only files, and for a file that can still
+    shrink, because a shrunk file makes mappings of it fault.
     """
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:

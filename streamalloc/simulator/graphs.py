@@ -28,8 +28,8 @@ Work = dict[str, Any]
 
 @dataclass(eq=False)
 class GraphNode:
-    """A node. A launch submits ``operation``, or calls ``enter`` with its stream. Allocation and free nodes have an
-    address instead.
+    """A node. A launch submits ``operation``, or calls ``enter`` with its stream. An allocation or free node
+    has an address instead.
     """
 
     kind: str

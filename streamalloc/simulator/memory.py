@@ -257,7 +257,7 @@ def _place(base: int, size: int) -> bool:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # this version of Linux lacks MAP_FIXED_NOREPLACE
+    if got != base:  # Linux before 4.17 takes the address as a hint only
         _unmap(got, size)
     return got == base
 

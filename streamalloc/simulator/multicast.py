@@ -347,11 +347,11 @@ class MulticastMemory(Mappable):
         return found
 
     def _window(self, binding: TeamBinding) -> ReservedExtent | None:
-        """A mapping of the bytes of a binding; None if they were released."""
+        """A mapping of the bytes of a binding; None if the bound memory was released."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._owner.allocations.is_live(allocation):
-            return None  # the pool may have reused the bytes
+            return None  # other memory of the pool may have the bytes now
         if found is None:
             fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
             if fd is None:
@@ -412,7 +412,7 @@ class Multicast:
 
     def formed(self, wanted: MulticastMemory, call: str) -> None:
         """Block until all devices are added, as the real driver does. If nobody adds them, block forever."""
-        wanted.mappings += 1  # other threads may release its last handle during the wait
+        wanted.mappings += 1  # keeps the object if other threads release its handles during the wait
         try:
             if wanted.table.state == WAITING:
                 self._wait(wanted.table, call)

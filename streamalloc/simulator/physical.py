@@ -41,7 +41,8 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: MappedExtent | None = None
-        """For RDMA memory: the mapping that decides about the others (observed on H200: test_mappings); None for none.
+        """For RDMA memory: the mapping that decides whether other mappings can be made or get access (observed on H200:
+        test_mappings). None without such a mapping.
 
         * Without a leader, the next mapping that is made or gets its first access becomes the leader.
         * A mapping that is unmapped stops being the leader. If it became the leader by access, it also stops when it
@@ -49,7 +50,7 @@ class Mappable:
         * While a mapping leads by access, no other mapping can be made or get its first access.
         """
         self.leads_by_access: bool = False
-        """Whether the leader became it by access, not when it was made."""
+        """Whether the leader became the leader by its first access; False if it did when it was made."""
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
         """Make a mapping that is new or gets its first access the leader, if there is none. Fails if the present

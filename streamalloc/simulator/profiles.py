@@ -296,14 +296,14 @@ def parse(data: bytes, identity: str) -> Profile:
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Merge two tables of one field: entries of ``given`` replace those of ``base``, inner tables entry by entry. A
-    limit without a range that has the default of the base's keeps the range of the base.
+    limit without a range keeps the limit of ``base``, range included, if both have the same default.
     """
     found = dict(base)
     for name, one in given.items():
         there = base.get(name)
         if isinstance(one, dict) and isinstance(there, dict):
             found[name] = {**there, **one}
-        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # takes the range of the base
+        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # else keep the base's range
             found[name] = one
     return found
 

@@ -54,24 +54,24 @@ class Operation:
     """Work in a stream. Subclasses define when it may start, and do it in one or several steps."""
 
     heavy = False
-    """Whether it is too long for the submitting thread: the worker runs it then, in steps between those of other
-    streams.
+    """Whether the operation is too long for the submitting thread. Then the worker thread runs it in steps, between
+    operations of other streams.
     """
     counts = True
     """Whether the stream counts as busy while this operation is queued."""
     is_command = True
-    """Whether the operation is sent to the device at once. Others are sent with the next command."""
+    """Whether the operation is sent to the device at once. If not, it is sent with the next command of the stream."""
     polled = False
     """Whether :meth:`is_blocked` must be asked again and again, because no call announces a change of its answer."""
     runs = False
-    """Whether it uses memory now, on a thread of its own."""
+    """Whether the operation uses memory now, on a separate thread."""
     seq = 0
     """Number of the operation in its stream, from 1 on."""
     after: Points = ()
     """Operations of other streams that must finish first."""
 
     def is_blocked(self) -> bool:
-        """Whether something other than earlier operations delays it."""
+        """Whether something besides earlier operations delays this operation."""
         return False
 
     def step(self) -> bool:
@@ -175,7 +175,7 @@ class Queue:
         self.done: int = 0
         """Number up to which all operations have finished."""
         self.last_free: int = 0
-        """Number of the latest free of memory of a pool."""
+        """Number of the latest operation that freed memory of a pool."""
         self.marked: int = 0
         """Number of the latest command that has run."""
         self.clock: Clock = {}
@@ -360,7 +360,7 @@ class Scheduler:
         """Register a stream with queued work for the worker."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # the thread refers only to the scheduler, so it does not keep the driver alive
+            # The thread refers only to the scheduler, so that the program's last reference still ends the driver.
             self._worker = start_thread(self._work, "streamalloc simulated device")
         else:
             self.announce()

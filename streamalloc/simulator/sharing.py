@@ -129,7 +129,7 @@ class Sharing:
         """Destroy an imported pool. Allocations that were freed stay until the work before the free has run."""
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
-        check(not pool.imports and self.pools.pop(pool.handle, None))  # a thread may have done it meanwhile
+        check(not pool.imports and self.pools.pop(pool.handle, None))  # another thread may have done so meanwhile
         pool.close()
 
     def export_pointer(self, pool: Pool, offset: int, size: int) -> bytes:

@@ -96,7 +96,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
             else:
                 made = node.range
                 if not made.pending and made.ended is None:
-                    # The graph was instantiated to free at each launch what the launch before left allocated.
+                    # Instantiated with AUTO_FREE_ON_LAUNCH: this launch frees what the launch before left allocated.
                     state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                 made.ended = None
                 made.last.clear()
@@ -342,7 +342,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     executable, nodes = executable_of(state, args[0]), graph_of(state, args[1]).nodes
     old = executable.nodes
     if len(old) == len(nodes):
-        # The nodes keep the handles of the graph from which they were instantiated.
+        # Calls on the executable name its nodes by the handles of the first graph, so the new nodes get these handles.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
     executable.nodes = list(nodes)
@@ -352,7 +352,7 @@ def _launches(state: State, name: str, args: Arguments) -> Steps:
     executable, stack = executable_of(state, args[0]), state.place()
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
-        # Host functions of the graph may begin before the call returns.
+        # A host function of the graph may begin before the call returns, so the launch is recorded before the call.
         launch(state, executable, state.stream(args[1]), stack)
     answer = yield
     if not answer[0] and not calls:

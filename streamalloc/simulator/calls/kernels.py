@@ -61,7 +61,7 @@ class Launch(HostFunction):
     ) -> None:
         self._machine: Machine = driver._machine
         super().__init__(self._machine.scheduler, self._call)
-        self._driver = weakref.ref(driver)  # a queued launch must not keep the driver object and its machine alive
+        self._driver = weakref.ref(driver)  # keeps no driver object alive: its end closes the machine
         self._context = context
         self._kernel: kernels.RegisteredKernel = need(function.kernel)
         self._arguments = arguments
@@ -83,7 +83,7 @@ class Launch(HostFunction):
             _here.launch = self
             self._kernel.function(*self._arguments)
         except BaseException as error:
-            with contextlib.suppress(Exception):  # the program may have closed sys.stderr
+            with contextlib.suppress(Exception):  # else a closed sys.stderr would hide the context's error
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
                 traceback.print_exception(error, file=sys.stderr)
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
@@ -185,7 +185,7 @@ def packed(params: Any, extra: Any) -> tuple[Any, int]:
     address that ``extra`` gives, or 0. The driver accepts only one of ``params`` and ``extra``.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
-    node.kernelParams = params  # this raises the errors of the bindings
+    node.kernelParams = params  # the bindings check the arguments here, and raise
     buffer = int(extra or 0)
     check(not (int(node.kernelParams) and buffer))
     return node, buffer

@@ -128,7 +128,7 @@ class MemoryCalls(Calls):
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
             self._machine.allocations.remove(allocation)
-            allocation.memory.freed(dptr)  # at once, as cuMemFree does for pool memory
+            allocation.memory.freed(dptr)  # without a wait, as for pool memory
         else:
             self._machine.drain(allocation.device)
             check(self._machine.allocations.at.get(dptr) is allocation)
@@ -230,7 +230,7 @@ class MemoryCalls(Calls):
         values = []
         for one in wanted:
             name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
-            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # as for an unknown address
+            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # like an unknown address
                 value = None
             values.append(absent.get(name, 0) if value is None else value)
         return values
@@ -330,7 +330,7 @@ class MemoryCalls(Calls):
         places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
             allocations.advise(allocation, address, size, allocations.prefetch(place))
-        banks = self._machine.banks  # the queued call must not keep the driver object, whose end closes the machine
+        banks = self._machine.banks  # keeps no driver object alive: its end closes the machine
         discard = QueuedCall(lambda: allocations.discard(banks, ranges))
         stream.submit(discard if "Discard" in name else Operation())
 

@@ -21,7 +21,7 @@ from streamalloc.simulator.physical import CreatedMemory, Properties
 from streamalloc.simulator.pool import OpenedPool, Pool
 
 _HANDLE_TYPES = (HandleType.NONE, HandleType.POSIX_FD, HandleType.WIN32, HandleType.WIN32_KMT, HandleType.FABRIC)
-_LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags has only this one
+_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag of CUipcMem_flags
 
 
 def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
@@ -173,7 +173,7 @@ class SharingCalls(Calls):
         self._not_during_capture()
         sharing.opened_at(dptr)
         self._machine.drain(sharing.opened_at(dptr).device)
-        opened = sharing.opened_at(dptr)  # another thread may have closed it
+        opened = sharing.opened_at(dptr)  # another thread may have closed it during the wait
         opened.times -= 1
         if not opened.times:
             sharing.forget_memory(opened)
