@@ -21,9 +21,9 @@ _CACHES: dict[str, Callable[[sa.MemoryPool], Any]] = {CACHED: sa.CachingAllocato
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
-"""Most calls in a block of those that queue work. The queue of a stream holds about 1,000."""
+"""Largest number of calls in a block that queue work: the queue of a stream holds about 1,000."""
 MOST_ALIVE = 1_000_000
-"""Most live allocations; a tenth of that with ``--quick`` and on a simulated driver."""
+"""Largest number of live allocations; a tenth of it with ``--quick`` and on a simulated driver."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:

@@ -388,7 +388,9 @@ def _epochs(bench: Bench, *, like: bool) -> Measured:
 _TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
 IMPORT = "import streamalloc; streamalloc.MemoryPool"
-"""Statement that uses a class, too, because the package loads its modules at the first use."""
+"""Statement that imports the package and uses a class. The package loads its modules only at the first use, and their
+load belongs to the measured import.
+"""
 
 
 def _import(bench: Bench, *, statement: str) -> Measured:

@@ -22,9 +22,9 @@ from streamalloc.vmm.internal import HostMemory, available_memory, host_segments
 STEPS = 16
 """Steps in which a buffer grows."""
 STEP, STEP_SIMULATED = 64 << 20, 2 << 20
-"""Bytes of a step: on a GPU, and on a simulated one."""
+"""Bytes of a step: on a GPU, and on a simulated device."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
-"""Most bytes that a row evicts: on a GPU, where ``--quick`` takes an eighth, and on a simulated one."""
+"""Largest number of bytes that a row evicts: on a GPU, where ``--quick`` takes an eighth, and on a simulated device."""
 SEGMENTS = 32
 """Number of segments that sleep together."""
 BLOCKS, BLOCKS_SIMULATED = 16384, 64
@@ -32,7 +32,7 @@ BLOCKS, BLOCKS_SIMULATED = 16384, 64
 """
 GRANULARITY = 2 << 20
 PINNED = 2 << 30
-"""Most bytes of pinned memory. So many suffice to measure the rate of copies."""
+"""Largest number of bytes of pinned memory. This is enough to measure the rate of copies."""
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Measured:
     """Variant that is set up, with the function that measures it."""
 
     measure: Callable[[int], float]
-    """Runs the variant so many times, and returns the seconds of one run."""
+    """Runs the variant as many times as its argument says, and returns the seconds of one run."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures of the last run, by name."""
 
@@ -85,7 +85,7 @@ class Target:
     """Name of the variant."""
     limit: float
     to: str = ""
-    """Variant by whose figure that of ``of`` is divided; empty for a limit of the figure itself."""
+    """Variant whose figure divides the figure of ``of``; empty if the limit is for the figure itself."""
     figure: str = ""
     """Key in ``extra``, or ``"ratio_to_raw"``; empty for the time."""
 
@@ -101,12 +101,14 @@ class BenchRow:
     """Functions that set up the variants, by name."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Most calls in a block. A call that queues work blocks when the stream's queue is full."""
+    """Largest number of calls in a block. A call that queues work blocks when the queue of its stream is full, and
+    would then be measured wrongly.
+    """
     unit: str = "us"
     rounds: tuple[int, int] = (25, 11)
     """Number of rounds: without and with ``--quick``."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """Variant to compare with, by variant, where that is not the first one."""
+    """Variant to compare with, by variant, if that is not the first variant of the row."""
     need: Callable[[Bench], object] = lambda bench: None
     """Raises :class:`Unavailable` if the row cannot be measured, and makes what its variants share."""
 

@@ -23,7 +23,7 @@ from streamalloc.driver.internal import line_of
 from streamalloc.formats.html import escape, mib
 
 _MOST_LINES = 20
-"""Most lines of the program in the second table."""
+"""Largest number of lines of the program in the second table."""
 _ROW = 20
 """Height of a frame in the picture, in pixels."""
 _SMALLEST = 1 / 2000
@@ -146,7 +146,7 @@ class Frame(NamedTuple):
     """Frame of a flame graph. Its bytes are those of all frames below it."""
 
     depth: int
-    """Number of frames above it."""
+    """Number of frames above this frame."""
     start: int
     """Distance from the left edge, in bytes."""
     nbytes: int

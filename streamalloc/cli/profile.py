@@ -111,8 +111,8 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an enum, aliases too, each with its name without the prefix. Members that only mark the end
-    or force the size of the enum are left out.
+    """Yield the members of an enum, aliases too, each with its name without the prefix. Members that stand for no
+    value (MAX, INVALID, FORCE_UINT) are left out.
     """
     for name, member in getattr(cuda, enum).__members__.items():
         short = name.removeprefix(prefix)

@@ -136,7 +136,7 @@ class CopySide:
         """Ordinal of the owning device; None for host or unknown memory."""
         self.keep: object = keep
         self.after: int | None = after
-        """Handle of the stream to wait for before use; None for none."""
+        """Handle of the stream to wait for before the memory is used; None if there is no stream to wait for."""
 
     @classmethod
     def of(cls, memory: MemoryBase) -> Self:
@@ -191,8 +191,8 @@ class CopySide:
             found = cuda_array(interface, name)
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
-            # The owning device decides between a plain copy and one between devices, so with one device it is not
-            # asked for.
+            # The driver is asked for the owning device only with several devices. The device decides between a plain
+            # copy and a copy between devices, and with one device each copy is plain.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
             place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
@@ -247,8 +247,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    # The driver refuses pool memory while another device's context is current, and mapped memory while none is. Then
-    # the caller makes the copy again, with the stream's own context current.
+    # The driver refuses a copy of pool memory while the context of another device is current, and of mapped memory
+    # while no context is current. The caller then makes the copy again, with the stream's own context current.
     if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) == int(session.context(ordinal))):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))

@@ -68,8 +68,8 @@ from streamalloc.driver.internal import SETTLERS, Lock, RLock
 T = TypeVar("T")
 
 MOST_PER_SYNC = 32
-"""Most failed attempts at one synchronisation of the host. Programs synchronise often, and many items that cannot end
-yet would make each one slow.
+"""Largest number of failed attempts at one synchronisation of the host. Programs synchronise often, and without the
+limit many items that cannot end yet would make each synchronisation slow.
 """
 
 
@@ -127,7 +127,7 @@ class DeferredQueue:
         the capture forbids unsafe calls of all threads, otherwise 0.
         """
         self.beginning: RLock = RLock()
-        """Held to enter a capture, and for calls that would invalidate one."""
+        """Lock of a thread that enters a capture in this table, or makes a call that would invalidate a capture."""
         self._guard = guard
         self._lock = Lock()
         """Held to move items. Only :meth:`work` takes it, and not on a thread that is already in :meth:`work`. So a
@@ -238,8 +238,8 @@ class DeferredQueue:
         Parameters
         ----------
         most
-            Most failed attempts on items that were attempted before. The longest waiting are attempted first. This
-            bounds the cost of a frequent point of work, and every item is attempted in time.
+            Largest number of failed attempts on items that were attempted before. Items that wait longest come first.
+            The limit bounds the cost of a frequent point of work, and every item has its turn in the end.
         """
         me = threading.get_ident()
         if not self.has_work() or self.paused or me in self._working:

@@ -40,7 +40,7 @@ class Spares(list[Any]):
     __slots__ = ("open",)
 
     most = 16
-    """Most events kept for a stream: about the batches that a data loader has under way."""
+    """Largest number of events kept for a stream: about as many as a data loader has batches under way."""
 
     def __init__(self) -> None:
         self.open: bool = True

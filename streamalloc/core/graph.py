@@ -1,4 +1,4 @@
-"""Graphs by stream capture, and their memory: allocation and free nodes, launches, reserved memory.
+"""Graphs that a stream capture makes, and the memory of graphs: allocation and free nodes, launches, reserved memory.
 
 While a stream is captured, its queued work becomes nodes of a graph, allocations included. The graph owns the memory of
 its allocations, which has the same address at every launch. Building graphs node by node is left to cuda.core.

@@ -173,7 +173,9 @@ def closes_itself(stream: Any) -> bool:
 # -- the table -------------------------------------------------------------------------------------------------
 
 MOST_KEPT = 64
-"""Most entries of the table. Each keeps a library's stream from being destroyed."""
+"""Largest number of entries of the table. It is limited, because each entry keeps a library's stream from being
+destroyed.
+"""
 
 _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),

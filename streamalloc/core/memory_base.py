@@ -27,7 +27,8 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
     __slots__ = ()
 
-    # For direct calls. They read `_ptr` first: if it is None, the other attributes may be missing.
+    # These attributes serve direct calls, which read `_ptr` first. While `_ptr` is None, the other attributes may be
+    # missing.
     _ptr: Any = None
     """Pointer for the driver, ``CUdeviceptr`` or int; None for the checked way."""
     _nbytes: int

@@ -147,7 +147,7 @@ class Stream(Closes, Shown):
     _last: Sequence[Event] = ()
     """After the end of a stream of ours: an event after all its work, unless the driver refused its record."""
     _dropping: list[None] = []  # noqa: RUF012 (of streams that we never destroy, so nobody reads it)
-    """One entry per finaliser that is freeing memory on the stream."""
+    """One entry per finaliser that frees memory on the stream, which is not destroyed while there is one."""
     direct: Any
     """``CUstream`` if work may be queued now without a question, else None."""
     unlent: Any
@@ -588,7 +588,8 @@ class OwnStream(Stream):
 
     def _destroy(self, raw: Any, *, later: bool = False) -> Any:
         """Destroy the driver's stream, or have an item do so; returns the ``CUresult`` of a refusal."""
-        # A finaliser adds its entry before it reads the handle, so after these lines no new one uses the handle.
+        # A finaliser adds its entry to `_dropping` before it reads the handle. So after the next two lines no further
+        # finaliser uses the handle.
         self._forbid_direct()
         self._closed = True
         self._spare.end(self._session)
@@ -705,8 +706,8 @@ class LegacyStream(DefaultStream):
         return self._raw if current() == self._current else None
 
     def _ready_to_drop(self) -> Any | None:
-        # A free would invalidate captures of blocking streams. During one, the driver refuses to answer for this
-        # stream.
+        # A free on the legacy stream would invalidate captures of blocking streams. During such a capture the driver
+        # refuses to answer for this stream, so the free is left to an item.
         handle = self.ready()
         return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
 
@@ -725,7 +726,9 @@ class PerThreadStream(DefaultStream):
     __slots__ = ("_ident",)
 
     _ident: int
-    """Another thread may get the identifier of an ended one, so the end of the thread sets False."""
+    """Identifier of the stream's thread; False after the end of the thread, because a new thread may get the identifier
+    of an ended one.
+    """
 
     def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
         self._ident = get_ident()

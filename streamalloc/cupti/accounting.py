@@ -26,7 +26,7 @@ from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
-"""Entries that PyTorch's history keeps. To read so many takes two seconds."""
+"""Number of entries that PyTorch's history keeps. It is limited, because to read so many already takes two seconds."""
 _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16

@@ -348,4 +348,4 @@ class Blocks:
 
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
-"""Most uses in the log while only one stream has work."""
+"""Largest number of uses in the log while only one stream has work."""

@@ -46,7 +46,9 @@ _FEW_ENTRIES = 50_000
 _GLANCE = 0.001
 """Seconds after which a thread that waits for its turn looks again whether another asks PyTorch's allocator."""
 _MOST_WAITING = 1000
-"""Most launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. Many at once cost less."""
+"""Largest number of launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. They wait,
+because it costs less to follow many at once.
+"""
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
@@ -145,11 +147,11 @@ class Check:
         consecutive launches on a stream are one step of the checker.
         """
         self._turn = threading.Lock()
-        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it. A thread that
-        went on could overwrite the arguments of its call before the checker reads them.
+        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it. If such a
+        thread went on, it could overwrite the arguments of its call before the checker reads them.
         """
         self._worker = 0
-        """Thread that follows the waiting calls; 0 for none."""
+        """Thread that follows the waiting calls; 0 while no thread does."""
         self._late: dict[int, int] = {}
         """Time of the last call that did not wait for the lock, by thread. Until then arguments may be overwritten."""
         self._handles: set[int] = set()

@@ -51,7 +51,8 @@ machine code stores a call only while fewer than 4,000 slots are filled. The oth
 test at the same moment.
 """
 _PATIENCE = 1.0
-"""Most seconds to wait for the callbacks of other threads. A signal handler may have ended one before it was counted.
+"""Longest time in seconds to wait for the callbacks of other threads. Without the limit the wait would not end if a
+signal handler has ended a callback before it was counted.
 """
 _CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_GIL = range(9)
 """Indices of the 64-bit words that the machine code uses. ``_ASKING``, ``_ENTERED``, ``WRITTEN``, ``_LEFT_OUT`` and

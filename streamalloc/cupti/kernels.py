@@ -27,7 +27,9 @@ Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for the driver's answer about a kernel."""
 _SMALL = 64
-"""Most bytes of an argument of which PyTorch sets every byte. Larger ones may have stale bytes of earlier calls."""
+"""Largest size of an argument, in bytes, of which PyTorch sets every byte. Larger arguments may contain stale bytes of
+earlier calls.
+"""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 """Range of the device addresses that the driver returns."""
 
@@ -59,7 +61,9 @@ class Kernel(str):
     is_known: bool
     """Whether a convention tells which pointers the kernel writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
-    """Match of the convention's pattern, and the function that picks the written pointers; None if there is none."""
+    """Match of the pattern of a convention, and the function that picks the written pointers; None if no convention
+    matches.
+    """
     _parts: list[tuple[int, int, int]] | None
     """Parts of the arguments that may have pointers, as :func:`_parts` returns them; None for unknown sizes."""
     _lists: _Lists | None

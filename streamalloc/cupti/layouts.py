@@ -35,7 +35,7 @@ _BY_VALUE = {"CUmemLocation": (8, 4), "CUipcMemHandle": (64, 1), "CUipcEventHand
 _ELEMENTS = {"CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUstreamBatchMemOpParams": 48}
 """Bytes of structs that are passed in arrays."""
 _MOST = 65536
-"""Most elements to read of an array: a wrong length must not exhaust memory."""
+"""Largest number of elements to read of an array. Without the limit, a wrong length could exhaust memory."""
 
 
 class Layout(NamedTuple):

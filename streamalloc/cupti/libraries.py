@@ -51,7 +51,7 @@ class Libraries:
         self._take = take or self._events.append
         self._stacks = stacks
         self.most_entries: int = most_entries
-        """Most entries of the history that PyTorch records."""
+        """Largest number of entries of the history that PyTorch records."""
         self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
 

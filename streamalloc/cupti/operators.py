@@ -29,7 +29,7 @@ class _Schema(NamedTuple):
     has_lists: bool
     """Whether an argument is a list of tensors."""
     makes_results: bool
-    """Whether the operator returns new tensors, and none of its arguments."""
+    """Whether the operator returns only new tensors, and no argument."""
 
 
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))

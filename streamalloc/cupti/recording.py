@@ -13,7 +13,7 @@ from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
 _MOST_ENTRIES = 5_000_000
-"""Entries that PyTorch's history keeps. So many take some GB of host memory."""
+"""Number of entries that PyTorch's history keeps. They take some GB of host memory."""
 ALLOCATIONS = frozenset(("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFree", "cuMemFreeAsync"))
 """Functions whose calls are recorded."""
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS

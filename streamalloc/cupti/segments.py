@@ -158,4 +158,4 @@ _SIGNS = {
     "segment_map": 1,
     "segment_unmap": -1,
 }
-"""1 for an action of the history that adds memory, -1 for one that removes some."""
+"""Sign by action of the history: 1 if the action adds memory, -1 if it removes memory."""

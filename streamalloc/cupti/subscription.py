@@ -32,11 +32,12 @@ _SAME = (
     *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
     *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
 )
-"""Functions whose older versions have the same arguments. All their versions are followed. Of each other function only
-the newest version is, which the bindings call.
+"""Functions whose older versions have the same arguments, so all versions are followed. Of other functions only the
+newest version is followed, which the bindings call.
 """
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
-_NEWEST = 99  # of a function of _OTHER_NAMES: above all versions
+# The version number given to functions of _OTHER_NAMES, so that they count as newer than all versions of the function.
+_NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
 """Reads a ``CUpti_CallbackData``: site (0 before the call), and the addresses of the arguments, the result, the name of
@@ -52,7 +53,7 @@ _configuration = struct.Struct("II24xQ").unpack_from
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _DEEPEST = 8
-"""Most frames of a place."""
+"""Largest number of frames of a place."""
 
 
 class DriverCall(NamedTuple):
@@ -70,8 +71,8 @@ class DriverCall(NamedTuple):
     context: int
     """Current context of the calling thread."""
     place: Stack
-    """Innermost frames of the program, without those of libraries; for a launch, one frame. A thread of C++ has no
-    Python frames, so it gets those of the main thread.
+    """Innermost frames of the program, without frames of libraries; for a launch, one frame. A thread of C++ has no
+    Python frames, so its calls have the frames of the main thread.
     """
     time: int
     """Nanoseconds since the epoch, when the call returned."""

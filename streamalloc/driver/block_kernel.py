@@ -19,7 +19,7 @@ import numpy.typing as npt
 COPY_KERNEL, COPY_MANY = "streamalloc_copy_blocks", "streamalloc_copy_many_blocks"
 """Names of the kernel in its module, with few and with many parameters."""
 COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
-"""Most blocks of a launch, by name of the kernel: about as many as its parameters have room for."""
+"""Largest number of blocks of a launch, by name of the kernel: about as many as its parameters have room for."""
 COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
 _THREADS = 256  # Threads of a thread block.

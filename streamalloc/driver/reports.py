@@ -69,13 +69,13 @@ def function_of(stack: Stack) -> str:
 LAUNCHED = ", launched"
 """End of a name in :attr:`Hazard.places`, for the place where the graph of the operation before it was launched."""
 _DEPTH = 8
-"""Most frames of a place."""
+"""Largest number of frames of a place."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 # Drivers, their wrappers, and the replacements of an installed driver, which all serve calls that the program makes. A
 # place never shows their frames.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
-"""Most frames of a user's driver between this package and the checker."""
+"""Largest number of frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
 # A stack ends at frames of a test runner, notebook or process starter.
 _RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
@@ -86,8 +86,8 @@ _CALLERS = (
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
 )
 _THEIRS, _FACADE, _SKIPPED, _RUNNER = range(4)
-"""Kinds of files: the program's; this package's; those that no place shows, such as drivers and Python's callers; and
-those at which a place ends.
+"""Kinds of files: files of the program; files of this package; files that no place shows, such as drivers and Python's
+own callers; and files at whose frames a place ends, such as test runners.
 """
 _kinds: dict[str, int] = {}
 """Kind of each file, by its path."""
@@ -210,8 +210,8 @@ class Hazard:
     places: tuple[tuple[str, Stack], ...] = ()
     """The operations, such as ``"allocated"`` or ``"used"``, each with its place. :attr:`stacks` has them as text."""
     count: int = 1
-    """Number of times that it was found at these places, also for other memory. The other fields describe the first
-    time.
+    """Number of times that the hazard was found at these places, also for other memory. The other fields describe the
+    first time.
     """
 
     def found_again(self) -> None:

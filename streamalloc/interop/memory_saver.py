@@ -255,7 +255,7 @@ class TorchMemorySaver:
             group.device.synchronize()
             for buffer in () if self._retain else buffers:
                 self._hosts.pop(buffer, None)
-            work(session_of(group))  # a point of work, which releases the host memory
+            work(session_of(group))  # Attempts deferred releases, among them that of the host memory.
 
     @property
     def enabled(self) -> bool:

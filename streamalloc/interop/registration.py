@@ -62,7 +62,7 @@ class Registration:
     mappings: int
     """Number of mappings that the memory spans; 1 for memory of a pool."""
     handle_types: MemHandleType
-    """Handle types of the pool, or those that all the mappings have."""
+    """Handle types of the pool; for other memory, the handle types that all its mappings have."""
     gpu_direct_rdma: bool
     """Whether PCIe devices can access the memory without DMA-BUF (nvidia-peermem)."""
     legacy_ipc: bool

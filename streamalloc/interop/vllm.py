@@ -25,7 +25,7 @@ __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "r
 _INTERNAL = ("runtime", "cudagraph")
 """Tags whose bytes are kept by each sleep."""
 _DEFERRABLE = ("weights", "kv_cache")
-"""Tags whose memory stays asleep if a wake names others. Memory of further tags always wakes."""
+"""Tags whose memory stays asleep if a wake names other tags. Memory of any further tag wakes at every wake."""
 _NAME = "streamalloc"
 _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
 
@@ -75,7 +75,7 @@ class CuMemAllocator:
     instance: CuMemAllocator | None = None
     """The allocator of this process, once :meth:`get_instance` was called."""
     default_tag: str = "default"
-    """Tag of memory that names none."""
+    """Tag of memory that is allocated without a tag."""
     cudagraph_tag: str = "cudagraph"
     """Tag of the memory of captured graphs."""
 

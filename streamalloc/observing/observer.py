@@ -98,7 +98,7 @@ class Account:
     _logged: bool = False
     """Whether the file of the log exists, so that a new start appends to it."""
     _entering: int | None = None
-    """Thread that enters notes now; None for none."""
+    """Thread that enters notes into the account now; None if no thread does."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
@@ -119,7 +119,9 @@ class Account:
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes that are not entered yet: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
-        """Allocations that were freed last. If the driver refuses the free of one, it is live again."""
+        """Allocations that were freed last. If the driver then refuses the free of such an allocation, it is live
+        again.
+        """
         self._unreported: deque[Allocation] = deque()
         """Freed allocations for which ``on_free`` was not called yet."""
         for session in self.sessions:

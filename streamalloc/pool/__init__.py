@@ -1,4 +1,4 @@
-"""Stream-ordered memory pools: create, tune, measure, trim, and choose what others allocate from.
+"""Stream-ordered memory pools: create, tune, measure, trim, and choose the pool that other code allocates from.
 
 Caches and other sources of memory are imported from their files, so that the import of a pool takes no time for them.
 """

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
 _TRIES = 5
-"""Most attempts of a call of :class:`OnceIdle`, after refusals by the driver."""
+"""Largest number of attempts of a call of :class:`OnceIdle`, after refusals by the driver."""
 _IDLE_PAUSE = 0.02
-"""Least seconds between two threads that :class:`OnceIdle` starts while a device is busy. Otherwise each point of work
-would start one.
+"""Shortest time in seconds between two threads that :class:`OnceIdle` starts while a device is busy. Without it, each
+point of work would start a thread.
 """
 _QUERIES = (0.0, 0.00005, 0.0002)
 """Seconds before each query of the devices' work. There are few queries, because a later point of work starts another

@@ -273,7 +273,7 @@ class CallbackAllocator(_Source):
         self.take: Allocate = allocate
         """Function that returns new memory."""
         self.free: Free | None = free
-        """Function that takes memory back; None if there is none to call."""
+        """Function that takes memory back; None if no function is to be called."""
         super().__init__(where, managed, driver)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:

@@ -25,7 +25,7 @@ KERNELS = "STREAMALLOC_KERNELS"
 """Environment variable with the Python files of kernels, as JSON. Child processes run these first."""
 
 _installed = threading.Lock()
-"""Held while a machine is installed: one at a time."""
+"""Lock held while a machine is installed, because only one can be installed at a time."""
 _targets: dict[str, Any] = {}
 """Machine, and its runtime, by name of the module that they replace; empty if no machine is installed."""
 _for_good = contextlib.ExitStack()

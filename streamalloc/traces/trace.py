@@ -300,7 +300,7 @@ class _Recording:
         self._threads: dict[object, int] = {}
         """Number of each thread, by its name in the recording."""
         self._began: int | None = None
-        """Time of the first event, which becomes 0; None before it."""
+        """Time of the first event, from which the times of all events are counted; None before the first event."""
         self.skipped: Counter[str] = Counter()
         """Number of calls that are no events, by kind."""
 

@@ -67,8 +67,8 @@ class CachedBlock(_Pointer):
     address: int
     """Device address."""
     home: list[CachedBlock] | None
-    """Free list that takes the block after a free on its stream; None if watchers must see the free, or the stream
-    cache has ended.
+    """Free list that takes the block after a free on its stream. None if watchers must be notified of the free, or the
+    stream cache has ended: the free then takes the checked way.
     """
     size_class: SizeClass
     """Size class of the block, on the one stream that it serves."""

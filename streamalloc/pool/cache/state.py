@@ -84,8 +84,9 @@ _MAX_ALLOWANCE = 2.0
 _MAX_OF_SEVERAL = 2.5
 """Largest factor for several streams. They share free memory through the pool only, and in pieces."""
 _QUERIES = 1 << 8
-"""Most queries of the event behind the frees of a stream's free blocks: enough for an idle stream to reach it. After a
-stream that did not reach it in time, the next event is queried once, because nobody waits for a busy stream.
+"""Largest number of queries of the event behind the frees of a stream's free blocks: enough for an idle stream to reach
+the event. If a stream did not reach it in time, the next event is queried only once, because nobody waits for a busy
+stream.
 """
 
 
@@ -104,7 +105,9 @@ class StreamCache(Deferred):
         self._kept = None if isinstance(stream, OwnStream) else stream
         self._last: Sequence[Event] = end_of(stream)
         self.per_thread: bool = isinstance(stream, PerThreadStream)
-        """Whether it is a thread's default stream. On other threads its handle names another stream."""
+        """Whether the stream is the per-thread default stream of a thread. On other threads its handle names another
+        stream.
+        """
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
