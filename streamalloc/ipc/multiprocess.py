@@ -1,6 +1,6 @@
 """Memory, pools and events through :mod:`multiprocessing`: queues, pipes, and arguments of processes.
 
-They carry only bytes. A thread of the exporter serves the file descriptors.
+Queues and pipes carry only bytes, so a thread of the exporter serves the file descriptors.
 
 Connections, simple queues and arguments of a ``Process`` pickle an object during the call. A ``Queue`` pickles later,
 on its feeder thread, when the memory may already be freed. So ``put`` searches its argument, and pickles it at once if

@@ -71,7 +71,7 @@ class SymmetricBuffer(BufferView):
 
     @property
     def owner(self) -> SymmetricMemory:
-        """The symmetric memory that contains it."""
+        """The symmetric memory that contains the buffer."""
         return self._symmetric
 
     @property

@@ -34,7 +34,7 @@ Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 
 def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
-    """Convert an argument to permissions by location; ``permission`` is for locations given without one."""
+    """Convert an argument to permissions by location; ``permission`` is for locations given without a permission."""
     if access is None:
         return {}
     if isinstance(access, (Device, MemLocation)):

@@ -105,7 +105,7 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range is at the preferred address; None if none was given."""
+        """Whether the range is at the preferred address; None without a preferred address."""
         return self.address == self._asked if self._asked else None
 
     @property

@@ -799,11 +799,13 @@ class ExpandableCache(CachingAllocator):
 
     Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
     (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks
-    are split and merged. If possible, the memory is at most 1.03 times the most bytes in use at once, on all streams
-    together. To stay below, a request takes another stream's free memory, and the device then waits for that stream's
-    work (``cuStreamWaitEvent``). Chunks of free ranges move to addresses that lack memory. The host does not wait for
-    that, because a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory
-    does not wait for one that creates or releases some.
+    are split and merged.
+
+    If possible, the memory is at most 1.03 times the highest number of bytes in use at once, on all streams together.
+    To stay below, a request takes another stream's free memory, and the device then waits for that stream's work
+    (``cuStreamWaitEvent``). Chunks of free ranges move to addresses that lack memory. The host does not wait for that,
+    because a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory does
+    not wait for a thread that creates or releases memory.
 
     Sizes are rounded up to 64 classes for each power of two. Streams, captures, threads, watchers and closing are as
     for :class:`CachingAllocator`. The pool serves what is not cached, such as allocations in captures, and requests for

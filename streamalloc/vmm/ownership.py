@@ -316,7 +316,7 @@ class MappingWatcher(Protocol):
 
 
 class Allocations:
-    """State of :mod:`streamalloc.vmm` for one driver."""
+    """State of :mod:`streamalloc.vmm` for one driver: reservations, handles, arenas and watchers."""
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session

@@ -288,7 +288,7 @@ class Reservation(HandleNode):
             self.grant(entries, rights)
 
     def unmap(self, entries: Iterable[MappedBytes]) -> None:
-        """Unmap mappings, with one ``cuMemUnmap`` for each run of adjacent ones."""
+        """Unmap mappings, with one ``cuMemUnmap`` for each run of adjacent mappings."""
         run: list[MappedBytes] = []
         for entry in entries:
             if run and run[-1].stop != entry.offset:

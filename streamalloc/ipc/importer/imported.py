@@ -1,4 +1,4 @@
-"""Objects of this process for memory of another one: pools, buffers, arrays and ranges.
+"""Objects of this process for memory of another process: pools, buffers, arrays and ranges.
 
 A stream waits for the contents of opened memory; if no stream can, the host waits.
 """
@@ -295,7 +295,7 @@ class ForeignMemory(Memory, Foreign):
 
 
 class ImportedBuffer(ForeignMemory, Closes):
-    """An allocation of another process, or a part of one, made by :func:`open`.
+    """An allocation of another process, or a part of an allocation, made by :func:`open`.
 
     Its close is stream-ordered and allows the owner to free the memory. Dropping the object closes it on its own
     stream.

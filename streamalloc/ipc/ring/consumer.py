@@ -120,7 +120,7 @@ class RingConsumer(RingEnd):
         self._channel = channel
         self._receive: Any = channel.receive
         self._again: bytes | None = None
-        """A received packet whose item was not taken yet; None if there is none."""
+        """A received packet whose item was not taken yet; None without such a packet."""
         self._current: tuple[RingItem, int] | None = None
         self.timeout: float | None = timeout
         """Default of ``timeout`` for :meth:`next`, in seconds; None for no limit."""

@@ -238,7 +238,7 @@ class Deliveries(RingEnding):
         return bool(self.free)
 
     def drop_gone(self) -> None:
-        """Remove consumers that are gone, and send their unopened items to others."""
+        """Remove consumers that are gone, and send the items that they have not opened to other consumers."""
         for consumer in _gone(self.consumers):
             self._drop(consumer)
         self._take_unopened(self.leaving)

@@ -130,7 +130,7 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep an epoch that no process has as :attr:`spare` if the next one can use its memory. Otherwise close it."""
+        """Keep an epoch that no process has as :attr:`spare` if the next epoch can use its memory; else close it."""
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
@@ -255,8 +255,8 @@ class Holdings:
         epoch.nbytes = total
 
     def _make_room(self, device: str, wanted: int) -> None:
-        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held. If all of them
-        are too few, remove none.
+        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held. If removing all
+        unused keys would not be enough, remove no key.
         """
         idle = [
             entry.current
@@ -317,7 +317,7 @@ class Holdings:
         return epoch
 
     def _last(self, key: str, entry: HeldEntry | None) -> Epoch:
-        """Return the last commit of a key; ``StoreKeyError`` if there is none."""
+        """Return the last commit of a key. Raises ``StoreKeyError`` for a key without a commit."""
         if entry is None or entry.current is None:
             _, reason = self.lost.get(key, (0, ""))
             raise StoreKeyError(f"the store holds nothing under {key!r}{': ' if reason else ''}{reason}")

@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 
 class Keeper(Closes):
-    """A server's connection to its keeper, which it starts if none is there.
+    """A server's connection to its keeper. It starts a keeper if the store has no keeper.
 
     Raises
     ------
@@ -83,7 +83,7 @@ class Keeper(Closes):
             yield Kept(data.decode(), handles)
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
-        """Keep these commits by key, in place of earlier ones, and drop the other keys: the whole change or nothing.
+        """Keep these commits by key, in place of earlier commits, and drop the other keys: the whole change or nothing.
         After the return, the death of this process loses none of them.
         """
         handles = [fd for _, one in kept for fd in one.handles]
@@ -130,17 +130,21 @@ class ServiceManager(Closes):
     """The descriptor store of the systemd that started this process (``FileDescriptorStoreMax=``).
 
     Each descriptor is sent in one message, with a name of its own, because the order in which systemd returns them is
-    not documented. The text of a commit is stored last and removed first, so a commit that has its text is whole. If
-    the server dies after it has stored a commit and before it has removed the previous one, systemd has both, and the
-    one with the higher number counts. systemd drops a duplicate of a descriptor that it has. Two epochs may share a
-    file, so files are stored as copies.
+    not documented.
+
+    The text of a commit is stored last and removed first, so a commit that has its text is whole. If the server dies
+    after it has stored a commit and before it has removed the previous one, systemd has both, and the commit with the
+    higher number counts.
+
+    Two epochs may share a file, and systemd drops a duplicate of a descriptor that it has. So files are stored as
+    copies.
     """
 
     def __init__(self, store: str) -> None:
         self._names = f"streamalloc-{store}-"
         self._most = int(os.environ["FDSTORE"])
         self._kept: dict[str, tuple[str, list[str]]] = {}
-        """By key: the text of its commit, and the names of the commit's descriptors, that of the text first."""
+        """By key: the text of the key's commit, and the names of the commit's descriptors, the text's name first."""
         self._over: list[str] = []
         """Names of descriptors of replaced and dropped commits. They are removed once the new commits are stored."""
         address = os.environ["NOTIFY_SOCKET"]
@@ -153,7 +157,8 @@ class ServiceManager(Closes):
     def is_there() -> bool:
         """Whether systemd started this process and keeps descriptors for it. systemd says so since version 254.
 
-        Children inherit these variables. systemd takes nothing of theirs, or never passes it to them.
+        Child processes inherit these variables. But systemd takes no descriptor from a child, or never passes one to
+        it.
         """
         ours = str(os.getpid())
         keeps = bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()
@@ -181,10 +186,10 @@ class ServiceManager(Closes):
             close_all(fd for kept in left for fd in kept.handles)
 
     def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
-        """Return the last commit of each key, and drop the others.
+        """Return the last commit of each key, and drop all other commits.
 
         ``found`` has descriptors by token and place. All descriptors of a commit have one token; the place is ``text``,
-        or the index among the others.
+        or the index among the other descriptors.
         """
         latest: dict[str, tuple[int, str, Kept]] = {}
         for token, parts in found.items():
@@ -226,7 +231,9 @@ class ServiceManager(Closes):
             self._await()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
-        """Send the descriptors of a commit to systemd. Their names are put into ``names``, that of the text first."""
+        """Send the descriptors of a commit to systemd. ``names`` gets the names of these descriptors, the name of the
+        text first.
+        """
         token = f"{self._names}{token_hex(8)}"
         with contextlib.ExitStack() as files:
             copies = [files.enter_context(sealed_file(read_file(file))) for file in kept.handles[:2]]
@@ -241,7 +248,7 @@ class ServiceManager(Closes):
         close_all(handles)
 
     def _await(self) -> None:
-        """Wait until systemd has taken all messages. It then closes the pipe that ``BARRIER=1`` sends."""
+        """Wait until systemd has taken all messages. systemd then closes the pipe that ``BARRIER=1`` sends."""
         ours, theirs = map(Fd, os.pipe())
         with ours:
             with theirs:

@@ -466,7 +466,7 @@ def _described(epoch: Epoch) -> str:
 
 
 def _adopted(kept: Kept) -> Epoch:
-    """Return the epoch that :func:`_described` wrote. Raises ``ProtocolError`` if it is not one."""
+    """Return the epoch that :func:`_described` wrote. Raises ``ProtocolError`` if the text describes no epoch."""
     try:
         about = json.loads(kept.text)
         entry = HeldEntry(checked_key(about["key"]), int(about["place"]), 0)

@@ -157,9 +157,10 @@ class Store(Closes):
 
         With ``like="previous"`` the epoch begins with the names, the types and the offsets of the last commit, at its
         addresses if they are free, so that readers take it by ``attach(latest=True)``; the commit and that switch cost
-        nothing by name. The contents are undefined until they are written. After such a commit, the store keeps the
-        memory of a replaced epoch that nobody has any more, and the next such epoch gets it without ``cuMemCreate``;
-        :meth:`trim` releases it.
+        nothing by name. The contents are undefined until they are written.
+
+        After such a commit, the store keeps the memory of a replaced epoch that no process has any more, and the next
+        such epoch gets it without ``cuMemCreate``; :meth:`trim` releases it.
 
         Parameters
         ----------

@@ -379,7 +379,7 @@ def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLay
 
 
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
-    """Reserve the writer's addresses, or the required ones. Without a requirement, any address will do."""
+    """Reserve the writer's addresses, or the required addresses. Without a requirement, any address will do."""
     wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0

@@ -108,7 +108,7 @@ class GroupGoneError(GroupError, PeerGoneError):
 
 
 class GroupProtocolError(GroupError, ProtocolError):
-    """The ranks make different calls, or one of them runs another version."""
+    """The ranks make different calls, or a rank runs another version of this library."""
 
 
 def described(error: BaseException) -> str:
@@ -307,7 +307,7 @@ class Mesh(Closes):
         self.close()
 
     def close(self) -> None:
-        """Close the channels; idempotent. The other ranks detect it at their next call."""
+        """Close the channels; idempotent. The other ranks detect the close at their next call."""
         close_all(self._channels.values())
 
 
@@ -390,7 +390,7 @@ class Communicator(Protocol):
 
 
 class GroupLike(Protocol):
-    """A group with a rank, a size and a blocking all-gather of bytes, under these names or those of mpi4py.
+    """A group with a rank, a size and a blocking all-gather of bytes, under the names below or those of mpi4py.
 
     :func:`as_communicator` accepts it.
     """
@@ -450,7 +450,8 @@ class _Group(Closes):
             self._gather(Collective.BARRIER, b"", limit)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096.
+        """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096
+        descriptors.
 
         Errors as for :meth:`allgather`. Every rank raises ``ValueError`` if the ranks are not all on one machine, of
         one user and in one network namespace; the group stays usable.

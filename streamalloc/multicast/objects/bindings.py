@@ -201,8 +201,8 @@ class BindingNode(HandleNode):
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory and from the nodes it precedes, so that these no longer keep
-        the memory.
+        """Remove the binding from the state of its memory and from the nodes it precedes, so that these nodes no longer
+        keep the memory.
         """
         state = self.source.state
         if state is not None:

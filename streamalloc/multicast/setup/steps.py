@@ -36,7 +36,7 @@ _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
 class Arguments(NamedTuple):
-    """Arguments of a rank. The first step checks them, so that a wrong one is an error on all ranks."""
+    """Arguments of a rank. The first step checks them, so that a wrong argument is an error on all ranks."""
 
     nbytes: int
     multicast: bool | str

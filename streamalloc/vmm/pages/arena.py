@@ -153,7 +153,7 @@ class PageArena(Closes):
         return self._physical.in_background(functools.partial(self._physical.fill, wanted))
 
     def trim(self, keep: int = 0) -> int:
-        """Release spare pages, then kept ones, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
+        """Release spare pages, then kept pages, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
         pages.
 
         The host waits for zeros that are being written to released pages, but not for the user's work.

@@ -2,9 +2,10 @@
 
 A place holds a page from its commit until the page is unmapped. After a release the place is *parked* until the work
 that uses the page has completed and the page is cleared. Then it is *kept*: the page stays mapped and reads as zeros.
-The next commit of the place uses the page again without a mapping call, unless another place has taken the page. A page
-that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only read.
-That page is mapped at every place that has no page of its own.
+The next commit of the place uses the page again without a mapping call, unless another place has taken the page.
+
+A page that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only
+read. That page is mapped at every place that has no page of its own.
 
 States of a place, of a page and of a space, and the attributes that record them:
 
@@ -144,10 +145,12 @@ class Places(MappedBytes):
         """Map these pages at these places and commit the places.
 
         The places of ``ready`` are committed with the pages that they already hold. With ``parking``, the places of
-        ``pages`` are parked instead of committed. Either all places change or none. The caller has counted one user of
-        a page for each place; after an error this user is removed. Each run of adjacent places takes one
-        ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``. If the undo also fails, the next call
-        repeats the undo, and no page is lost.
+        ``pages`` are parked instead of committed. Either all places change or none.
+
+        The caller has counted one user of a page for each place; after an error this user is removed.
+
+        Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
+        If the undo also fails, the next call repeats the undo, and no page is lost.
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
@@ -601,7 +604,7 @@ class PhysicalPages(PageStock, Claimable):
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
-        """Return ``count`` pages: spare ones, then kept ones, which are unmapped, then new ones.
+        """Return ``count`` pages: first spare pages, then kept pages, which are unmapped, then new pages.
 
         Each has one user. Pages of ``besides`` are not taken. Call within :meth:`changing`.
 
@@ -663,7 +666,7 @@ class PhysicalPages(PageStock, Claimable):
                 parking.fence.synchronize()
 
     def trim(self, keep: int) -> int:
-        """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
+        """Release spare pages, then kept pages, until ``keep`` pages are left; return how many were released."""
         self.await_clearing()
 
         def vacate() -> None:
@@ -687,7 +690,7 @@ class PhysicalPages(PageStock, Claimable):
         self.trim(0)
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
-        """Call a function on the background thread, after earlier ones.
+        """Call a function on the background thread, after the functions that were passed before.
 
         Raises
         ------

@@ -119,7 +119,7 @@ class SpaceMemory(Memory, Closes):
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Indices of released pages that still have memory, in ascending order. To commit these is cheap."""
+        """Indices of released pages that still have memory, in ascending order. Their commit needs no driver call."""
         self._check_open()
         with self._physical.lock:
             mine = [place for places, place in self._physical.kept.values() if places is self._places]
@@ -507,10 +507,11 @@ class PageSpace(SwapSpace):
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly
         committed pages are undefined.
 
-        Pages that have kept their memory use it again, without a driver call. The others get spare physical pages of
-        the arena; if there are none, memory that other pages keep; then new physical pages. If a page is still parked,
-        the host waits for the work that uses it. If there is no memory, the host waits for that of other parked pages,
-        see ``patience`` of :class:`PageArena`.
+        Pages that have kept their memory use it again, without a driver call. The others get, in this order: spare
+        physical pages of the arena, memory that other pages keep, and new physical pages.
+
+        If a page is still parked, the host waits for the work that uses it. If there is no memory, the host waits for
+        the memory of other parked pages, see ``patience`` of :class:`PageArena`.
 
         Parameters
         ----------
@@ -559,8 +560,8 @@ class PageSpace(SwapSpace):
                 self._physical.notify_watchers()
 
     def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
-        """Map ``others``, and queue zeros for the places that are not cleared, which are parked behind the zeros. Call
-        within :meth:`Places.locked`.
+        """Map the pages of ``others``. Queue zeros for these places and for those of ``ready`` that are not cleared,
+        and park both behind the zeros. Call within :meth:`Places.locked`.
 
         Raises
         ------
@@ -631,9 +632,12 @@ class PageSpace(SwapSpace):
         The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
         one stream, the zeros are queued on that stream, and its later work reads zeros. Otherwise the zeros are queued
         on a stream of the arena. If the work has completed already, later work of the space's stream also reads zeros.
+
         Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
-        other pages may take the memory. If pages share memory, only the page that is released last is cleared; the
-        others are unmapped after the work. If the driver refuses to clear pages, they are unmapped after the work, too.
+        other pages may take the memory.
+
+        If pages share memory, only the page that is released last is cleared; the other pages are unmapped after the
+        work. If the driver refuses to clear pages, they are unmapped after the work, too.
 
         Parameters
         ----------

@@ -375,7 +375,7 @@ class DiskTier(BlockTier):
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
     def _staging(self, device: Device) -> HostMemory:
-        """Return staging memory that no call uses, new memory if there is none."""
+        """Return staging memory that no call uses. If all staging memory is in use, make more."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return HostMemory(device, _SLOTS * self.block, self.block)
