@@ -23,7 +23,9 @@ from streamalloc.multicast.setup.plan import CHANNELS, RankLayout
 
 _BARRIER, _SIGNAL = 0, 1
 _WRAP = 1 << 32
-"""Counters have 32 bits and wrap to 0 at this value. ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically, so they may."""
+"""Counters have 32 bits and wrap to 0 at this value. ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically, so a wait stays
+correct when its counter wraps.
+"""
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _CAPTURED = "the counters increase at each call, and a graph would write and wait for the same values at each launch"
 
@@ -45,7 +47,7 @@ class Signals:
         self._latest: dict[tuple[int, int, int, int], Fence] = {}
         """Fence after the last barrier or signal, by (kind, rank, peer, channel); the peer of a barrier is -1.
 
-        The next one waits for it, so that its write comes later.
+        The next barrier or signal waits for this fence, so that it writes the counter later.
         """
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:

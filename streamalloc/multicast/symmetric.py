@@ -222,7 +222,7 @@ class SymmetricMemory(Closes, Shown):
         self.rank: int = group.local[0]
         """This process's rank; 0 if this process has all ranks."""
         self.ranks: tuple[int, ...] = group.local
-        """Ranks of this process: one, or all."""
+        """Ranks of this process: one rank, or all ranks."""
         self.size: int = group.size
         """Number of ranks."""
         self.nbytes: int = plan.layout.nbytes

@@ -91,7 +91,7 @@ _thread = local()
 """Attribute ``claim``: the claims of the thread's innermost call."""
 _lock = RLock()  # Reentrant, because a signal handler may claim while its thread claims.
 _process = object()
-"""Stands for this process. A forked child replaces it, so that the parent's claims do not hold there."""
+"""Stands for this process. A forked child replaces it, so that no call in the child waits for a claim of the parent."""
 
 
 def _forget_after_fork() -> None:

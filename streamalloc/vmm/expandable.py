@@ -446,7 +446,9 @@ class _State(CacheState):
     def _shut_after_fork(self) -> None:
         """Create the locks anew, because a forked child lacks the threads that held the old ones."""
         self.lock = RLock()
-        """Guards the free ranges. No call that may take long is made under it."""
+        """Guards the free ranges. No driver call that may take long is made under this lock, because each request
+        without a free block takes it.
+        """
         self.growing = RLock()
         """Guards the segment. It is taken before ``lock``, and only by calls that need or release memory of
         the driver.

@@ -84,7 +84,7 @@ class GrowableBuffer(VirtualBuffer):
         prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
         self._spec = MemorySpec(session, prop)
         self.properties: MemAllocationProp = prop
-        """Properties of its physical memory."""
+        """Properties of the buffer's physical memory."""
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")

@@ -474,13 +474,13 @@ class GenericAllocation(OwnsNode, Shareable):
     nbytes: int
     """Size in bytes."""
     _granularity: int
-    """Granularity in bytes. Mapping offsets are multiples of it."""
+    """Granularity in bytes. Each offset of a mapping is a multiple of the granularity."""
     _handle_types: MemHandleType
     """Handle types for :meth:`export`."""
     _mark: str
     """One character for the memory in drawings of an address range."""
     _unreadable: str = ""
-    """Reason why ordinary reads of its mappings are undefined; empty if they are defined."""
+    """Reason why ordinary reads of the memory's mappings are undefined; empty if such reads are defined."""
 
     def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
         """Make the node that will own the handle."""

@@ -73,7 +73,7 @@ class MemorySpec:
         # The driver cannot be asked about memory of a device that this process does not see.
         asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
         self.granularity: int = granularity_of(session, asked)
-        """Granularity in bytes. Sizes are multiples of it."""
+        """Granularity in bytes. Each size is a multiple of the granularity."""
         needs = {
             MemLocationType.DEVICE_LOCALITY_DOMAIN: DOMAIN_NEEDS,
             MemLocationType.HOST_NUMA: f"location={place}: is there such a NUMA node?",

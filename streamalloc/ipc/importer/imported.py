@@ -259,7 +259,9 @@ class ForeignMemory(Memory, Foreign):
     _announced: Announcement | None
     """Announcement of the last open; None without a control block."""
     _contents: tuple[Announcement, ...]
-    """One announcement for each open without a stream. Each stream waits for them before it uses the memory."""
+    """One announcement for each open without a stream. Each stream waits for all of these announcements before it uses
+    the memory.
+    """
 
     @property
     def address(self) -> int:
@@ -491,7 +493,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         self._announced: Announcement | None = None
         self._contents: tuple[Announcement, ...] = ()
         self._use: HostUse | None = None
-        """Use of a lease by the last open that had one; None without one."""
+        """Use of a lease by the last open that had a lease; None without a lease."""
         super().__init__(device, capacity, rights, stream, offset)
 
     @property

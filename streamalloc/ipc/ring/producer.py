@@ -379,7 +379,7 @@ class RingStatistics(NamedTuple):
     handed_off: int
     """Number of items handed to consumers."""
     redelivered: int
-    """Number of items sent to a second consumer, because the first one never opened them."""
+    """Number of items sent to another consumer, because the first consumer ended without opening them."""
     in_flight: int
     """Number of filled slots that no consumer has released."""
     free: int

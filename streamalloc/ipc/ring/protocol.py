@@ -55,7 +55,7 @@ follow the number of each slot in the block, and the buffer's descriptor.
 """
 _NUMBER = struct.Struct("<H")
 ANSWER = struct.Struct("<6sHI")
-"""The consumer's answer: magic, version, its importer number on the control block."""
+"""The consumer's answer: magic, version, and the consumer's importer number on the control block."""
 MAGIC = b"SAring"
 VERSION = 2
 

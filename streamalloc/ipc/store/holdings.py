@@ -47,17 +47,21 @@ class Epoch:
     number: int = 0
     """Number of the epoch, from 1; 0 before the commit."""
     nbytes: int = 0
-    """Bytes that count for the limit: those that the writer has reserved, then those of the commit."""
+    """Bytes that count for the limit: until the commit the bytes that the writer has reserved, then the bytes of the
+    commit.
+    """
     chunks: list[int] = field(default_factory=list)
     """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before :meth:`Holdings.prepare`,
     sizes of the epoch that the writer asked to be like.
     """
     handles: list[Fd] = field(default_factory=list)
-    """Descriptors of the chunks. Before :meth:`Holdings.prepare`, those of reused memory: all of them or none."""
+    """Descriptors of the chunks. Before :meth:`Holdings.prepare`, all descriptors of reused memory; empty without
+    reuse.
+    """
     like: int = 0
     """Bytes of the epoch whose layout the writer got; 0 if it asked for no layout."""
     ready: ReadyWord | None = None
-    """Ready word of the contents; None once they are complete."""
+    """Ready word of the contents; None once the contents are complete."""
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
@@ -109,7 +113,7 @@ class HeldEntry:
     is kept.
     """
     spare: Epoch | None = None
-    """A replaced epoch that no process has. Its memory is for the next epoch that is like the current one."""
+    """A replaced epoch that no process has. The next epoch that is like the current epoch gets its memory."""
 
     @property
     def epochs(self) -> list[Epoch]:

@@ -48,7 +48,9 @@ class _Client(Holder):
     """A connection, the descriptors of its request, and its unsent answer."""
 
     handles: list[Fd]
-    """Descriptors of the request. A handler removes those that it keeps."""
+    """Descriptors of the request. A handler removes the descriptors that it keeps; the end of the request closes the
+    rest.
+    """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
@@ -151,8 +153,8 @@ class StoreServer(Closes):
         self._clients: dict[int, _Client] = {}
         self._wake = tuple(map(Fd, os.pipe()))
         self._spare = Fd(os.dup(self._wake[0].fileno()))
-        """Descriptor in reserve. It is closed to accept a connection when no other is left, and to refuse that
-        connection.
+        """Descriptor in reserve. It is closed to accept a connection when no other descriptor is left, so that the
+        connection can be refused.
         """
         self._told = False
         """Whether the log already says that no descriptor is left."""

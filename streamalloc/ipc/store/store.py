@@ -59,7 +59,7 @@ class StoreEntry:
     used: float = 0.0
     """Unix time in seconds at which a process last opened or closed the last commit."""
     spare: int = 0
-    """Bytes kept for the next epoch that is like the last one; a part of ``nbytes``."""
+    """Bytes kept for the next epoch that is like the last epoch; a part of ``nbytes``."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Store(Closes):
         self._driver = driver
         self._path = socket_path(name)
         self._idle: list[Connection] = [Connection(self._path)]
-        """At most one connection: the one that has shown that a server runs. The first request uses it."""
+        """At most one connection, made to check that a server runs. The first request uses this connection."""
 
     @staticmethod
     def serve(

@@ -71,7 +71,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
     """Size of the memory in bytes."""
 
     _contents: tuple[Announcement, ...] = ()
-    """Announcement that each stream waits for before it uses the tensors; empty if none needs to wait."""
+    """Announcement that each stream waits for before it uses the tensors; empty if no stream needs to wait."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class OpenEpoch:
     chunks: list[PhysicalMemory] = field(default_factory=list)
     """Chunks of the memory in the order of addresses."""
     ready: Announcement | None = None
-    """Announcement of the contents; None if they are complete."""
+    """Announcement of the contents; None if the contents are complete."""
 
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:

@@ -112,7 +112,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             undo.callback(close_all, received)
             self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
             self._like: str = answer.get("layout", "")
-            """Hash of the layout that the store gave; empty if it gave none."""
+            """Hash of the layout that the store gave; empty if the store gave no layout."""
             if like:
                 undo.enter_context(undoing(self._release))
                 self._take_over(answer["chunks"], *received)

@@ -407,7 +407,7 @@ class Channel(_SocketOwner):
         self._sent: set[bytes] = set()
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
-        """A message of which some packets were received and some are missing; None without one."""
+        """A message of which some packets were received and some are missing; None without such a message."""
         self._misses = 0
         """Number of waits in a row in which polling found no message."""
         # Constants: the properties ``family`` and ``type`` of a socket make an enum member at each call.

@@ -50,7 +50,7 @@ class RankResources(Deferred):
         self.view: Mapping | None = None
         """Mapping of the multicast object."""
         self.ranges: list[AddressRange] = []
-        """The address range of all ranks' memory, then that of the multicast object, if there is one."""
+        """The address range of all ranks' memory. With a multicast object, its address range comes second."""
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 

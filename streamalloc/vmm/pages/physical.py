@@ -36,7 +36,7 @@ class Page(HandleEnd):
         self.users: int = 1
         """Number of places that hold the page. :attr:`PhysicalPages.lock` protects it."""
         self.watched_at: int = 0
-        """Address at which watchers count the page; 0 if they do not."""
+        """Address at which watchers count the page; 0 if no watcher counts it."""
 
     def forget(self) -> None:
         """Forget the handle without a driver call, because the driver no longer exists."""
@@ -90,7 +90,7 @@ class PageStock(abc.ABC):
         """Create locks anew, because a forked child lacks the threads that held the old ones."""
         self.lock: contextlib.AbstractContextManager[bool] = RLock()
         self._filling = RLock()
-        """Held while the page of zeros is created, so that a second space waits until it is filled."""
+        """Held while the page of zeros is created, so that a second space waits until it is all zeros."""
 
     @abc.abstractmethod
     def usage(self) -> str:

@@ -375,13 +375,13 @@ class Parking(Deferred):
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
         self._owner = owner
         self.before: Fence = fence if before is None else before
-        """The work that uses the pages. The zeros are queued after it."""
+        """The work that uses the pages. The zeros are queued after this work."""
         self.fence: Fence = fence
         """The work that the places wait for: :attr:`before`, or the zeros."""
         self.cleared: bool = False
         """Whether :attr:`fence` is behind the zeros."""
         self.refused: Exception | None = None
-        """Error because of which the driver queued no zeros; None if it queued them."""
+        """Error of a call that queues the zeros; None without an error."""
         self.places: dict[int, None] = {}
         """The places. Some may be committed again: :attr:`Places.parked` decides."""
 
