@@ -27,7 +27,7 @@ SIZE = 4096
 BLOCK = 0.01
 """Seconds that a block of calls should take; a fifth of that with ``--quick``."""
 LEAST = 20
-"""Least number of transfers between processes in a block."""
+"""Smallest number of transfers between processes in a block."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
 """Units of times: name, and how many make a second."""
 

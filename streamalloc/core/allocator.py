@@ -26,7 +26,7 @@ from streamalloc.driver.internal import cuda
 T = TypeVar("T")
 
 _SHORTEST, _LONGEST = 0.001, 0.02
-"""Fewest and most seconds between two attempts of :meth:`Allocator.allocate_async`."""
+"""Shortest and longest time in seconds between two attempts of :meth:`Allocator.allocate_async`."""
 _OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
@@ -106,7 +106,7 @@ class Allocator(Unique, BufferSource):
             ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
             memory.
         TypeError, ValueError
-            The size is no integer or out of range, or ``stream`` is no stream or belongs to another driver.
+            The size is not an integer or out of range, or ``stream`` is not a stream or belongs to another driver.
         ClosedError
             The pool or the stream was closed.
         """
@@ -168,7 +168,7 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         TypeError, ValueError
-            ``data`` is none of these.
+            ``data`` is not of these types.
         OutOfMemoryError
             There is no memory.
         """

@@ -196,8 +196,9 @@ class Buffer(Memory, Closes):
         Raises
         ------
         TypeError, ValueError
-            ``address`` is no address, is in no memory that the driver knows, or the memory ends before ``nbytes``. Or
-            ``owner="this"``, and the address is inside of an allocation, another buffer owns it, or it is mapped.
+            ``address`` is not an address, is in no memory that the driver knows, or the memory ends before ``nbytes``.
+            Or ``owner="this"`` is given, and the address is inside of an allocation, another buffer owns it, or it is
+            mapped.
 
         Examples
         --------
@@ -557,7 +558,8 @@ class GraphBuffer(Buffer):
         Raises
         ------
         TypeError, ValueError
-            The stream, or a device of ``access``, is none, or belongs to another driver.
+            ``stream`` is not a stream, ``access`` names something that is not a device, or one of them
+            belongs to another driver.
         InvalidValueError
             A node is of another graph, or the size is 0.
 

@@ -26,7 +26,7 @@ def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> A
 
 
 def _derived(about: str) -> Any:
-    """Define a field that is no device attribute; :func:`query_capabilities` finds its value."""
+    """Define a field that is not a device attribute; :func:`query_capabilities` finds its value."""
     return dataclasses.field(metadata={"attribute": None, "about": about})
 
 

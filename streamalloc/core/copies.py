@@ -102,7 +102,7 @@ class Copyable(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The target is none of these, is read-only or not contiguous, or has another size.
+            The target is not of these types, is read-only or not contiguous, or has another size.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [self], [target], options=options)

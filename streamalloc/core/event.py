@@ -116,7 +116,7 @@ class Event(Closes, Shareable, Shown):
         Raises
         ------
         TypeError, ValueError
-            ``handle`` is no such handle.
+            ``handle`` is not such a handle.
         CudaError
             The handle is not that of an event, or the event is of this process. The handle of a process that has ended
             raises no error.
@@ -316,12 +316,12 @@ def has_passed(event: Event) -> bool:
 _TURNS = 1e-4
 """Age in seconds up to which a wait queries its event at each turn of the loop, so that a short wait ends at once."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Least and greatest pause in seconds between two queries of an older wait. Between these it is an eighth of the wait's
-age.
+"""Shortest and longest pause in seconds between two queries of an older wait. Between these limits the pause is an
+eighth of the wait's age.
 """
 _PER_WAIT, _MANY = 3e-5, 3e-2
-"""Least pause in seconds for each wait of the loop, and the largest value of their sum. Without it, the queries of many
-waits would keep the loop busy.
+"""Shortest pause in seconds for each wait of the loop, and the largest value of the sum of these pauses. Without them,
+the queries of many waits would keep the loop busy.
 """
 
 waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKeyDictionary()

@@ -80,7 +80,7 @@ def handle_of_library_stream(stream: object) -> int:
     Raises
     ------
     TypeError
-        The object is no stream, or ``__cuda_stream__`` does not return two numbers.
+        The object is not a stream, or ``__cuda_stream__`` does not return two numbers.
     ValueError
         ``__cuda_stream__`` returns a version other than 0.
     """

@@ -631,7 +631,7 @@ def check_usable(memory: Memory) -> None:
 
 
 def viewed(memory: Memory) -> tuple[Memory, int]:
-    """Return the memory under a view, and the view's offset in it. Memory that is no view gives itself and 0."""
+    """Return the memory under a view, and the view's offset in it. Memory that is not a view gives itself and 0."""
     offset = 0
     while isinstance(memory, BufferView):
         offset += memory._offset

@@ -320,7 +320,7 @@ class OpaqueHandle(bytes):
     Raises
     ------
     TypeError, ValueError
-        The argument is a handle of another kind, is no bytes, or has another length.
+        The argument is a handle of another kind, is not bytes, or has another length.
     """
 
     __slots__ = ()

@@ -168,7 +168,7 @@ class Fd(Closes):
     Raises
     ------
     TypeError, ValueError
-        ``number`` is no descriptor.
+        ``number`` is not a descriptor.
     OSError
         It is not open.
 

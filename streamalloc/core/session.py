@@ -137,7 +137,7 @@ class Session(_Direct):
         Raises
         ------
         TypeError
-            ``driver`` is no driver.
+            ``driver`` is not a driver.
         """
         if not callable(getattr(driver, "cuInit", None)):
             raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")

@@ -902,7 +902,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     Raises
     ------
     TypeError
-        The object is no stream.
+        The object is not a stream.
     ValueError
         The stream belongs to another driver. Streams of other devices of the same driver are accepted.
     ClosedError

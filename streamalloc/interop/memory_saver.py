@@ -205,7 +205,7 @@ class TorchMemorySaver:
         OutOfMemoryError, OSError
             There is no room for a backup. After each error nothing has changed.
         TypeError
-            The tag is no text.
+            The tag is not a text.
         """
         chosen = self._chosen(tag)
         if any(buffer.evicted for buffers in chosen.values() for buffer in buffers):
@@ -237,7 +237,7 @@ class TorchMemorySaver:
         OSError, DamagedBackupError
             A file cannot be read, or is damaged. After each error nothing has changed.
         TypeError
-            The tag is no text.
+            The tag is not a text.
         """
         chosen = self._chosen(tag)
         paused = {

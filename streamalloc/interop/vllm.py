@@ -126,7 +126,7 @@ class CuMemAllocator:
         Raises
         ------
         TypeError
-            The tag is no text.
+            The tag is not a text.
         """
         tag = self.default_tag if tag is None else checked_type("tag", tag, str)
         bridge = self._bridge(tag)
@@ -193,7 +193,7 @@ class CuMemAllocator:
         OutOfMemoryError, RuntimeError
             There is not enough host memory, or the driver refused a call. After each error nothing has changed.
         TypeError
-            A tag is no text.
+            A tag is not a text.
         """
         keep = {*_tags("offload_tags", (self.default_tag,) if offload_tags is None else offload_tags), *_INTERNAL}
         torch = library("torch")
@@ -236,7 +236,7 @@ class CuMemAllocator:
         OutOfMemoryError
             There is not enough device memory. All is still asleep, with its bytes.
         TypeError
-            A tag is no text.
+            A tag is not a text.
         """
         named = _DEFERRABLE if tags is None else _tags("tags", tags)
         prepare([self.group])

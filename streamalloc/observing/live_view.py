@@ -36,7 +36,7 @@ class PoolFigures(NamedTuple):
     """Name of the pool. Without a name, its location and handle."""
     now: PoolStatistics
     capacity: int
-    """Most bytes that the pool may reserve: ``max_size``, or all memory of its location."""
+    """Limit for the bytes that the pool reserves: ``max_size``, or all memory of its location."""
 
 
 def _name(pool: MemoryPool) -> str:
@@ -197,7 +197,7 @@ def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
     Raises
     ------
     TypeError, ValueError
-        An argument is no pool, or ``every`` is not positive or longer than a thread can wait.
+        An argument is not a pool, or ``every`` is not positive or longer than a thread can wait.
     ModuleNotFoundError
         In a terminal, by ``start()``: ``rich`` is not installed.
     """

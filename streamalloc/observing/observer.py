@@ -76,7 +76,7 @@ class Account:
     sessions: dict[Session, None]
     targets: InitVar[Sequence[object]]
     limit: int
-    """Most bytes allocated at once; 0 for no limit."""
+    """Limit for the bytes allocated at once; 0 for no limit."""
     depth: int
     """Stack frames to record for each allocation."""
     history: InitVar[int | None]
@@ -445,7 +445,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def limit(self) -> int:
-        """Most bytes allocated at once; 0 for no limit. Assign to change it."""
+        """Limit for the bytes allocated at once; 0 for no limit. Assign to change it."""
         return self._account.limit
 
     @limit.setter
@@ -503,7 +503,7 @@ class Observer(Drawn, Leaves):
         name
             Name of the phase. Several phases may have the same name.
         limit
-            Most bytes allocated at once during the phase; 0 for no limit.
+            Limit for the bytes allocated at once during the phase; 0 for no limit.
         """
         checked_type("name", name, str)
         checked_size("limit", limit)
@@ -594,8 +594,8 @@ def observe(
         In a range or buffer that is passed, each mapping counts. For a device, and by default, memory counts from
         its first mapping until that ends, and memory of another process does not count.
     limit
-        Most bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError` before the
-        driver is called. Threads that allocate at the same moment may together exceed the limit.
+        Limit for the bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError`
+        before the driver is called. Threads that allocate at the same moment may together exceed the limit.
     depth
         Stack frames to record for each allocation. 1: only the line that called the library. 0: none.
     history

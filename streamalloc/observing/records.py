@@ -140,7 +140,7 @@ class Phase:
         self.path: str = name if parent is None else f"{parent.path}/{name}"
         """Names of the enclosing phases and its own, such as ``"epoch/forward"``."""
         self.limit: int = limit
-        """Most bytes allocated at once; 0 for no limit."""
+        """Limit for the bytes allocated at once; 0 for no limit."""
         self.began: int = time.time_ns()
         """Nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None

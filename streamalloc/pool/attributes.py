@@ -129,7 +129,7 @@ class PoolAttributes:
     location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
     """Kind of the memory's location, as the driver reports it."""
     max_pool_size: Attribute[int] = Attribute(int, since="13.1")
-    """Most bytes that the pool may hold, as the driver reports it."""
+    """Limit for the bytes that the pool holds, as the driver reports it."""
     hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
     """Whether the decompression engine can use the memory."""
     locality_domain_id: Attribute[int] = Attribute(int, since="13.4")

@@ -281,8 +281,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         Raises
         ------
         TypeError, ValueError
-            ``raw`` is no handle, or that of a pool which an object of this process owns; the location is not known, or
-            another one than the driver's; or ``owner="this"`` for a default pool, which cannot be destroyed.
+            ``raw`` is not a handle, or an object of this process owns its pool; the location is not known, or is not
+            the location that the driver reports; or ``owner="this"`` for a default pool, which cannot be destroyed.
         ClosedError
             The pool was closed here.
         InvalidValueError

@@ -96,7 +96,7 @@ class _Source(Allocator):
 def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[Any, PlainEnd]:
     """Obtain memory, in the place of the driver's function for allocations. ``request``: the allocator and the stream.
 
-    This is no method, because the allocator keeps the function: a bound method would form a cycle with it.
+    This is not a method, because the allocator keeps the function: a bound method would form a cycle with it.
     """
     source, stream = request
     return cuda.CUresult.CUDA_SUCCESS, source._end_of_new(nbytes, stream)
@@ -124,7 +124,7 @@ class PlainMemory(_Source):
     write_combined
         Of host memory: fast to write, slow to read by the CPU.
     driver
-        The driver to use if ``where`` is no device.
+        The driver to use if ``where`` is not a device.
 
     Raises
     ------
@@ -250,12 +250,12 @@ class CallbackAllocator(_Source):
     managed
         Whether the memory migrates.
     driver
-        The driver to use if ``where`` is no device.
+        The driver to use if ``where`` is not a device.
 
     Raises
     ------
     TypeError, ValueError
-        A function is none, or ``where`` is no location of the driver.
+        ``allocate`` or ``free`` is not a function, or ``where`` is no location of the driver.
     """
 
     def __init__(

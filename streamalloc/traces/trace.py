@@ -569,7 +569,7 @@ def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> T
     Raises
     ------
     TraceFormatError
-        The file is none of these, or is damaged; the error names the line.
+        The file has none of these formats, or is damaged; the error names the line.
     OSError
         The file cannot be read.
     ValueError

@@ -184,7 +184,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         OutOfMemoryError
             There is no memory even after the cache has returned all its free blocks, or the limit is reached.
         TypeError, ValueError
-            The size is no integer or out of range, or ``stream`` is no stream or belongs to another driver.
+            The size is not an integer or out of range, or ``stream`` is not a stream or belongs to another driver.
         ClosedError
             The cache, its pool or the stream was closed.
         """
