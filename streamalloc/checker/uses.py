@@ -284,10 +284,11 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
 def kernels_of_others(
     state: State, stream: TrackedStream, launches: Iterable[Launch], runs: Callable[[TrackedStream], None]
 ) -> None:
-    """Queue kernels whose arguments contain addresses. ``runs`` is called when their stream runs them.
+    """Queue kernels whose arguments contain addresses. ``runs`` is called with the stream when it runs the kernels.
 
-    If it is unknown what a kernel writes, its uses count as reads: that is enough for frees, and for known writes by
-    others. But the first use of new memory writes it, since nobody reads what nothing has written.
+    If it is unknown what a kernel writes, its uses count as reads. A read is enough to find a missing order with a
+    free, or with a known write of another stream. But the first use of new memory counts as a write, because no
+    program reads what nothing has written.
     """
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
@@ -319,8 +320,8 @@ def _is_new(range_: Range, address: int) -> bool:
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-    """Report a kernel that goes beyond its memory; for copies and fills the driver refuses this. ``runs`` is False for
-    a kernel in a graph, because memory may be mapped before the launch.
+    """Report a kernel that goes beyond its memory. The driver refuses such copies and fills, but not such kernels.
+    ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
     """
     for address, size, _ in touched:
         nbytes = int(size)

@@ -55,8 +55,8 @@ that converts such arguments raises them too.
 
 
 def _notification(delivers: bool = False) -> Callable[[F], F]:
-    """Make a method run under the lock, or later if a finaliser calls it in the middle of a record. ``delivers``: the
-    program makes the call, so hazards may be raised in it.
+    """Make a method run under the lock. If a finaliser calls it in the middle of a record, it runs after the record.
+    ``delivers``: the program makes the call, so hazards may be raised in it.
     """
 
     def decorate(step: F) -> F:
@@ -78,7 +78,7 @@ class _CallTurn:
     """The lock that guards the state, and the thread that changes it."""
 
     def __init__(self) -> None:
-        # Reentrant, because a finaliser may run while its own thread records.
+        # Reentrant: a finaliser may run on the thread that holds the lock, and would wait for itself.
         self.lock = RLock()
         self.thread = 0
         """Identifier of the thread that changes the state; 0 for none."""
@@ -88,7 +88,7 @@ class _CallTurn:
         self.thread = threading.get_ident()
 
     def mine(self) -> bool:
-        """Whether this thread is changing the state. If so, a finaliser has interrupted it and makes a call."""
+        """Whether this thread is changing the state. Then the caller is a finaliser that interrupted the change."""
         return self.thread == threading.get_ident()
 
     def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
@@ -112,7 +112,7 @@ class Recorder:
         self._postponed: deque[Callable[[], None]] = deque()
         """Records of calls that finalisers made while their thread was changing the state."""
         self._destroyed: dict[int, Stack] = {}
-        """By destroyed handle: the place of the call that destroyed it."""
+        """By handle of a destroyed object: the place of the call that destroyed the object."""
         self._on = on
         # The judge (``Judge.report``) appends each hazard; ``Reports.take`` empties the list after each call.
         found: list[Hazard] = []
@@ -175,9 +175,9 @@ class Recorder:
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that was not made through the wrapper, with the caller's context and place.
 
-        Calls are fed in the order in which they were made, without those that the checker itself makes. Their hazards
-        are delivered like those of the wrapper's calls. It is too late to stop a wrong call. A free of an unknown
-        handle is reported only if the driver has refused it, since the handle may be older than the feed.
+        Calls are fed in the order in which they were made, without the checker's own calls. Hazards are delivered
+        as for a call through the wrapper, but a wrong call cannot be stopped any more. A call that ends an unknown
+        handle is reported only if the driver has refused the call, since the handle may be older than the feed.
         """
         if call.name not in RULES and call.name not in COUNTED:
             self._skipped(call.name, call.answer)
@@ -192,8 +192,8 @@ class Recorder:
     def feed_kernels(
         self, caller: CallingThread, stream: int, launches: Iterable[uses.Launch], runs: Callable[[TrackedStream], None]
     ) -> None:
-        """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
-        them.
+        """Record launches of kernels of other code, in the order of ``launches``. ``runs`` is called with the stream
+        when it runs the kernels.
         """
 
         def record() -> None:
@@ -204,8 +204,8 @@ class Recorder:
         self._deliver_as(caller, record)
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
-        """Call a function that judges uses after their calls, and deliver its hazards. ``context``: context of the
-        default stream.
+        """Call a function that judges uses whose calls were recorded before, and deliver its hazards. ``context``: the
+        context that a default stream of these uses belongs to.
         """
         self._deliver_as(CallingThread(0, context, ()), step)
 
@@ -228,14 +228,14 @@ class Recorder:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return the rest of the rule (None: the call must not be made) and the new hazards. They are taken under
-        the lock, so that no other thread takes them.
+        """Return the rest of the rule (None: the call must not be made) and the new hazards. The hazards are
+        taken under the lock, so that no other thread delivers them.
         """
         rest = None if self._ends_unknown(name, args) else self._apply(name, args)
         return rest, self._reports.take()
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a call ends a handle that is not live. Such a call is reported."""
+        """Whether a call ends a handle that is not live. If so, report the call."""
         handle = _handle(args) if name in ENDERS else 0
         if not handle or self.state.account.may_end(name, handle):
             return False
@@ -558,10 +558,10 @@ class CheckedDriver(Wrapper, Recorder):
             poison.fill(name, args, answer)
         return answer
 
-    # -- host functions: ours call theirs, and record begin and end ------------------------------------------------
+    # -- host functions: a stand-in calls the program's function --------------------------------------------------
 
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
-        """Return a pointer to a host function that calls ``theirs`` and records when it begins and ends."""
+        """Return a pointer to a host function that calls ``theirs`` and records when ``theirs`` begins and ends."""
         function = kind(theirs)
 
         def run(*args: Any) -> None:
@@ -572,7 +572,7 @@ class CheckedDriver(Wrapper, Recorder):
                 function(*args)
             finally:
                 self._alone(call.ends)
-                # A graph may call it again, so the pointer stays.
+                # A graph may call the function at each launch, so its pointer stays valid.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
 
@@ -589,13 +589,13 @@ class CheckedDriver(Wrapper, Recorder):
         except REFUSED:
             number = 0
         if not number:
-            return self._call(name, launch, args)  # the driver refuses this address
+            return self._call(name, launch, args)  # not a host function: the driver refuses the call
         call = self._alone(host_function, self.state, stream)
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except REFUSED:
-            # The pointer stays. If a signal handler raised this, the driver may still call the function.
+            # Keep the pointer: if a signal handler raised the error, the driver has the function and may call it.
             self._alone(call.refused)
             raise
         node = call.node
@@ -637,7 +637,7 @@ _alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._turn.lock = RLock()
-        one._reports.shown.update(one.hazards)  # the parent process shows them
+        one._reports.shown.update(one.hazards)  # hazards from before the fork, which the parent shows
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -650,7 +650,7 @@ def _at_exit() -> None:
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
     if _alive:
-        gc.collect()  # Memory in garbage is no leak. A traceback may keep it.
+        gc.collect()  # memory that only a reference cycle keeps, as a traceback can, is no leak
     for one in tuple(_alive):
         if not one.finished:
             if one.process == os.getpid():

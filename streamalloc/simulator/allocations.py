@@ -29,20 +29,20 @@ class Advice:
     preferred: Place | None = None
     accessed_by: frozenset[Place] = frozenset()
     prefetched: Place | None = None
-    """Place of the last prefetch."""
+    """Location to which the last prefetch moved the page; None before any prefetch."""
 
 
 _numbers = itertools.count(1)
 
 
 class _Defaults(Extent):
-    """Rarely set attributes, as class attributes, so that making an allocation is cheap."""
+    """Attributes that few allocations set. As class attributes, they cost no time when an allocation is made."""
 
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
-    """The mapping of a range that cuMemMap has mapped."""
+    """The mapping, for a range that cuMemMap has mapped; None for all other memory."""
     pages: Runs[Advice] | None = None
-    """Advice for managed memory; None until a call gives some."""
+    """Advice by page of managed memory; None until a call gives advice."""
     waits: bool = False
     """Value of ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). Only a query of the attribute reads it."""
 
@@ -120,11 +120,13 @@ class OpenedMemory(LiveMemory):
     """
 
     block: ReservedExtent
-    """The whole blocks around the memory, as the driver maps them. Other opened memory may lie in them."""
+    """The mapped blocks that contain the memory: the driver maps whole blocks. Other opened memory may lie in these
+    blocks.
+    """
     words: tuple[int, ...]
     """The integers in the IPC handle. Handles with the same integers name the same memory."""
     times: int = 1
-    """Number of calls that opened the memory and have not been undone by a close."""
+    """Number of opens of the memory minus the number of closes. The last close unmaps it."""
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
@@ -134,8 +136,8 @@ def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
 
 
 def is_reachable(allocation: LiveMemory, context: Context) -> bool:
-    """Whether work in ``context`` may use the memory without staging: memory of its device or the host, or of an
-    enabled peer.
+    """Whether work in ``context`` may use the memory without staging. It may use memory of its own device, of the host
+    and of an enabled peer, and managed memory. Of pools it may use those to which its device has access.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:

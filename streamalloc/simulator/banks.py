@@ -28,8 +28,8 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """From now on count the memory that other processes of the machine use too, and tell them the bytes that this
-        process uses. ``number``: the bank's number in ``usage``.
+        """Record the bytes of this process in a table that all processes of the machine read. From now on ``free``
+        leaves out the memory of other processes. ``number``: the bank's number in ``usage``.
         """
         self._shared = (usage, number)
         self.used = self._used
@@ -48,7 +48,7 @@ class Bank:
 
     @property
     def free(self) -> int:
-        """Bytes not taken. May be negative if processes take memory concurrently."""
+        """Bytes that neither this machine object nor another process of the machine has taken."""
         if self._released:
             self._collect()
         if self._shared is None:
@@ -124,7 +124,7 @@ class Banks:
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
         """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_placements).
-        Returns whether they are.
+        Returns whether so many bytes are free.
         """
         for space in self.pools.values():
             if bank.free >= needed:
@@ -153,7 +153,9 @@ class Banks:
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """Answer as :meth:`is_mapped` does for memory that the caller has already looked up."""
+        """Answer as :meth:`is_mapped` does. ``simulated``: whether a reservation of this machine has the
+        address, which the caller has looked up.
+        """
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:

@@ -62,8 +62,8 @@ class Pool(Accessible):
     reserved_high: int = 0
     destroyed: bool = False
     follow_events: int = 1
-    """With the next two fields: the reuse policies, for memory freed in other streams, 1 if on
-    (CU_MEMPOOL_ATTR_REUSE_*).
+    """Reuse policy for memory freed in other streams (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES): 1 on, 0 off.
+    The next two fields are the other two policies.
     """
     opportunistic: int = 1
     internal_dependencies: int = 1
@@ -116,7 +116,7 @@ class Pool(Accessible):
         bytes.
         """
         line, scheduler, ordered = self.line, self._scheduler, None
-        if self.follow_events:  # only this merges the legacy stream's order (observed on H200: test_placements)
+        if self.follow_events:  # else the legacy stream's order is not merged (observed on H200: test_placements)
             stream.look()
             ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
         done = scheduler.executed if self.opportunistic else scheduler.outlived
@@ -126,7 +126,7 @@ class Pool(Accessible):
             left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if self.follow_events:  # only such an allocation counts as work of the stream (observed on H200: test_streams)
+        if self.follow_events:  # else the allocation is no work of the stream (observed on H200: test_streams)
             stream.submit(Mark())
         return block
 
@@ -140,9 +140,8 @@ class Pool(Accessible):
             self.line.free(block, stream.id, seq)
 
     def free_now(self, block: Block) -> None:
-        """Free as cuMemFree does: at once for all streams, even with queued work. Releases only chunks under the block.
-
-        The statistics do not change (observed on H200: test_pool_sizes; USED_MEM_CURRENT still counts it).
+        """Free as cuMemFree does: at once for all streams, even with queued work. It releases only chunks under the
+        block. The statistics do not change: USED_MEM_CURRENT still counts the block (H200: test_pool_sizes).
         """
         under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
@@ -213,7 +212,8 @@ class Pool(Accessible):
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for all streams, but keep at least ``keep`` bytes; 0 if that overflows."""
+        """Release memory that is free for all streams, but keep at least ``keep`` bytes. A number that overflows in
+        the driver counts as 0."""
         self.space.trim(keep if keep <= _MOST_KEPT else 0)
 
     def destroy(self) -> None:
@@ -316,8 +316,8 @@ class PoolTable:
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`. A refusal has the result code that devices without pools
-        return (openvdb#2255, rapidsai/cuvs#2528).
+        """Create a pool with the fields of :class:`Pool`. Devices without pools refuse it with the result
+        code that users report (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -330,8 +330,8 @@ class PoolTable:
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """The key of a location and an allocation type: location type, id (0 if it does not matter), allocation type.
-        Locations with the same default and current pool have the same key.
+        """The key by which default and current pools are found: location type, id and allocation type. The id is 0 for
+        location types whose locations share one pool.
         """
         return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 

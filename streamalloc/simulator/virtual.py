@@ -157,7 +157,7 @@ class VirtualMemory:
 
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
         check(address and size)
-        memory.check_part(offset, size)  # checked before the alignment (observed on H200: test_mappings)
+        memory.check_part(offset, size)  # before the check of the alignment (observed on H200: test_mappings)
         check(address % self.profile.page == 0)
         end = address + size
         segments = self._segments(address, end)
@@ -174,11 +174,11 @@ class VirtualMemory:
         made.mapping = mapping
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings; holes between them are allowed. Running work ends first. Work that is still queued is
-        not waited for, and fails later (observed on H200: test_mappings).
+        """Unmap whole mappings; holes between them are allowed. The call waits for running work. Queued work runs
+        later and fails, because its memory is gone (observed on H200: test_mappings).
         """
         end = address + size
-        check(size)  # no alignment needed (observed on H200: test_mappings)
+        check(size)  # any alignment is accepted (observed on H200: test_mappings)
         self.scheduler.run_down()  # before the look-ups, because other threads may map and unmap during this wait
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
@@ -191,7 +191,7 @@ class VirtualMemory:
             mapping.memory.leave()
 
     def _clear(self, mapping: MappedExtent) -> None:
-        """Take the memory from the addresses of a mapping."""
+        """Unmap the addresses of a mapping, which stay reserved."""
         for found, start, stop in self._segments(mapping.base, mapping.end):
             found.unmap(start, stop - start)
         mapping.memory.lose_leader(mapping)
@@ -204,7 +204,7 @@ class VirtualMemory:
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings of a range whose start and end are those of mappings. Holes between them are allowed."""
+        """The mappings of a range that begins where a mapping begins and ends where one ends. It may contain holes."""
         mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings
