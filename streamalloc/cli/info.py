@@ -68,7 +68,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """Return the versions of this package and of all below it, down to the driver; None for one that is unknown."""
+    """Return the versions of this package and of what it runs on, down to the driver; None for an unknown version."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),

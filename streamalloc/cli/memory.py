@@ -143,7 +143,7 @@ def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
 
 
 class Frame(NamedTuple):
-    """Frame of a flame graph. Its bytes are those of all frames below it."""
+    """Frame of a flame graph. Its bytes are the sum of all frames below it."""
 
     depth: int
     """Number of frames above this frame."""

@@ -401,7 +401,7 @@ class undoing:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Call all functions even if some raise a ``CudaError``, then raise the first one with the others attached."""
+    """Call all functions even if some raise a ``CudaError``, then raise the first error with later errors attached."""
     first: CudaError | None = None
     for undo in undos:
         try:

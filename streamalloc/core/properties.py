@@ -329,7 +329,7 @@ class OpaqueHandle(bytes):
     _runtime_struct: ClassVar[str]
 
     def __new__(cls, data: Any) -> Self:
-        """Copy 64 bytes, or those of the struct."""
+        """Copy 64 bytes, or the bytes of the struct."""
         kind = type(data).__name__
         if kind in (cls._struct, cls._runtime_struct) and not isinstance(data, bytes):
             data = opaque_bytes(data)

@@ -141,7 +141,7 @@ class RawHandles(NamedTuple):
     device: bytes
     """UUID of the device: 16 bytes as those of ``cuDeviceGetUuid`` and of Vulkan's ``VkPhysicalDeviceIDProperties``."""
     fds: tuple[Fd, ...] = ()
-    """File descriptors: that of the pool, or one for each chunk of physical memory, in the order of addresses."""
+    """File descriptors: one for the pool, or one for each chunk of physical memory, in the order of addresses."""
     fabric: tuple[MemFabricHandle, ...] = ()
     """Fabric handles of the chunks, in place of descriptors."""
     data: MemPoolPtrExportData | IpcMemHandle | IpcEventHandle | None = None

@@ -194,7 +194,7 @@ class Blocks:
         """Number of logged uses."""
 
     def log(self, use: Use | Run) -> None:
-        """Log a use, or those of a run."""
+        """Log a use, or the uses of a run."""
         self._uses.append(use)
         self.count += len(use.launches) if isinstance(use, Run) else 1
 

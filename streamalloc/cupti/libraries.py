@@ -276,7 +276,7 @@ class _Finder(MetaPathFinder):
         self._busy: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a module in ``then``; None for others."""
+        """Return the spec of a module in ``then``; None for other modules."""
         if name not in self._then or name in self._busy:
             return None
         self._busy.add(name)

@@ -19,7 +19,7 @@ pointer.
 """
 _DRIVER_API = 1
 _MOST_FUNCTIONS = 1500
-"""Number above those of all functions; CUPTI 13 has about 800."""
+"""A number above the numbers of all functions; CUPTI 13 has about 800."""
 _ALREADY = 39
 """``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")

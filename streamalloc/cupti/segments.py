@@ -70,7 +70,7 @@ class Torch:
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)
         for index in range(len(self._history), -1, -1):
-            # PyTorch's clock differs slightly from that of the driver calls.
+            # PyTorch's clock differs slightly from the clock of the driver calls.
             before = self._history[index - 1]["time_us"] * 1000 if index else 0
             after = self._history[index]["time_us"] * 1000 if index < len(self._history) else stop
             if reserved == nbytes and before <= stop + _SKEW and after >= start - _SKEW:

@@ -37,7 +37,7 @@ class Html(str):
 
 
 Row: TypeAlias = tuple[str, object]
-"""Title and value of a row. The value is shown by ``str``; :func:`mib` makes that of a size."""
+"""Title and value of a row. The value is shown by ``str``; :func:`mib` makes the value for a size."""
 
 
 def escape(text: str) -> str:
@@ -116,7 +116,7 @@ class Shown:
         return iter(())
 
     def _card(self) -> list[Row]:
-        """Return the rows of the card; none for an object that is closed, freed, evicted or half-made."""
+        """Return the rows of the card; no rows for an object that is closed, freed, evicted or half-made."""
         try:
             return list(self._about())
         except Exception:

@@ -102,7 +102,7 @@ class Lent(TypedView[Any]):
         # The queue keeps the end. If a signal handler raised in __del__, the memory would otherwise be freed too early.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
-            # The handle of a default stream means that of the current device.
+            # The handle of a default stream means the default stream of the current device.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
@@ -297,7 +297,7 @@ def _taken(
             "host memory, freed memory, or memory of another driver; copy_from and copy_to take host arrays as they are"
         )
     if found.stream is not None:
-        # The handle of a default stream means that of the array's device.
+        # The handle of a default stream means the default stream of the array's device.
         ordinal = where.ordinal
         device = stream.device if ordinal is None else Device(ordinal, driver=session.driver)
         stream.wait(Stream.of_handle(device, found.stream, array))

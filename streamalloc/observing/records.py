@@ -103,7 +103,7 @@ class Allocation(NamedTuple):
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of a kind (``"pool"``, ``"stream"``, ``"tag"``, ``"phase"``) and a name, of those that have a name."""
+        """Pairs of a kind (``"pool"``, ``"stream"``, ``"tag"``, ``"phase"``) and a name; without a name, no pair."""
         all_of = ("pool", self.source.name), ("stream", self.stream_name), ("tag", self.tag), ("phase", self.phase)
         return tuple([one for one in all_of if one[1]])
 

@@ -39,7 +39,7 @@ USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
 STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")
 """Colours of streams."""
 PHASES = ("#d5dae0", "#e4e7eb", "#eef0f3")
-"""Colours of phases: that of outermost ones, and two by turns for inner ones."""
+"""Colours of phases: one for outermost phases, and two by turns for inner phases."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),

@@ -104,7 +104,7 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
 
 
 def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
-    """Allocate the activations of one layer, and return those that the gradients need."""
+    """Allocate the activations of one layer, and return the activations that the gradients need."""
     normed = script.allocate(tokens * hidden * 2)
     projected = script.allocate(tokens * hidden * 6)
     workspace = script.allocate(script.between(512, 8 * _MiB))
