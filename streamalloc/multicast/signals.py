@@ -92,7 +92,7 @@ class Signals:
         """Return values for all counters in a rank's memory that satisfy each wait queued on the rank's streams."""
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
-            # One more than counted, because a barrier that failed may have queued waits.
+            # Add 1 to the count, because a barrier that failed was not counted but may have queued waits.
             counters[_BARRIER, channel] = (count + 1) % _WRAP
         for (waiting, peer, channel), count in self._awaited.items():
             if waiting == rank:

@@ -120,7 +120,7 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
         claim.take(things)
         return act(claim)
     finally:
-        # Only the last line calls anything, so a signal handler can raise only after all is done.
+        # Only the last line calls a function, so a signal handler cannot raise before the claims are ended.
         _thread.claim = outer
         claim.ended = True
         claim._end.release()

@@ -812,7 +812,7 @@ class SleepGroup(_Backups):
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
             # Claimed only here, because hooks may use, close and evict the buffers.
             claim.take(chosen)
-            # Other threads may have removed or evicted some buffers. Evicted ones take part only with ``resumed``.
+            # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with ``resumed``.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
             frozen = frozen_backups(going)

@@ -524,7 +524,7 @@ def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> li
     """
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
-    # The copies to one backup end before those to the next begin, because each file has its own staging memory.
+    # The copies to a backup end before the copies to the next begin, because each file has its own staging memory.
     for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
         with stored.moving(stream, out=True) as move:
             for buffer, one in several:

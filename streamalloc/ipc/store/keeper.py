@@ -60,8 +60,8 @@ class Keeper(Closes):
             return
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "streamalloc.ipc.store.keeper", str(path)]
-        # A session of its own, so that a signal to the group of the server's terminal leaves it alive.
-        # Nothing of the server's is inherited: a pipe would stay open when the server has ended.
+        # A separate session, so that a signal to the group of the server's terminal leaves the keeper alive.
+        # The keeper inherits no file of the server: a pipe would stay open when the server has ended.
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._process = subprocess.Popen(command, **quiet, start_new_session=True)
         with undoing(self._process.kill):

@@ -227,7 +227,7 @@ class StoreServer(Closes):
             return
         kept, dropped = [], []
         for entry in entries:
-            # Only complete commits. Until the contents of a new commit are complete, the previous one counts.
+            # Keep only complete commits: until the contents of a new commit are complete, keep the previous commit.
             epoch = entry.current if entry.current is None or entry.current.ready is None else entry.before
             if epoch is not None:
                 kept.append((entry.key, Kept(_described(epoch), (*epoch.files, *epoch.handles))))

@@ -32,7 +32,7 @@ published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary(
 """The handles that this process has shared, by their ids in descriptors."""
 
 
-# Endpoint by process id: a forked child has not the parent's thread, so it needs a server of its own.
+# Endpoint by process id. A forked child lacks the parent's thread, so it must start a server of its own.
 _endpoints: dict[int, bytes] = {}
 _starting = Lock()
 

@@ -121,8 +121,8 @@ class RankGroup:
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # The outcome is exchanged as for any step. Otherwise a rank that fails after the others have received
-        # everything would fail alone.
+        # The outcome is exchanged as for any step. Otherwise a rank that fails after the other ranks have
+        # received everything would fail alone.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received

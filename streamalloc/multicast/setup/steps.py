@@ -221,7 +221,7 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    # One copy, so that a refused one leaves no work queued on memory that the undo unmaps.
+    # A single copy for both tables: if the driver refuses it, no other copy is queued on memory that the undo unmaps.
     image = np.zeros(layout.total - layout.signal_pad, np.uint8)
     for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
         image[table - layout.signal_pad :][: addresses.nbytes] = addresses.view(np.uint8)

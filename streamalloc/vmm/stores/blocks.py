@@ -172,7 +172,7 @@ class Stored(Unique, abc.ABC):
         """
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        # This makes a view of one number. The pages of a new array would take longer than the copies.
+        # A view that repeats one number: to fill the pages of a new array would take longer than the copies.
         bases: Addresses = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
         if len(self):
             addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
@@ -484,7 +484,7 @@ class BlockTier(Tier, Closes):
     ) -> None:
         """Queue the copies of blocks of memory."""
         count, near = len(numbers), stream.device == self.device
-        # The device copies the first blocks while the host prepares the others.
+        # The device copies the first blocks while the host prepares the later blocks.
         cuts = range(_FIRST, count, _LAUNCH) if count > _LAUNCH and nbytes <= _SMALL else ()
         for at, end in itertools.pairwise([0, *cuts, count]):
             places = numbers[at:end] * nbytes + side.address

@@ -208,7 +208,7 @@ class Kernel:
         session = session_of(self._device)
         with session.relaxed(), self._device.current():
             names = [*COPY_MOST] if session.call("cuDriverGetVersion") >= _MANY_SINCE else [COPY_KERNEL]
-            # It is never unloaded. It ends with the primary context, which this process never releases.
+            # The module is never unloaded. It ends with the primary context, which this process never releases.
             module = session.call("cuModuleLoadData", copy_ptx(names).encode() + b"\0")
             self._functions = {
                 COPY_MOST[name]: session.call("cuModuleGetFunction", module, name.encode()) for name in names
