@@ -109,7 +109,7 @@ class TrackedGraph:
     def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
         self.nodes: list[TrackedNode] = [] if nodes is None else nodes
         self.handles: dict[int, list[TrackedNode]] = {}
-        """Nodes that calls added explicitly, by handle."""
+        """By handle of a node that a call such as ``cuGraphAddKernelNode`` added: the checker's nodes for it."""
         self.after: dict[int, list[int]] = {}
         """By handle of a node: the handles of the nodes that it depends on."""
 

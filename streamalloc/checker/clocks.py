@@ -132,7 +132,7 @@ class Timeline:
         self.waiting: dict[TrackedStream, None] = {}
         """Streams that wait for an obstacle."""
         self.version: int = 0
-        """Number of changes of the host clock."""
+        """Number of changes of the host clock, by which streams see that they must merge it again."""
         self._numbers = 0
         self._streams: dict[TrackedStream, None] = {}
         self.retired: list[TrackedStream] = []
@@ -183,7 +183,7 @@ class Timeline:
         return made
 
     def retire(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed."""
+        """Record that a stream was destroyed. Its queued work may still run."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
             # The legacy stream's next operation comes after all work of this stream.
             stream.legacy.clock.learn(stream.clock)

@@ -320,7 +320,7 @@ class _Use:
 
 @dataclass(eq=False)
 class Interprocess:
-    """Exports, imports, and announcements between processes."""
+    """The exports and imports of this process, and what it announces about them to other processes."""
 
     _timeline: Timeline
     _addresses: AddressMap
@@ -334,7 +334,9 @@ class Interprocess:
     entries: dict[Range, int] = field(default_factory=dict)
     """By open import: the index of its entry on the board."""
     leaving: dict[Range, TrackedStream] = field(default_factory=dict)
-    """By import that is freed in stream order: the stream of the free, until others may know of it."""
+    """By import that is freed in stream order: the stream of the free. Kept until the host or another process may
+    have waited for the free.
+    """
     uses: dict[Range, list[_Use]] = field(default_factory=dict)
     """Uses that other processes may have to wait for, by range."""
     events: dict[bytes, TrackedEvent] = field(default_factory=dict)

@@ -19,7 +19,7 @@ class RecordedEvent(NamedTuple):
 
     stream: TrackedStream
     mark: Obstacle
-    """End of the recorded work."""
+    """Obstacle that ends when the recorded work has run."""
     stack: Stack
 
 

@@ -237,7 +237,7 @@ class Range(Extent):
     ended: RecordedOperation | None = None
     """The free, unmap or release that ended the range; None while it lives."""
     freed_after: Clock | None = None
-    """Clock of a free in stream order."""
+    """Clock of the stream at a free in stream order; None before the free, and for a free by the host."""
     vacated: bool = False
     """Whether other memory may now have these addresses."""
     pending: bool = False

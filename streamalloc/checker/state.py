@@ -70,7 +70,7 @@ class Executable:
 
     nodes: list[TrackedNode]
     launched: Obstacle | None = None
-    """End of the latest launch."""
+    """End of the latest launch; None before the first launch."""
 
 
 @dataclass(eq=False)

@@ -92,7 +92,7 @@ class ForeignStreams:
             self._timeline.notes.add("contents", stream.name)
 
     def ended(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed."""
+        """Record that a stream was destroyed, so no other library can get it any more."""
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
@@ -372,7 +372,7 @@ class Streams:
         return [one for one in found if context is None or one.context == context]
 
     def retire(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed."""
+        """Record that a stream was destroyed: no capture, device or library has it any more."""
         self.captures.pop(stream, None)
         self.foreign.ended(stream)
         self.devices.pop(stream, None)

@@ -674,7 +674,7 @@ class Poison:
         self._driver = driver
         self._state = state
         self._delays = bool(getattr(driver, "is_simulated", False))
-        """Whether copies to the host are delayed."""
+        """Whether copies to host memory are delayed (:meth:`_delay`): only on a simulated driver."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
         """Fill memory that a call is about to free or, given the answer, memory that it has allocated."""

@@ -89,7 +89,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int, Block]] = []
-        """Size, stamp and block; stamps are unique."""
+        """Size, stamp and block. No two stamps are equal, so a comparison never reaches the blocks."""
 
     def __len__(self) -> int:
         return len(self._sorted)

@@ -53,11 +53,11 @@ class ArrayLayout:
     described: Dim3 = (0, 0, 0)
     """Format, number of channels and flags, as the descriptor gave them."""
     line: bool = False
-    """Whether it has one dimension."""
+    """Whether the array has one dimension."""
 
     @property
     def size(self) -> int:
-        """Bytes of all levels and layers."""
+        """Bytes of the elements of all levels and layers."""
         return self.start_of(self.levels)
 
     @property

@@ -31,12 +31,12 @@ PINNED, MANAGED = 1, 2  # CUmemAllocationType
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
 
 Dim3 = tuple[int, int, int]
-"""Sizes in x, y and z."""
+"""Sizes of a grid, a block or an array in x, y and z."""
 
 ALIGNMENT = 512
-"""Bytes; alignment of allocations."""
+"""Allocations are aligned to, and occupy, a multiple of this number of bytes."""
 CHUNK = 32 << 20
-"""Bytes; pools grow by multiples of this."""
+"""Growth step of pools, in bytes: the size of a chunk of physical memory."""
 BLOCK = 2 << 20
 """Block size of cuMemAlloc in bytes; smaller allocations share blocks (observed on H200: test_plain_memory)."""
 TILE_SIZE = 64 << 10

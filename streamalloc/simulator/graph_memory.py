@@ -142,7 +142,7 @@ class Hole(NamedTuple):
     address: int
     freed_by: object
     earlier: Container[object]
-    """The nodes that precede that node."""
+    """The nodes that precede the node which freed the range."""
 
     @property
     def end(self) -> int:
@@ -160,7 +160,7 @@ class GraphHeap:
         self._size = 0
         self._reserved = 0
         self.holes: list[Hole] = []
-        """Holes in the order of their frees."""
+        """Ranges that nodes freed, the oldest first."""
         # Place n of a graph is the n-th range of the size of a chunk among its addresses.
         self._places: dict[GraphChunk, int] = {}  # the chunks of the latest launch, with their places
         self._mapped: dict[int, GraphChunk] = {}  # by place, the chunk that the last launch to run has mapped there

@@ -306,7 +306,7 @@ class PoolTable:
     banks: Banks
     scheduler: Scheduler
     poolless: frozenset[int] = frozenset()
-    """Devices without MEMORY_POOLS_SUPPORTED."""
+    """Ordinals of the devices without MEMORY_POOLS_SUPPORTED."""
     pools: Handles[Pool] = field(default_factory=Handles)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False

@@ -1,7 +1,7 @@
 """The functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
 
-Most functions are one driver call: a table names it, and parameters and results are read from the bindings'
-documentation and converted. :class:`Functions` implements the others.
+A function with the same effect as one driver call is translated: a table names the call, and the parameters and results
+are read from the bindings' documentation and converted. :class:`Functions` implements all other functions.
 """
 
 from __future__ import annotations
@@ -252,11 +252,11 @@ _NOT_READY = 600
 """cudaErrorNotReady: the result of a query, which the runtime does not store as the last error."""
 _HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
 ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
-"""Memory types of source and target, by cudaMemcpyKind."""
+"""Memory types of source and target. The index is the cudaMemcpyKind."""
 # Channel kind (cudaChannelFormatKind) and bits, by CUarray_format.
 BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
 _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
-"""Driver call for each cudaMemcpyKind."""
+"""Driver calls that copy bytes. The index is the cudaMemcpyKind."""
 _DEFAULT = 4  # cudaMemcpyDefault
 _NO_DEVICE = -2  # cudaInvalidDeviceId
 _PITCH_ELEMENT = 4

@@ -303,9 +303,9 @@ class Scheduler:
         self.closed: bool = False
         self._gone: set[int] = set()
         self.caller: call_lock.Caller = call_lock.Caller()
-        """Thread that makes the current call."""
+        """The thread that makes the present call of the machine."""
         self._asleep: list[_thread.LockType] = []
-        """A lock per waiting thread, released to wake it."""
+        """One lock for each waiting thread. The release of the lock wakes the thread."""
         self._waiters = 0
         self._busy: dict[int, Queue] = {}
         self.streams: dict[int, Queue] = {}

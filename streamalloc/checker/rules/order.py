@@ -30,14 +30,14 @@ class HostCall:
     stays: bool
     """Whether a graph contains the function, so that it may be called again."""
     node: TrackedNode | None = None
-    """The node that a capture has made of the call; None outside of captures."""
+    """The node that the call became in a capture; None if the stream was not captured."""
     cancelled: bool = False
     _queued: deque[tuple[TrackedStream, Obstacle, Obstacle]] = field(default_factory=deque)
     """Queued calls, each with its stream, the end of the preceding work, and the end of the call."""
     _running: list[Obstacle] = field(default_factory=list)
 
     def queue(self, stream: TrackedStream) -> None:
-        """Queue a call in a stream."""
+        """Queue a call of the host function in a stream, which waits until the call ends."""
         if self.cancelled:
             return
         timeline = self._state.timeline
@@ -61,7 +61,7 @@ class HostCall:
             timeline.host_observes(before.clock)
 
     def ends(self) -> None:
-        """End the running call."""
+        """End the running call. The work after it in its stream may run from now on."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
         self._state.thread().within = None
@@ -74,7 +74,7 @@ class HostCall:
             self.skip()
 
     def skip(self) -> None:
-        """Cancel the latest queued call, because the driver refused it or its launch."""
+        """Cancel the latest queued call, because the driver refused the call or the launch of its graph."""
         if self._queued:
             self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
