@@ -298,7 +298,7 @@ def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in ready}
     shuffled = random.Random(0)
     for _ in range(row.rounds[bench.quick]):
-        # Random order, so that no variant always follows the same other one.
+        # The order is random, so that no variant always runs after the same variant.
         for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
             times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit][1])

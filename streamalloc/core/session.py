@@ -413,7 +413,8 @@ _sessions_lock = RLock()
 
 def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
-    # The references are listed at once: other threads make sessions meanwhile, and collections end them.
+    # List the references in one step: meanwhile other threads may add sessions to the table, and collections may remove
+    # some, which would end an iteration with an error.
     found = [reference() for reference in _sessions.valuerefs()]
     # Without a state the collector is clearing the session, which its own finaliser has registered again.
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))

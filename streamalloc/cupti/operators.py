@@ -117,7 +117,8 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        # A list may have thousands of tensors. A known kernel does not need them.
+        # A list may have thousands of tensors, and to read them takes time. If a convention tells which pointers the
+        # kernel writes, the tensors are not needed.
         if schema is None or (schema.has_lists and kernel.is_known):
             return []
         if found is None:

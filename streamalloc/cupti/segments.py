@@ -104,7 +104,8 @@ class Torch:
                 segments[address] = nbytes
                 device_of[address] = entry["device"]
         origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
-        # A free does not have the frames of its block. The last allocation before it has them.
+        # An entry of a free does not have the frames of its block. The last allocation at the address before it has the
+        # frames.
         for entry in reversed(self._history[:index]):
             if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
                 found.frames = entry.get("frames") or ()

@@ -297,7 +297,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         # With cached memory, a checking driver could not tell which use belongs to which allocation.
         if not nbytes or self._state.session.listener is not None:
             return False
-        # A stream that no object owns can end without notice, and the driver give its handle to another one.
+        # Without an owner, the stream can end without notice, and the driver may give its handle to another stream.
         return not isinstance(ordered, LibraryStream) or ordered.owned
 
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
