@@ -81,11 +81,12 @@ class HandleCounts:
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
             handle = number_of(args[0])
-            kind = next((kind for kind in ENDERS[name] if self._live[kind, handle] > 0), None)
-            if kind is not None:
-                self._live[kind, handle] -= 1
-                if not self._live[kind, handle]:
-                    del self._live[kind, handle]  # Otherwise each unmap would look at all handles of the past.
+            for kind in ENDERS[name]:
+                if self._live[kind, handle] > 1:
+                    self._live[kind, handle] -= 1
+                    break
+                if self._live.pop((kind, handle), 0):  # Each unmap looks at all keys, so none of the past stays.
+                    break
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:

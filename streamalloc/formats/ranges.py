@@ -51,18 +51,17 @@ class RangeMap(Generic[E]):
         found = self.at.get(address)
         if found is not None:
             return found
-        at = self._before(address)
-        found = self.at[self._bases[at]] if at >= 0 else None
-        return found if found is not None and address < found.end else None
-
-    def _before(self, address: int) -> int:
-        """Index of the last base that is not above an address and has a range; -1 if there is no such base."""
-        at = bisect_right(self._bases, address) - 1
-        while at >= 0 and self._bases[at] not in self.at:
+        at = bisect_right(self._bases, address)
+        while at:
             at -= 1
-        return at
+            found = self.at.get(self._bases[at])
+            if found is not None:
+                return found if address < found.end else None
+        return None
 
     def overlapping(self, start: int, end: int) -> list[E]:
         """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
-        bases = self._bases[max(self._before(start), 0) : bisect_left(self._bases, end)]
-        return [one for base in bases if (one := self.at.get(base)) is not None and one.end > start]
+        first = self.find(start)
+        bases = self._bases[bisect_right(self._bases, start) : bisect_left(self._bases, end)]
+        later = [one for base in bases if (one := self.at.get(base)) is not None]
+        return [first, *later] if first is not None and first.base < end else later
