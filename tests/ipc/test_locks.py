@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -417,6 +418,26 @@ class TestEnds:
             assert len(importer.allocations) == 2
         importer.handles.clear()
         importer.allocations.clear()
+
+    def test_a_pool_of_a_handle_is_not_destroyed_while_it_is_used(self, owner: Owner, importer: Imports) -> None:
+        """Otherwise the driver refuses to open its memory."""
+        driver = importer.session.driver
+        with owner.pool.allocate(64, owner.stream) as buffer, contextlib.closing(buffer.handles()) as given:
+
+            def import_it(_: None = None) -> ipc.ImportedPool:
+                return ipc.ImportedPool.from_handle(given.fds[0].fileno(), driver=driver)
+
+            def open_it(pool: ipc.ImportedPool) -> None:
+                with contextlib.suppress(sa.ClosedError):
+                    pool.open(given.data).close()
+
+            def import_and_open(_: None) -> None:
+                with import_it() as pool:
+                    pool.open(given.data).close()
+
+            function: Any = ipc.ImportedPool.from_handle
+            assert list(interleaved(function.__func__, lambda: None, import_and_open, lambda _: import_it().close()))
+            assert list(interleaved(ipc.ImportedPool.open, import_it, open_it, ipc.ImportedPool.close))
 
     def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Imports) -> None:
         """The driver has returned the same handle."""
