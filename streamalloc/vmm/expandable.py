@@ -27,7 +27,6 @@ import functools
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 
 from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, OutOfMemoryError
 from streamalloc.core.internal import (
@@ -59,9 +58,8 @@ from streamalloc.pool.internal import (
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
-from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.reservation import START, STOP, MappedBytes, overlapping
 
-_START, _STOP = attrgetter("offset"), attrgetter("stop")
 _ALLOWANCE = 1.03
 """Ratio of the allowance to the highest number of bytes in use at once. With 1, each growth would move chunks."""
 _ADDRESSES = 4
@@ -203,8 +201,7 @@ class _Segment:
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts without memory between two offsets, in whole pages and in order."""
         start, stop, found = start - start % self.page, stop + -stop % self.page, []
-        first, last = bisect_right(self.chunks, start, key=_STOP), bisect_left(self.chunks, stop, key=_START)
-        for chunk in self.chunks[first:last]:
+        for chunk in overlapping(self.chunks, start, stop):
             if chunk.offset > start:
                 found.append((start, chunk.offset))
             start = chunk.stop
@@ -217,7 +214,7 @@ class _Segment:
 
     def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
         """Return the last chunk of at most ``most`` bytes inside a part."""
-        inside = self.chunks[bisect_left(self.chunks, start, key=_START) : bisect_right(self.chunks, stop, key=_STOP)]
+        inside = self.chunks[bisect_left(self.chunks, start, key=START) : bisect_right(self.chunks, stop, key=STOP)]
         return next((one for one in reversed(inside) if one.nbytes <= most and not one.gone), None)
 
     @property
@@ -271,7 +268,7 @@ class _Segment:
                 self.reserved -= entry.nbytes
             raise
         for entry in entries:
-            insort(self.chunks, entry, key=_START)
+            insort(self.chunks, entry, key=START)
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
@@ -292,7 +289,7 @@ class _Segment:
                 break
             ready.append(one)
         # In ascending order, because one call unmaps adjacent chunks.
-        self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=_START))
+        self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=START))
         for _, chunk, releases in ready:
             self.left.popleft()
             if releases:
@@ -304,8 +301,7 @@ class _Segment:
         """Whether other memory than the chunks is mapped in a part: moved and released chunks, and any that an
         exception of a signal handler has taken off the list.
         """
-        first, last = bisect_right(self.chunks, start, key=_STOP), bisect_left(self.chunks, stop, key=_START)
-        return len(self.range._node.touching(start, stop)) > last - first
+        return len(self.range._node.touching(start, stop)) > len(overlapping(self.chunks, start, stop))
 
     def drop(self) -> None:
         """Drop the range of addresses. It is released, with its memory, once the work queued now has completed."""

@@ -20,7 +20,7 @@ from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
 from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
 
-_START, _STOP = attrgetter("offset"), attrgetter("stop")
+START, STOP = attrgetter("offset"), attrgetter("stop")
 
 
 class MappedBytes(Node):
@@ -220,7 +220,7 @@ class Reservation(HandleNode):
         entries = self.table()
         at = len(entries)
         if entries and entries[-1].stop > entry.offset:
-            at = bisect_left(entries, entry.offset, key=_START)
+            at = bisect_left(entries, entry.offset, key=START)
         entries.insert(at, entry)
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ class Reservation(HandleNode):
         entries = self.table()
         if start >= stop or not entries or entries[-1].stop <= start:
             return []
-        return entries[bisect_right(entries, start, key=_STOP) : bisect_left(entries, stop, key=_START)]
+        return overlapping(entries, start, stop)
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
         """Check and return the start and the end of a part of the range, as offsets in bytes. None: the range's end."""
@@ -350,3 +350,8 @@ class Reservation(HandleNode):
             entry.gone = True  # The driver or the context has ended, so nothing is left to unmap.
         self.allocations.reservations.pop(self, None)
         self.entries.clear()
+
+
+def overlapping(entries: list[MappedBytes], start: int, stop: int) -> list[MappedBytes]:
+    """Return the mappings of a list, in the order of addresses, that overlap the part between two offsets."""
+    return entries[bisect_right(entries, start, key=STOP) : bisect_left(entries, stop, key=START)]
