@@ -127,7 +127,7 @@ class State:
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # What orders streams besides events: values in memory that a stream waits for, and other processes.
+        # Order of streams beside that of events: values in memory that a stream waits for, and other processes.
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)

@@ -84,7 +84,7 @@ def nothing(answer: tuple[Any, ...]) -> None:
 
 
 class Rule(NamedTuple):
-    """What is recorded of one driver call: steps around it, a function after its success, or both."""
+    """Record of one driver call: steps around it, a function after its success, or both."""
 
     around: Around | None = None
     after: After | None = None

@@ -170,7 +170,7 @@ class TorchMemorySaver:
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # Of several active pools PyTorch takes the first, which would be the pool of a region.
+        # PyTorch takes the first of several active pools, which would be the pool of a region.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
 

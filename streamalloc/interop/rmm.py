@@ -78,7 +78,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
     take, release = ledger.allocate, ledger.free
 
-    # What allocate() raises comes out of RMM's call; OutOfMemoryError is a MemoryError. deallocate() must not raise.
+    # RMM's call raises the errors of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
         return take(nbytes, ordinal, stream.__cuda_stream__()[1])
 

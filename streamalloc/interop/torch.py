@@ -137,7 +137,7 @@ class TorchBridge(Bridge):
         """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also those of one bridge."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # Of several active pools PyTorch takes the one that became active first. So the outer pool is left for the time
+        # PyTorch takes the pool that became active first, of several. So the outer pool is left for the time
         # of this block.
         if routes:
             routes[-1].leave()

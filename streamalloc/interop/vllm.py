@@ -165,7 +165,7 @@ class CuMemAllocator:
         tag = self.cudagraph_tag
         if asleep(tag, [self.group]):
             raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
-        # Of several active pools PyTorch takes the first, which would be the pool of an outer block.
+        # PyTorch takes the first of several active pools, which would be the pool of an outer block.
         with self._tagged(tag), unrouted():
             yield self._bridge(tag).pool.id
 

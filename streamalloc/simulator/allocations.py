@@ -23,7 +23,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Advice:
-    """What cuMemAdvise and prefetches have said about a page of managed memory."""
+    """Advice of cuMemAdvise and of prefetches about a page of managed memory."""
 
     read_mostly: bool = False
     preferred: Place | None = None

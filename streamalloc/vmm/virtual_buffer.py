@@ -112,7 +112,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._frozen: Saved | None = None
         """Backup of a frozen buffer. It stays valid while the buffer is awake, because nobody may write to it."""
         self._remedy = RESTORE
-        """What to do while the buffer is evicted, for errors."""
+        """Remedy that errors name while the buffer is evicted."""
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
         self.range._owned = True

@@ -179,7 +179,7 @@ UNKNOWN_ATTRIBUTES = """
 
 
 def answers(raw: Any, names: Iterable[str]) -> dict[str, int | str]:
-    """What the driver says of those attributes that the bindings name."""
+    """Answers of the driver for the attributes that the bindings name."""
     members = {name: getattr(raw.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None) for name in names}
     found = {name: raw.cuDeviceGetAttribute(one, 0) for name, one in members.items() if one is not None}
     return {name: one[1] if said(one) == "SUCCESS" else said(one) for name, one in found.items()}

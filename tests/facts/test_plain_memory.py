@@ -300,7 +300,7 @@ BAD = "INVALID_VALUE"
 OWN = (DEVICE, 0, READWRITE)
 RANGE = 8 * PAGE
 
-# What every kind below has in common.
+# Answers that every kind below has in common.
 COMMON: dict[str, int | str] = {"SYNC_MEMOPS": 0, "IS_MANAGED": 0, "DEVICE_ORDINAL": 0, "MAPPED": 1}
 COMMON |= {"ALLOWED_HANDLE_TYPES": 0, "ACCESS_FLAGS": 3}
 

@@ -361,7 +361,7 @@ PLACES: dict[str, tuple[int, int, int, str]] = {
     "nowhere, pinned": (NOWHERE, 0, PINNED, "INVALID_VALUE"),
     "nowhere, managed": (NOWHERE, 0, MANAGED, "SUCCESS"),
 }
-# What destroying the default pool for managed memory of a host NUMA node says is not among the readings.
+# No reading tells what the end of the default pool for managed memory of a host NUMA node answers.
 DEFAULT_POOLS = [name for name in PLACES if PLACES[name][3] == "SUCCESS" and name != "host NUMA, managed"]
 NO_PLACES = ((HOST_NUMA, 9, PINNED), (DEVICE, 9, PINNED))
 

@@ -427,7 +427,7 @@ class Calls:
         return self.raw.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value)
 
     def inside(self, body: Callable[[], str]) -> str:
-        """What the body says in a host function."""
+        """Answer of the body in a host function."""
         found: list[str] = []
         value(self.raw.cuLaunchHostFunc(self.own, self.function(lambda: found.append(body())), 0))
         value(self.raw.cuStreamSynchronize(self.own))

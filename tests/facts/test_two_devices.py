@@ -259,7 +259,7 @@ def test_no_device_has_access_at_first(mapped: MappedPair) -> None:
 
 
 def test_memory_names_its_own_device(mapped: MappedPair, on_cuda: bool) -> None:
-    """Whatever the current context is, and without access. Bindings 13.3 read 0, so that libcuda is asked."""
+    """In every current context, and without access. Bindings 13.3 read 0, so that libcuda is asked."""
     mapped.use(1)
     pinned = int(mapped.rig.pinned(64))
     mapped.use(0)

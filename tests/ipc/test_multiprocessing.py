@@ -172,7 +172,7 @@ class TestFreedAfterPut:
 
     @pytest.fixture
     def answers(self, run: Callable[..., Any], context: Any, queue: Any) -> Any:
-        """Where another process answers with the values of what it gets from the queue, until that is None."""
+        """Pipe on which another process answers with the values that it gets from the queue, until it gets None."""
         here, there = context.Pipe()
         run(_answer_values, there, queue)
         yield here

@@ -338,7 +338,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
         if event is None:
             return False
-        # Of two threads that free the buffer, only the first still finds the block in it.
+        # Only the first of two threads that free the buffer still finds the block in it.
         if buffer._ptr is block:
             buffer._ptr = None
             cache.put_behind(event, block)

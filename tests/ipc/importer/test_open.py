@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[sa.Device, sa.Stream, sa.MemoryPool], Any]] = {
         device, 64 * MiB, MiB, handle_types=POSIX, stream=stream
     ),
     "striped": lambda device, stream, pool: vmm.stripe([device], MiB, handle_types=POSIX, stream=stream),
-    # Of cuMemAlloc, for which no object of ours has a lease.
+    # Memory of cuMemAlloc, for which no object of ours has a lease.
     "cuMemAlloc": lambda device, stream, pool: PlainMemory(device, stream),
 }
 
