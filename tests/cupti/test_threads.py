@@ -22,7 +22,7 @@ def load():
             event.record()
             batches.append((batch, event))
             made.release()
-thread = threading.Thread(target=load)
+thread = threading.Thread(target=load, daemon=True)
 thread.start()
 weight = torch.randn(256, 64, device="cuda", requires_grad=True)
 for _ in range(200):
@@ -41,7 +41,7 @@ over = threading.Event()
 def empty():
     while not over.wait(0.002):
         torch.cuda.empty_cache()
-thread = threading.Thread(target=empty)
+thread = threading.Thread(target=empty, daemon=True)  # an error of this thread then ends the program
 thread.start()
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
 side, main = torch.cuda.Stream(), torch.cuda.current_stream()
