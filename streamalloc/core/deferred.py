@@ -229,11 +229,11 @@ class DeferredQueue:
         return ended
 
     def work(self, most: int | None = None) -> int:
-        """Attempt all items, and repeat while some end. Returns the number of items that have ended.
+        """Attempt the items, new ones first, and again while some end. Returns the number of items that have ended.
 
-        Nothing is attempted while a capture is under way, or if this thread is already in an attempt. If the driver
-        refuses a call, the other items are still attempted. Any other exception, such as that of a signal handler,
-        propagates, and the item stays queued.
+        Nothing is attempted while this package captures a stream, or if this thread is already in an attempt. If the
+        driver refuses a call, the other items are still attempted. Any other exception, such as that of a signal
+        handler, propagates, and the item stays queued.
 
         Parameters
         ----------
@@ -244,16 +244,15 @@ class DeferredQueue:
         me = threading.get_ident()
         if not self.has_work() or self.paused or me in self._working:
             return 0
-        # The list `left` has one number, how many more attempts may fail. It is a list, so that each round can change
-        # it.
-        total, left = 0, [math.inf if most is None else most]
+        total, ended, left = 0, 1, math.inf if most is None else most
         try:
             self._working[me] = None
             # An error of the guard, which sets the capture mode, is not raised: the caller's own call has succeeded. A
             # later point of work attempts the items.
             with contextlib.suppress(CudaError), self._guard():
                 # Repeat while items end, because another item, such as a pool's, may have waited for them.
-                while ended := self._round(me, left):
+                while ended:
+                    ended, left = self._round(me, left)
                     total += ended
         finally:
             # If an item is left, an exception such as that of a signal handler has ended its attempt: it is submitted
@@ -282,13 +281,13 @@ class DeferredQueue:
             if self.submitted:
                 _unfinished.add(self)
 
-    def _round(self, me: int, left: list[float]) -> int:
-        """Attempt each item once, new items first. Returns the number that ended.
-
-        ``left[0]``: the number of waiting items that may still be attempted.
+    def _round(self, me: int, left: float) -> tuple[int, float]:
+        """Attempt each item once, new items first. ``left`` is the number of waiting items whose attempt may still
+        fail. Returns how many items ended, and the new ``left``.
         """
         ended, now = 0, next(self._rounds)
-        while (item := self._take(me, now, left)) is not None:
+        while (taken := self._take(me, now, left > 0)) is not None:
+            item, waited = taken
             try:
                 done = item.attempt()
             except CudaError as error:
@@ -297,29 +296,27 @@ class DeferredQueue:
                     item.forget()
             if done and self._let_go(me, now):
                 ended += 1
-                left[0] += 1
                 self._disown(item)
-        return ended
+            elif waited:
+                left -= 1
+        return ended, left
 
-    def _take(self, me: int, now: int, left: list[float]) -> Deferred | None:
-        """Take a new item off the queue; without new items, the item whose last attempt is longest ago. Return None if
-        all items had their attempt in this round. Before that, the last item of this thread goes back if it has not
-        ended.
+    def _take(self, me: int, now: int, also_waiting: bool) -> tuple[Deferred, bool] | None:
+        """Take a new item off the queue; without new items, and with ``also_waiting``, the item whose last attempt is
+        longest ago. Returns the item, and whether it was waiting; None if each had its attempt in this round. Before
+        that, the last item of this thread goes back if it has not ended.
         """
         with self._lock:
             self._put_back(me)
             self._take_over()
             items = self._new or self._waiting
-            item = next(iter(items), None)
-            if items is self._waiting and item is not None:
-                if item._round >= now or left[0] <= 0:
-                    return None
-                left[0] -= 1
-            if item is not None:
-                item._round = now
-                self._working[me] = item
-                del items[item]
-            return item
+            item, waited = next(iter(items), None), items is self._waiting
+            if item is None or (waited and (item._round >= now or not also_waiting)):
+                return None
+            item._round = now
+            self._working[me] = item
+            del items[item]
+            return item, waited
 
     def _take_over(self) -> None:
         """Move submitted items to the table of new items. An item is added to its new table before it is removed from

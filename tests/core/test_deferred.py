@@ -309,6 +309,10 @@ class TestMany:
             assert later.work(8) == 0 and len(attempts) == 8
         later.submit(Item(later, ended, []))
         assert later.work(8) == 1  # a new one does not wait for the others
+        attempts.clear()
+        for _ in range(10):
+            later.submit(Item(later, ended, []))
+        assert later.work(8) == 10 and len(attempts) == 8  # and those that end do not pay for more attempts
         assert later.work() == 0 and later.work() == 1  # all are tried
 
     def test_each_gets_its_turn(self, later: DeferredQueue, ended: list[Item]) -> None:
