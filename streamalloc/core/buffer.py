@@ -405,17 +405,19 @@ class Buffer(Memory, Closes):
         if ordered._captured() and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
 
-        def free(last: Stream) -> None:
-            state = shared_state(self)
-            if state is not None:
-                last._in_context(state.free, self, last, still_imported, timeout)
-            else:
-                last._in_context(self._free_on, last, last._raw)
-
         if stream is None and ordered is not of_this_thread(ordered):
-            ordered_after(ordered, free)
+            # The handle of another thread's stream would name this thread's, which is not ordered after its work.
+            ordered_after(ordered, lambda last: self._free_after(last, still_imported, timeout))
         else:
-            free(ordered)
+            self._free_after(ordered, still_imported, timeout)
+
+    def _free_after(self, last: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Free in the order of ``last``; of shared memory, when no other process has it open."""
+        state = shared_state(self)
+        if state is not None:
+            last._in_context(state.free, self, last, still_imported, timeout)
+        else:
+            last._in_context(self._free_on, last, last._raw)
 
     def _belongs_to(self, capture: object) -> bool:
         """Whether a capture may have allocated the memory. None stands for a capture by other code."""

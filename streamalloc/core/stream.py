@@ -24,10 +24,30 @@ another library's     the library's object, if its users can close it        the
   need not ask: in a capture the driver refuses to free other memory, and the capture goes on.
 
 Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
-allocation. So callers write ``stream.direct or stream.ready()`` and ``stream.unlent or stream.ready(True)``. If the
-result is None, they take the checked way (:meth:`Stream._checked_raw`, :meth:`Stream._in_context`), which makes the
-context current, or raises. So it is, too, for a stream that was closed, that this package captures, or that has an item
-to attempt before more work.
+allocation. So callers write ``stream.direct or stream.ready()`` and ``stream.unlent or stream.ready(True)``. A third,
+``caller``, tells :meth:`Stream.ready` which thread may call. :meth:`Stream._allow_direct` and
+:meth:`Stream._forbid_direct` set all three:
+
+===============================================  ==========  ==========  =================================
+state of the stream                              ``direct``  ``unlent``  ``caller``
+===============================================  ==========  ==========  =================================
+open, and no other code has the handle           the handle  the handle  True
+open, and other code has the handle              the handle  None        True
+open, and its library's users can close it       None        None        True
+a default stream                                 None        None        True; per-thread: its thread's id
+a default stream while this package captures     None        None        False
+any stream while one is captured in mode global  None        None        False
+closed, or captured by this package              None        None        False
+with an item to attempt before more work         None        None        False
+===============================================  ==========  ==========  =================================
+
+If the result is None, callers take the checked way, which repairs what it can, and raises otherwise:
+
+* :meth:`Stream._checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
+* :func:`of_this_thread` replaces a per-thread default stream of another thread by that of this thread.
+* :meth:`Stream._in_context` makes the context current, and protects captures of other threads.
+* :meth:`Stream._captured` asks for a capture: memory is then allocated for the graph, and other calls raise
+  :class:`CaptureError`.
 """
 
 from __future__ import annotations
@@ -212,8 +232,9 @@ class Stream(Closes, Shown):
     # -- direct calls ------------------------------------------------------------------------------------------
 
     def ready(self, allocates: bool = False) -> Any | None:
-        """``CUstream`` if this thread may queue work by a direct call now; None for the checked way. ``allocates``:
-        whether the work is an allocation; then also None if the stream is being captured.
+        """Return ``CUstream`` if this thread may queue work by a direct call now, or None: the caller then takes the
+        checked way (see the module). With ``allocates`` the work is an allocation; the result is then also None if the
+        stream is being captured (``cuStreamIsCapturing``).
         """
         # Each kind of stream has this method, and writes out the question for a capture: a shared function would cost
         # each allocation another call. A rule that concerns all kinds goes into each.
