@@ -176,13 +176,15 @@ class SymmetricMemory(Closes, Shown):
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {team.local[0]: device}
         deadline = steps.deadline_or_none(timeout)
-        # Undone from the inside: release here, wait until the other ranks have released theirs, then close the
-        # communicator, which that wait needs.
-        with undoing(self._close_communicator), undoing(functools.partial(team.barrier_after_failure, deadline)):
+        with contextlib.ExitStack() as undo:
+            # After an error, from the last to the first: release here, wait until the other ranks have released
+            # theirs, and close the communicator, which that wait needs.
+            undo.enter_context(undoing(self._close_communicator))
+            undo.enter_context(undoing(functools.partial(team.barrier_after_failure, deadline)))
             plan, chosen = steps.agree(team, arguments, given, driver, deadline)
             resources = RankResources(session_of(chosen[team.local[0]]), chosen, team.size, plan.physical_bytes)
-            with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
-                bases = steps.set_up(team, resources, plan, deadline)
+            undo.enter_context(undoing(functools.partial(deferred_queue(resources.session).end, resources)))
+            bases = steps.set_up(team, resources, plan, deadline)
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))

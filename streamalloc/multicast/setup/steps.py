@@ -182,26 +182,32 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
 
 def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> None:
     """Create the memory with the first handle type that the driver accepts on all ranks."""
+    refusals: list[bytes] = []
     for kind in plan.handle_types:
-
-        def create(rank: int, kind: MemHandleType = kind) -> bytes:
-            if kind is not plan.handle_types[0]:
-                # All of this process. It has one rank then, because the plan has one handle type if it has all ranks.
-                resources.release()
-            try:
-                resources.create(rank, kind, plan.multicast)
-            except (NotPermittedError, NotSupportedError) as error:
-                if kind is not MemHandleType.FABRIC:
-                    raise
-                # The driver refuses fabric handles without an IMEX channel. No error: all ranks then try the next type.
-                return f"{type(error).__name__}: {error}".encode()
-            return b""
-
+        create = functools.partial(_create_as, resources, kind, plan.multicast, again=bool(refusals))
         refusals = group.step("create", create, deadline)
-        refused = [rank for rank, refusal in enumerate(refusals) if refusal]
-        if not refused:
+        if not any(refusals):
             return
-    raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
+    rank = next(rank for rank, refusal in enumerate(refusals) if refusal)
+    raise SymmetricMemoryError(rank, "create", refusals[rank].decode(errors="replace"))
+
+
+def _create_as(resources: RankResources, kind: MemHandleType, multicast: bool, rank: int, *, again: bool) -> bytes:
+    """Create the memory of a rank. Returns the reason if the driver refuses fabric handles, else nothing.
+
+    That refusal is not an error of the step: the driver gives it without an IMEX channel, and all ranks then try the
+    next handle type. ``again``: another type was tried before.
+    """
+    if again:
+        # Everything of this process, which has one rank: with all ranks in it, the plan has one handle type.
+        resources.release()
+    try:
+        resources.create(rank, kind, multicast)
+    except (NotPermittedError, NotSupportedError) as error:
+        if kind is not MemHandleType.FABRIC:
+            raise
+        return f"{type(error).__name__}: {error}".encode()
+    return b""
 
 
 def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadline: float | None) -> None:
