@@ -31,24 +31,30 @@ class Watcher(Protocol):
         """Whether this watcher is notified of the calls of an allocator."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
-        """Called before the driver allocates. An exception goes to the caller of the allocation."""
+        """Called before the driver allocates ``nbytes`` bytes. An exception goes to the caller of the allocation."""
 
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
-        """Called after an allocation. If it raises, the memory is freed and the exception goes to the caller."""
+        """Called after ``allocator`` has allocated ``nbytes`` bytes at ``address`` on ``stream`` (``CUstream``). If
+        this method raises, the memory is freed, and the exception goes to the caller of the allocation.
+        """
 
     def allocation_failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
-        """Called after the driver refused an allocation."""
+        """Called after the driver has refused ``nbytes`` bytes to ``allocator`` on ``stream`` (``CUstream``)."""
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Called before a free. The allocation may not have been notified. Takes no lock, never raises."""
+        """Called before the memory at ``address`` is freed on ``stream`` (``CUstream``). The watcher may not have been
+        notified of its allocation. Finalisers make this call, so it takes no lock and never raises.
+        """
 
     def free_failed(self, address: int, /) -> None:
-        """Called after the driver has refused a free that :meth:`freed` was notified of. Takes no lock, never
+        """Called after the driver has refused a free that :meth:`freed` was notified of. Takes no lock and never
         raises.
         """
 
     def look(self) -> None:
-        """Called after a free that no finaliser made."""
+        """Called after a free, to process what :meth:`freed` has noted. Not called from finalisers, so it may take
+        locks.
+        """
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None, /) -> list[str]:
         """Return lines for an error text: live allocations in a location, by line of the program. Makes no driver
@@ -81,8 +87,9 @@ class Tap:
         return tuple([one for one in self.watchers if one not in except_for])
 
     def allocate(self, nbytes: int, pool: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Allocate, in place of the driver's function, and notify the watchers. ``except_for``: watchers that are not
-        notified (:func:`without_notifying`).
+        """Allocate ``nbytes`` bytes from ``pool`` by the driver's function, and notify the watchers before and after.
+        Returns the driver's answer: the ``CUresult`` and the pointer. If a watcher raises, the memory is freed.
+        ``except_for``: watchers that are not notified (:func:`without_notifying`).
         """
         watchers, owner = self._without(except_for), self._owner()
         for watcher in watchers:
@@ -103,8 +110,8 @@ class Tap:
         return answer
 
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Free, in place of the driver's function, and notify the watchers. ``except_for``: watchers that are not
-        notified.
+        """Notify the watchers, and free the memory at ``ptr`` by the driver's function. Returns the driver's answer. If
+        the driver refuses, the watchers are notified of that, too. ``except_for``: watchers that are not notified.
         """
         watchers, address = self._without(except_for), int(ptr)
         # Watchers are notified before the free. After it, another thread may get the same address at once, and the
@@ -141,21 +148,23 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(function: Any) -> Tap | None:
-    """Return the tap of which ``function`` is a method; None if it is not a tap's."""
+    """Return the :class:`Tap` whose method ``function`` is; None for other functions, such as the driver's."""
     tap = getattr(function, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
 def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """Wrap a function bound by an allocator so that it does not notify these watchers.
+    """Return an allocator's function in a form that does not notify these watchers.
 
-    A cache over a pool notifies its own watchers itself. This prevents a second record by the pool.
+    A cache notifies its own watchers itself. Without this, the pool below it would record the same memory aga
     """
     return functools.partial(function, except_for=watchers) if watchers and tap_of(function) else function
 
 
 def bare(alloc: Any) -> Any:
-    """Return the driver's own allocation function, without a tap, for memory that belongs to graphs."""
+    """Return the driver's allocation function behind ``alloc``, which notifies no watchers. For memory of graphs, which
+    exists only between launch and free.
+    """
     tap = tap_of(alloc)
     return alloc if tap is None else tap._alloc
 
@@ -171,7 +180,7 @@ class Watching:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """Notify a watcher from now on."""
+        """Notify ``watcher`` of the calls of all allocators that it wants, from now on. Idempotent."""
         with self._lock:
             self._notify((*self.watchers, watcher) if watcher not in self.watchers else self.watchers)
 
@@ -188,13 +197,13 @@ class Watching:
             self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """Add the watchers to an allocator that has just bound its functions."""
+        """Have a new allocator, which has just bound its functions, notify the watchers."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
 
     def allocators(self) -> list[Any]:
-        """The allocators that are alive."""
+        """The live allocators of the driver: pools, caches, the current pools."""
         return [one for one in members(self._session.bound) if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
@@ -216,8 +225,8 @@ def holders(session: Session, location: MemLocation, allocators: Collection[obje
 
 @contextlib.contextmanager
 def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
-    """Notify watchers of a free in the ``with`` block that does not use the allocator's function, such as a deferred
-    free.
+    """Notify watchers of a free of ``address`` on ``stream`` that the ``with`` block makes without the allocator's
+    function, such as a deferred free. If the block raises, they are notified that the free failed.
     """
     watchers = watching_of(session).watchers
     for watcher in watchers:

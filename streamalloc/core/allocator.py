@@ -49,8 +49,8 @@ class Allocator(Unique, BufferSource):
     """``CUmemoryPool``, the second argument of ``_alloc``."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any, free: Any = None) -> None:
-        """Bind the two functions of direct calls. ``alloc`` takes the size, ``raw`` and the handle of the stream.
-        ``free``: a function in place of ``cuMemFreeAsync``.
+        """Bind the two functions of direct calls. ``alloc`` takes the size in bytes, ``raw`` (``CUmemoryPool``) and the
+        stream's handle. ``free``: a function in place of ``cuMemFreeAsync``.
 
         ``location`` and the state behind ``managed`` must be set before.
         """
@@ -65,7 +65,9 @@ class Allocator(Unique, BufferSource):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Notify these watchers of each further allocation and free; ``()`` restores the driver's own functions."""
+        """Notify these watchers of each further allocation and free of this allocator; with ``()``, bind the driver's
+        own functions again.
+        """
         tap = tap_of(self._free)  # A closed pool has replaced ``_alloc``, but not ``_free``.
         if tap is None:
             if watchers and not self._session.forked:
@@ -198,7 +200,9 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     def _ask_driver(self, buffer: Buffer) -> Any:
-        """Allocate a buffer's memory by the driver. Returns the ``CUresult``."""
+        """Allocate memory for a buffer, in the context of its stream. Sets the buffer's pointer, and returns the
+        ``CUresult``. Memory of graphs is not notified to watchers.
+        """
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
 
         def allocate(handle: Any) -> Any:
@@ -209,13 +213,15 @@ class Allocator(Unique, BufferSource):
         return buffer._stream._in_context(allocate, buffer._stream._checked_raw())
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Release memory and allocate again, repeatedly while :meth:`_ask_again` says so. Raises if
-        ``result`` remains.
+        """Handle ``result``, the driver's refusal of an allocation. If memory is exhausted, release what is unused and
+        allocate again, repeatedly while the pool's ``on_oom`` function says so (:meth:`_ask_again`). Raises the error
+        that remains.
         """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
-        # In a capture, do not synchronise and do not query the pool: both would invalidate the capture.
+        # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: that would invalidate the
+        # capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
             with self._session.relaxed():
@@ -235,8 +241,8 @@ class Allocator(Unique, BufferSource):
             raise error_from(result, self._alloc_name)
 
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
-        """Release what can be released now. Returns whether an allocation may succeed then, and the text of
-        an error.
+        """Release unused memory: items of the queue of ends, and what the allocator keeps. Returns whether an
+        allocation may succeed now, and the text of an error of the driver, or ``""``.
         """
         try:
             await_closed_streams(self._session)
@@ -250,8 +256,8 @@ class Allocator(Unique, BufferSource):
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
         own, pools = figures.pop("allocators", None), figures.pop("holders", ())
-        # The message names other pools only if they can be the cause: not if this pool is at its own limit, and not if
-        # the device still has enough free memory.
+        # Other pools are named only if they can be the cause. If this pool is at its own limit, or the device has
+        # enough free memory, their names would mislead.
         used, free = figures.get("used", 0), figures.get("free", 0)
         limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
         if not limited:
@@ -260,22 +266,28 @@ class Allocator(Unique, BufferSource):
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:
-        """The reason why a graph cannot allocate from the pool."""
+        """Return the reason why a graph cannot allocate from this pool, for the error message."""
         return "the stream is being captured, and the pool was made for sharing or is not in device memory"
 
     def _check_open(self) -> None:
         """Raise :class:`ClosedError` if the allocator was closed."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Release unused memory if this allocator keeps any. Returns whether to attempt the allocation again."""
+        """Release the unused memory of this allocator, so that ``stream`` can allocate. Returns whether to attempt the
+        allocation again.
+        """
         return False
 
     def _ask_again(self, failure: CudaError) -> bool:
-        """Call the pool's ``on_oom`` function if it has one. Returns whether to attempt the allocation again."""
+        """Call the pool's ``on_oom`` function with the error. Returns whether to attempt the allocation again; False
+        without such a function.
+        """
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        """Figures for an :class:`OutOfMemoryError`, without those that cannot be read."""
+        """Return the figures of an :class:`OutOfMemoryError` by their names, without those that cannot be read.
+        ``capturing``: the driver must not be asked about the pool.
+        """
         raise NotImplementedError
 
     def _shut_after_fork(self) -> None:
@@ -283,7 +295,9 @@ class Allocator(Unique, BufferSource):
 
 
 def free_function(allocator: BufferSource) -> Any:
-    """Return the function by which an allocator frees now: the driver's function or a watcher's."""
+    """Return the function by which an allocator frees now: ``cuMemFreeAsync``, or :meth:`Tap.free` while it has
+    watchers.
+    """
     return allocator._free
 
 
@@ -298,7 +312,7 @@ def read_or_none(ask: Callable[[], T]) -> T | None:
 def _advice(
     requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
 ) -> str:
-    """Return the likely cause of an out-of-memory error with these figures, or an empty string."""
+    """Return the likely cause of an out-of-memory error with these figures (bytes), as the hint of its message."""
     for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):
         if bound is not None and requested > bound:
             return f"the request is larger than {name}"

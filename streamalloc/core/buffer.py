@@ -56,13 +56,17 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """Free of a buffer that other processes may have open. :mod:`streamalloc.ipc` sets it when the buffer is shared."""
+    """The way a shared buffer is freed, which other processes may have open. :mod:`streamalloc.ipc` sets it when the
+    buffer is shared.
+    """
 
     __slots__ = ()
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory after the work of ``stream``, or defer that; see :meth:`Buffer.free`."""
+        """Free the memory of ``buffer`` after the work of ``stream``, or do as ``still_imported`` says if another
+        process has it open. ``timeout`` is in seconds. As :meth:`Buffer.free`, raises StillImportedError.
+        """
 
     @property
     def readers(self) -> int:
@@ -71,7 +75,9 @@ class SharedState(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
-        """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
+        """Submit the free of a dropped buffer to the queue of ends. The buffer's finaliser calls this, so it takes no
+        lock.
+        """
 
 
 class BufferSource:
@@ -93,7 +99,7 @@ class BufferSource:
         return False
 
     def _pool_of(self, buffer: Buffer) -> object:
-        """The pool that a buffer's memory is in; None if it is not known."""
+        """Return the pool that a buffer's memory is in; None if this package does not know it."""
         return None
 
     def _reachable_from(self, device: Device) -> bool:
@@ -102,7 +108,7 @@ class BufferSource:
 
 
 class Residence(NamedTuple):
-    """The location of memory, and whether the driver moves it."""
+    """The location of memory, and whether it is managed: the driver then moves it between devices and host."""
 
     location: MemLocation | None
     """Location of the memory; None if it cannot be found."""
@@ -110,7 +116,7 @@ class Residence(NamedTuple):
 
     @property
     def ordinal(self) -> int | None:
-        """Ordinal of the device; None for the host and for unknown places."""
+        """Ordinal of the device that has the memory; None for the host, and for a location that cannot be found."""
         found = self.location
         return found.id if found is not None and found.type is MemLocationType.DEVICE else None
 
@@ -144,9 +150,9 @@ class Allocates(Protocol):
 class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
-    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. It may be used on its stream at once. Use
-    elsewhere needs a dependency on its stream: an event or a synchronisation. :meth:`free` returns the memory in stream
-    order. A buffer that is dropped is freed on the stream that it was allocated on.
+    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. Work on its stream may use it at once. Work on
+    another stream, or on the host, must come after its stream's work: by an event or a synchronisation. :meth:`free`
+    returns the memory in stream order. A buffer that is dropped is freed on its :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
@@ -172,7 +178,7 @@ class Buffer(Memory, Closes):
     ) -> Buffer:
         """Use memory that other code allocated, by any call: C++, another library, this package's raw driver.
 
-        The driver is asked for its kind, its device and its size (``cuPointerGetAttribute``).
+        The driver is asked for the kind, the device and the size of the memory (``cuPointerGetAttribute``).
 
         Parameters
         ----------
@@ -225,8 +231,14 @@ class Buffer(Memory, Closes):
         """Stream of operations that name no other, and of the free of a dropped buffer; at first that of the
         allocation.
 
-        Assign another stream to order a drop after its work. The caller orders the new stream after what the earlier
-        one has queued. Memory of a cache then leaves the cache for good: its free returns it to the pool.
+        Assign another stream if that stream uses the memory last: a dropped buffer is then freed after its work. The
+        caller orders the new stream after the work of the previous one. A cached buffer leaves its cache by an
+        assignment, so its free returns the memory to the pool.
+
+        Raises
+        ------
+        ClosedError
+            The buffer was freed, and a stream is assign
         """
         return self._stream
 
@@ -246,7 +258,8 @@ class Buffer(Memory, Closes):
         stream
             The stream of the allocation and the copy (default: the buffer's own).
         nbytes
-            Size of the new memory, if it is to be another one: the bytes that both have are copied.
+            Size of the new memory in bytes (default: that of this buffer). As many bytes are copied as the smaller one
+            has.
         allocator
             The allocator of the new memory (default: the buffer's own).
 
@@ -275,7 +288,7 @@ class Buffer(Memory, Closes):
 
     @property
     def owner(self) -> object:
-        """Pool of the allocation; None if it is not known."""
+        """The pool of the allocation; None for memory that this package did not allocate."""
         return self._allocator._pool_of(self)
 
     @property
@@ -295,12 +308,12 @@ class Buffer(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the pool grants the stream's device access."""
+        """Whether the pool grants access to the device of the buffer's stream."""
         return bool(self._allocator._reachable_from(self._stream.device))
 
     @property
     def freed(self) -> bool:
-        """Whether the memory was freed."""
+        """Whether the memory was freed by this buffer, at once or by an item that waits for importers."""
         return self._ptr is None and self._shared is None
 
     def free(
@@ -352,8 +365,8 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free the memory on a stream whose ``CUstream`` is ``handle``, even if other processes may have the memory
-        open.
+        """Free the memory on ``ordered``, whose ``CUstream`` is ``handle``, even if other processes have it open.
+        Raises ClosedError if it was freed already, CudaError if the driver refuses: the buffer then keeps the memory.
         """
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
@@ -370,8 +383,8 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, shared)
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        """Return the error of a free that the driver refused. The buffer owns its memory again, unless the memory is
-        gone.
+        """Return the error of a free that the driver refused. The buffer gets its pointer back, unless the driver no
+        longer knows the memory: a second free would then end the memory of the address's next owner.
         """
         error = free_refused(result, ordered)
         # An invalid value means that the driver does not know the address. Other errors of is_gone may come from the
@@ -383,8 +396,8 @@ class Buffer(Memory, Closes):
     def close(self) -> None:
         """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
 
-        If the stream was closed, the memory is freed after the stream's work. If its library has closed it, the host
-        waits until the device is idle.
+        If the stream was closed, the memory is freed after the stream's work. If it was another library's stream and
+        that library has closed it, the host waits until the device is idle.
         """
         if self.freed:
             return
@@ -420,7 +433,9 @@ class Buffer(Memory, Closes):
             last._in_context(self._free_on, last, last._raw)
 
     def _belongs_to(self, capture: object) -> bool:
-        """Whether a capture may have allocated the memory. None stands for a capture by other code."""
+        """Whether ``capture`` may have allocated the memory, so that the memory can be freed in it. None stands for a
+        capture by other code.
+        """
         return False
 
     def _past_caches(self) -> Buffer:
@@ -553,9 +568,9 @@ class GraphBuffer(Buffer):
         stream
             The stream of operations that name no other; its device has the memory.
         after
-            Nodes (``CUgraphNode``) that the allocation comes after.
+            Nodes (``CUgraphNode``) of the graph that the allocation comes after.
         access
-            Further devices that use the memory.
+            Devices beside that of ``stream`` that may use the memory.
 
         Raises
         ------
@@ -597,12 +612,17 @@ class GraphBuffer(Buffer):
         return buffer
 
     def add_free(self, *, after: Iterable[Any]) -> Any:
-        """Add the free to the graph of :meth:`add_to` (``cuGraphAddMemFreeNode``). Returns the ``CUgraphNode``.
+        """Add the free to the graph that :meth:`add_to` named (``cuGraphAddMemFreeNode``). Returns its ``CUgraphNode``.
 
         Parameters
         ----------
         after
             Nodes that the free comes after: those that use the memory.
+
+        Raises
+        ------
+        ClosedError
+            The graph was closed, or has a free of this memory alrea
         """
         graph: Any = self.owner
         nodes = list(after)
@@ -632,10 +652,11 @@ class GraphBuffer(Buffer):
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
-        """Free in stream order: in the capture as a node of the graph, otherwise the memory of the last launch.
+        """Free in stream order: while the stream is captured as a node of the graph, otherwise the memory of the last
+        launch (``cuMemFreeAsync``).
 
-        The address is the same at every launch, so each launch's memory can be freed. Memory of graphs cannot be
-        shared, so the other arguments of :meth:`Buffer.free` have no effect.
+        The address is the same at every launch, so this may be called after each launch. Memory of graphs cannot be
+        shared, so ``still_imported`` and ``timeout`` have no effect.
 
         Raises
         ------
@@ -655,13 +676,14 @@ class GraphBuffer(Buffer):
         return free_refused(result, ordered)
 
     def _belongs_to(self, capture: object) -> bool:
-        # A capture may join streams of this package and of other code: the driver decides then.
+        # One capture may contain streams of this package and of other code. So if either capture is unknown, the driver
+        # decides.
         return capture is self._capture or None in (capture, self._capture)
 
 
 class _Graphs(NamedTuple):
-    """The part of a :class:`Capture` that buffers read, its attribute ``graph``, for a graph that is built node by
-    node.
+    """Stand-in for a :class:`Capture` where a graph is built node by node: buffers read its attribute ``graph``
+    on
     """
 
     graph: Graph
@@ -703,7 +725,7 @@ class _FreeDropped(Deferred):
 
 
 def pool_of(buffer: Buffer) -> object:
-    """The pool that a buffer's memory is in."""
+    """Return the pool that a buffer's memory is in; None if this package does not know it."""
     return buffer._allocator._pool_of(buffer)
 
 
@@ -711,7 +733,8 @@ def past_caches(buffer: Buffer) -> Buffer:
     """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer behind a cached
     one.
 
-    Cached memory leaves its cache for good. A free of the cached buffer then frees the pool's one.
+    The call takes cached memory out of its cache for good. A later free of the cached buffer frees the pool's
+    buff
     """
     return buffer._past_caches()
 
@@ -728,18 +751,20 @@ def set_shared(buffer: Buffer, state: SharedState) -> None:
 
 
 def freed_already(buffer: Buffer) -> ClosedError:
-    """Return the error for a second free."""
+    """Return the error for a free of a buffer that was freed before; the caller raises it."""
     return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
 
 
 def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
-    """Free a shared buffer on a stream with this ``CUstream``. If the driver refuses, the buffer stays shared."""
+    """Free a shared buffer on ``stream``, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``), even if other
+    processes have it open. If the driver refuses, this raises CudaError, and the buffer stays shared.
+    """
     buffer._free_on(stream, handle)
 
 
 def free_refused(result: Any, stream: Stream) -> CudaError:
-    """Return the exception for a free that the driver refused: a :class:`CaptureError` if the stream is being
-    captured.
+    """Return the exception for a free that the driver refused with ``result``. The driver answers
+    CUDA_ERROR_INVALID_VALUE for foreign memory in a capture: that becomes a :class:`CaptureError`.
     """
     if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
         return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
@@ -747,8 +772,8 @@ def free_refused(result: Any, stream: Stream) -> CudaError:
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Take the ``CUdeviceptr`` of a shared buffer, which then counts as freed; the caller frees the memory. Returns
-    None if it was freed already.
+    """Return the ``CUdeviceptr`` of a shared buffer, and mark the buffer as freed: the caller frees the memory. Returns
+    None if the buffer was freed already.
     """
     shared = buffer._shared
     buffer._shared = None

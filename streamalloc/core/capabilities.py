@@ -1,5 +1,4 @@
-"""Capabilities of a device: the properties that a program must query, by NVIDIA's documentation, before it uses the
-memory APIs.
+"""Capabilities of a device: what NVIDIA's documentation tells programs to query before they use the memory APIs.
 
 The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
 capability is one new field.
@@ -113,7 +112,9 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
 
 
 def query_capabilities(session: Session, ordinal: int) -> Capabilities:
-    """Query every capability of a device (``cuDeviceGetAttribute``)."""
+    """Query every capability of a device (``cuDeviceGetAttribute``). What the bindings or the driver do not know is
+    None.
+    """
     found: dict[str, Any] = {}
     for item in dataclasses.fields(Capabilities):
         if item.metadata["attribute"] is not None:

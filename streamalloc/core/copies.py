@@ -40,7 +40,8 @@ class Copyable(MemoryBase):
     def fill(
         self, value: int | bytes | np.generic, stream: StreamLike | None = None, *, width: int | None = None
     ) -> None:
-        """Fill with a pattern of 1, 2 or 4 bytes (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
+        """Fill with a pattern of 1, 2 or 4 bytes, in stream order (``cuMemsetD8Async``, ``cuMemsetD16Async``,
+        ``cuMemsetD32Async``).
 
         Parameters
         ----------
@@ -77,9 +78,10 @@ class Copyable(MemoryBase):
             ordered._in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
     def tobytes(self, stream: StreamLike | None = None) -> bytes:
-        """Copy to the host, wait for the stream, and return the bytes.
+        """Copy all bytes to the host (``cuMemcpyAsync``), wait for the stream, and return them.
 
-        ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` is the way back.
+        ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` copies such bytes to new
+        memory.
         """
         host, ordered = np.empty(self.nbytes, np.uint8), self._ordered_on(stream)
         Copyable.copy_to(self, host, ordered)
@@ -95,7 +97,8 @@ class Copyable(MemoryBase):
             Memory of this package, of any device; an object with ``__cuda_array_interface__``; or a writable,
             contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
         stream
-            The stream to queue on (default: the memory's own). The copy runs under its device's context.
+            The stream to queue on (default: the memory's own). The context of its device is current for the driver
+            call.
         options
             As for :func:`copy_batch`, which then makes the copy.
 
@@ -140,22 +143,30 @@ class CopySide:
 
     @classmethod
     def of(cls, memory: MemoryBase) -> Self:
-        """Return memory of this package as a side of a copy."""
+        """Return memory of this package as a side of a copy. Raises ClosedError if it was freed, EvictedError if it is
+        evicted.
+        """
         memory._check_usable()
         return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
 
     @classmethod
     def readable(cls, source: object, session: Session) -> Self:
-        """Return the source of a copy: memory of ours or of another library, or an object with the buffer protocol."""
+        """Return ``source`` as the source of a copy: memory of this package, an array with
+        ``__cuda_array_interface__``, or an object with the buffer protocol. Raises TypeError, ValueError.
+        """
         return cls._of_argument(source, session, "source", writable=False)
 
     @classmethod
     def writable(cls, target: object, session: Session) -> Self:
-        """Return the target of a copy."""
+        """Return ``target`` as the target of a copy; its types are those of :meth:`readable`. Raises TypeError,
+        ValueError, also for read-only memory.
+        """
         return cls._of_argument(target, session, "target", writable=True)
 
     def ordered_before(self, stream: Stream) -> None:
-        """Have a stream wait until the memory may be used."""
+        """Have a stream wait for the work that this side's memory names, such as the stream of another library's array
+        (``cuStreamWaitEvent``).
+        """
         if type(self.keep) in kinds:
             self.keep._await_on(stream)  # type: ignore[attr-defined]
         elif self.after is not None:
@@ -164,7 +175,9 @@ class CopySide:
                 stream.wait(Stream.of_handle(device, self.after, self.keep))
 
     def access_hint(self, stream: Stream) -> str:
-        """Return the likely reason why the driver refuses a stream's device the use of the memory."""
+        """Return the likely reason why the driver refuses a copy of this memory on ``stream``, as an error's hint;
+        ``""`` if none is known.
+        """
         if isinstance(self.keep, MemoryBase):
             return self.keep._access_hint(stream)
         if self.ordinal in (None, stream.device.ordinal):
@@ -209,8 +222,8 @@ class CopySide:
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
-    """Make a plain copy, of equal sizes on one device, by a direct call. Returns False for other copies. ``writing``:
-    ``ours`` is the target.
+    """Make a plain copy, of equal sizes on one device, by a direct call. Returns False if the caller must make the copy
+    the general way. ``writing``: ``ours`` is the target, otherwise the source.
     """
     ptr, ordinal = ours._ptr, ours._ordinal
     if ptr is None or ordinal is None:
@@ -256,7 +269,9 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
 
 
 def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
-    """Queue a copy. If another device owns one of the two sides, use the peer call, which needs no access."""
+    """Queue a copy of all bytes on ``stream`` (``cuMemcpyAsync``). If another device than the stream's owns a side, the
+    call is ``cuMemcpyPeerAsync``, which needs no access. Raises ValueError for sides of different sizes.
+    """
     if target.nbytes != source.nbytes:
         raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
     if not target.nbytes:
@@ -284,9 +299,11 @@ def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
 
 
 def kernels_may_use(memory: MemoryBase, blocks: Any, nbytes: int, stream: Stream, *, write: bool) -> bool:
-    """Whether kernels of a stream may use blocks of memory, at these addresses.
+    """Whether kernels of ``stream`` may use these blocks of ``memory``, each of ``nbytes`` bytes. ``write``: the
+    kernels write to them.
 
-    The driver refuses a copy of other memory. A kernel there would end the context.
+    The driver refuses a copy that it does not allow. A kernel that copies is not checked: it would fault, and end the
+    context.
     """
     return stream.device == memory.stream.device and memory._kernels_may_use(blocks, nbytes, write)
 
@@ -300,9 +317,10 @@ def queue_batch(
     runs: Sequence[int] = (0,),
     hint: str | Callable[[], str] = "",
 ) -> None:
-    """Queue copies in one driver call (``cuMemcpyBatchAsync``). Sizes are in bytes.
+    """Queue copies of ``sizes[i]`` bytes from address ``sources[i]`` to ``targets[i]`` (``cuMemcpyBatchAsync``).
 
-    ``attributes[i]`` applies to the copies from index ``runs[i]`` on. Default: all sources are read in stream order.
+    ``attributes[j]`` applies to the copies from index ``runs[j]`` on. Default: all sources are read in stream order.
+    ``hint``: text for the error, or a function that returns it.
     """
     if not attributes:
         in_order = cuda.CUmemcpyAttributes()
@@ -320,7 +338,8 @@ _Overlap = Literal["default", "prefer_overlap_with_compute"]
 
 @dataclass(frozen=True, slots=True)
 class CopyOptions:
-    """Options of a copy of :func:`copy_batch` (``CUmemcpyAttributes``).
+    """Options of copies (``CUmemcpyAttributes``), for :func:`copy_batch`, :meth:`Memory.copy_to` and
+    :meth:`Memory.copy_from`.
 
     Attributes
     ----------
@@ -330,7 +349,7 @@ class CopyOptions:
     src_location_hint, dst_location_hint
         Location to assume for managed memory; None for no hint.
     overlap_mode
-        ``"prefer_overlap_with_compute"`` asks to run beside kernels.
+        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels r
     """
 
     src_access_order: _Order = "stream"

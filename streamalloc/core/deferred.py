@@ -358,8 +358,8 @@ class DeferredQueue:
 
 
 def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more: threading.RLock) -> T:
-    """Call ``act`` under these locks unless another thread holds one of them. For finalisers, which must not wait for a
-    lock.
+    """Call ``act`` under ``lock`` and ``more`` and return its result; return ``otherwise`` if another thread holds one
+    of them. For finalisers, which must not wait for a lock.
     """
     free: list[bool] = []
     try:
@@ -383,7 +383,7 @@ def _make(session: Session) -> DeferredQueue:
 
 
 deferred_queue: PerDriver[DeferredQueue] = PerDriver(_make)
-"""The queue of a driver."""
+"""The queue of ends of a driver: ``deferred_queue(session)``."""
 
 
 class HandleEnd(Deferred):
@@ -407,8 +407,8 @@ class HandleEnd(Deferred):
 
 
 def end_handle(session: Session, call: str, raw: Any) -> Any:
-    """End a handle by one driver call, or later by an item if the driver refuses now. Returns the ``CUresult``.
-    Finalisers call this too: it waits for nothing.
+    """End the handle ``raw`` by driver function ``call``, or later by an item if the driver refuses now. Returns the
+    ``CUresult``. Finalisers call this too: it waits for nothing.
     """
     result = getattr(session.driver, call)(raw)[0]
     if result and not is_gone(error_from(result, call)):
@@ -426,8 +426,8 @@ def work(session: Session, most: int | None = None) -> int:
 
 
 def work_all(hidden: type[Exception] = CudaError) -> int:
-    """Attempt the items of all drivers' queues. Returns the number of items that are left. ``hidden``: errors that are
-    not raised.
+    """Attempt the items of all drivers' queues. Returns the number of items that are left. ``hidden``: class of the
+    errors that are not raised.
     """
     queues = [deferred_queue(session) for session in sessions()]
     for queue in queues:

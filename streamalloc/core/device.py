@@ -83,7 +83,7 @@ class Device:
 
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
-        """Every device of a driver."""
+        """The devices of a driver in the order of their ordinals (``cuDeviceGetCount``)."""
         session = session_for(None, driver)
         return [cls._of(ordinal, session) for ordinal in range(int(session.call("cuDeviceGetCount")))]
 
@@ -113,7 +113,7 @@ class Device:
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """Major and minor compute capability."""
+        """Major and minor number of the compute capability (``cuDeviceGetAttribute``)."""
         return self.attribute("COMPUTE_CAPABILITY_MAJOR"), self.attribute("COMPUTE_CAPABILITY_MINOR")
 
     @property
@@ -128,7 +128,7 @@ class Device:
 
     @property
     def supports(self) -> Capabilities:
-        """Capabilities of the device; a dataclass that prints as a table."""
+        """Capabilities of the device, queried at each read (``cuDeviceGetAttribute``); prints as a table."""
         from streamalloc.core.capabilities import query_capabilities
 
         return query_capabilities(self._session, self.ordinal)
@@ -140,16 +140,17 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The calling thread's default stream. Memory that was allocated on it and that another thread frees is freed
-        on the legacy stream.
+        """The calling thread's default stream. If another thread frees memory that was allocated on it, the free is
+        queued on the legacy stream.
 
-        Synchronise it before its thread ends: driver 580 hangs if it then still works on memory of pools.
+        Synchronise the stream before its thread ends: driver 580 hangs if the stream then still works on memory of
+        pools.
         """
         return per_thread_stream(self)
 
     @property
     def graph_memory(self) -> GraphMemory:
-        """The memory that graphs of this device hold."""
+        """The memory that graphs of this device use and reserve, apart from its pools."""
         from streamalloc.core.graph import GraphMemory
 
         return GraphMemory(self)
@@ -174,13 +175,21 @@ class Device:
         return int(self._session.call("cuDeviceGetAttribute", member, self.ordinal))
 
     def memory_info(self) -> MemoryInfo:
-        """Free and total memory in bytes (``cuMemGetInfo``). Deferred releases that are possible now are made first."""
+        """Return the free and total memory in bytes (``cuMemGetInfo``), after the deferred releases that are possible
+        now.
+        """
         work(self._session)
         free, total = self._session.call_in(self.ordinal, "cuMemGetInfo")
         return MemoryInfo(int(free), int(total))
 
     def can_access(self, peer: Device) -> bool:
-        """Whether this device can reach ``peer``'s memory directly (``cuDeviceCanAccessPeer``); True for itself."""
+        """Whether this device can reach ``peer``'s memory directly (``cuDeviceCanAccessPeer``); True for itself.
+
+        Raises
+        ------
+        ValueError
+            ``peer`` belongs to another driv
+        """
         if peer._session is not self._session:
             raise ValueError(f"{peer!r} belongs to another driver than {self!r}")
         return peer.ordinal == self.ordinal or bool(
@@ -188,7 +197,7 @@ class Device:
         )
 
     def create_stream(self, *, blocking: bool = False, priority: int = 0, name: str = "") -> Stream:
-        """A new stream (``cuStreamCreateWithPriority``).
+        """Create a stream (``cuStreamCreateWithPriority``).
 
         Parameters
         ----------
@@ -204,7 +213,18 @@ class Device:
         return OwnStream._create(self, blocking, priority, name)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
-        """A new event; see :class:`Event` for the options."""
+        """Create an event (``cuEventCreate``).
+
+        Parameters
+        ----------
+        timing, blocking_sync, interprocess
+            As for :class:`Event`.
+
+        Raises
+        ------
+        ValueError
+            Both ``timing`` and ``interprocess`` were giv
+        """
         return Event(self, timing=timing, blocking_sync=blocking_sync, interprocess=interprocess)
 
     def synchronize(self) -> None:
@@ -214,7 +234,9 @@ class Device:
         work(self._session, MOST_PER_SYNC)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """A ``with`` block in which the device's primary context is current on this thread."""
+        """Return a ``with`` block in which the device's primary context is current on this thread
+        (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
+        """
         return self._session.current(self.ordinal)
 
     def __eq__(self, other: object) -> bool:
@@ -252,8 +274,8 @@ FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channe
 
 
 def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """Return the location of a device or of its ordinal, or the given location. ``name``: the argument's name, for
-    errors.
+    """Return the location that ``where`` names: a device, an ordinal, or a location. Otherwise raise TypeError, with
+    the argument's ``name`` and the text ``allowed``.
     """
     if type(where) is int:
         return MemLocation.device(where)
@@ -264,7 +286,9 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
 
 
 def session_for(where: object, driver: Driver | None) -> Session:
-    """The session of the driver of ``where`` if that is a device; otherwise of ``driver``, or of the default driver."""
+    """Return the session of the driver of ``where`` if that is a device; otherwise of ``driver``, or of the default
+    driver. Raises ValueError if ``where`` and ``driver`` disagree.
+    """
     if not isinstance(where, Device):
         return Session.of(driver if driver is not None else default_driver())
     if driver is not None and driver is not where.driver:
@@ -273,14 +297,18 @@ def session_for(where: object, driver: Driver | None) -> Session:
 
 
 def check_device(name: str, device: object, session: Session | None = None) -> None:
-    """Raise unless ``device`` is a Device of the session's driver. ``name``: the argument's name, for errors."""
+    """Raise TypeError if ``device`` is not a Device, ValueError if it belongs to another driver than ``session``'s.
+    ``name``: the argument's name, for errors.
+    """
     found = checked_type(name, device, Device)
     if session is not None and found._session is not session:
         raise ValueError(f"{name}={device!r} belongs to another driver")
 
 
 def check_location(session: Session, location: MemLocation) -> None:
-    """Raise ``ValueError`` if the driver does not have the location's device."""
+    """Raise ``ValueError`` for a location on a device that the driver does not have (``cuDeviceGetCount``), or that
+    only other processes see.
+    """
     if not location.seen:
         raise ValueError(f"location={location}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:
@@ -290,8 +318,8 @@ def check_location(session: Session, location: MemLocation) -> None:
 
 
 def known_location(session: Session, name: str, where: object) -> MemLocation:
-    """Return the location of an argument. Raise ``ValueError`` if it is of another driver, or the driver has no such
-    device. ``name``: the argument's name.
+    """Return the location that ``where`` names (:func:`location_of`). Raise ``ValueError`` if it is of another driver,
+    or ``session``'s driver has no such device. ``name``: the argument's name, for errors.
     """
     location = location_of(name, where)
     if isinstance(where, Device):

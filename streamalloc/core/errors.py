@@ -269,8 +269,8 @@ def is_gone(error: CudaError) -> bool:
     return isinstance(error, (*LOST, InvalidHandleError))
 
 
-# Answers by exception class, without the prefix CUDA_ERROR_. All other answers are a plain CudaError. If the package
-# itself refuses a call, the error has the first answer of its class.
+# Answers by exception class, without the prefix CUDA_ERROR_. Answers that are not listed become a plain CudaError. If
+# the package itself refuses a call (`refused`), the error has the first answer of its class.
 _ANSWERS: dict[type[CudaError], str] = {
     InvalidValueError: "INVALID_VALUE",
     OutOfMemoryError: "OUT_OF_MEMORY",
@@ -297,8 +297,8 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# Exception classes and hints for answers that mean something else for certain functions. A key is the first word of the
-# function's name after "cu", and the answer.
+# Exception classes and hints of functions for which an answer has another meaning than usual: CUDA_ERROR_OUT_OF_MEMORY
+# of a multicast call is not about memory. A key is the first word of the function's name after "cu", and the answer.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -339,8 +339,9 @@ _HINTS = {
 
 
 def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
-    """Return the exception for a ``CUresult`` other than success. ``figures`` are arguments of
-    :class:`OutOfMemoryError`, and empty for other answers.
+    """Return the exception for ``result``, a ``CUresult`` other than success, which driver function ``call`` returned.
+    ``hint``: the usual cause and its remedy, in place of a general one. ``figures``: attributes of
+    :class:`OutOfMemoryError`, none for other answers.
     """
     name = str(getattr(result, "name", result))
     subject = re.match("cu([A-Z][a-z]*)", call)
@@ -350,9 +351,11 @@ def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaEr
 
 
 def refused(kind: type[E], call: str, why: str) -> E:
-    """The exception for a driver call that was not made, because it would fail or do harm.
+    """Return the exception of class ``kind`` for driver function ``call``, which was not called: it would fail or do
+    harm.
 
-    Its class is that of the answer that the driver would give. ``asked`` is False.
+    ``why``: the reason, for the message. The exception has the name and number that the driver would answer, and
+    ``asked`` is False.
     """
     # Not imported with this module, which pytest's plugin loads in every run.
     from streamalloc.driver.internal import cuda
@@ -364,7 +367,7 @@ def refused(kind: type[E], call: str, why: str) -> E:
 
 
 def warn(text: str, kind: type[Warning]) -> None:
-    """Issue a warning at the program's line that called the package."""
+    """Issue a warning of class ``kind`` that names the line of the program which called the package."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -374,7 +377,7 @@ def warn(text: str, kind: type[Warning]) -> None:
 
 
 def attach(first: BaseException, later: BaseException) -> None:
-    """Add an error of an undo to the first error, as a note (Python 3.11 and newer show it)."""
+    """Add ``later``, an error of an undo, to ``first`` as a note, which Python 3.11 and newer show."""
     notes = [*getattr(first, "__notes__", ()), f"while undoing: {type(later).__name__}: {later}"]
     first.__notes__ = notes  # type: ignore[attr-defined]
 
@@ -401,7 +404,9 @@ class undoing:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Call all functions even if some raise a ``CudaError``, then raise the first error with later errors attached."""
+    """Call all functions, also after one has raised a ``CudaError``. Then raise the first error, with the later ones
+    attached.
+    """
     first: CudaError | None = None
     for undo in undos:
         try:
@@ -420,5 +425,7 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
-    """Return the error for a function or attribute that this driver or these bindings lack."""
+    """Return the error for ``call``, a function or attribute that this driver or these bindings lack. ``needed`` and
+    ``found`` name versions, for the message.
+    """
     return refused(NotSupportedError, call, f"needs {needed}, found {found}")

@@ -24,7 +24,9 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 
 class EventLike(Protocol):
-    """Type of an event of cuda.core. :func:`foreign_event` recognises one by its class's module and this attribute."""
+    """Type of an event of cuda.core. :func:`foreign_event` recognises one by the module of its class and the attribute
+    ``is_done``.
+    """
 
     @property
     def is_done(self) -> bool: ...
@@ -47,19 +49,19 @@ class Spares(list[Any]):
         """False once the stream has ended: then no event is kept."""
 
     def keep(self, raw: Any, session: Session) -> None:
-        """Keep an event, or destroy it if another thread has closed the stream."""
+        """Keep ``raw`` (``CUevent``) for a later record, or destroy it if another thread has closed the stream."""
         # Appended before the check: otherwise a close between the two would leave the event in the list for ever.
         self.append(raw)
         if not self.open:
             self.destroy_all(session)
 
     def end(self, session: Session) -> None:
-        """Destroy all events, and keep no more."""
+        """Destroy all events (``cuEventDestroy``), and keep none from now on: the stream has ended."""
         self.open = False
         self.destroy_all(session)
 
     def destroy_all(self, session: Session) -> None:
-        """Destroy the events that are kept now."""
+        """Destroy the events that are kept now (``cuEventDestroy``). Later ones may still be kept."""
         for raw in drained(self.pop):
             end_handle(session, "cuEventDestroy", raw)
 
@@ -77,6 +79,11 @@ class Event(Closes, Shareable, Shown):
         Whether :meth:`synchronize` sleeps rather than spins.
     interprocess
         Whether other processes can open it; such an event cannot measure time.
+
+            Raises
+            ------
+            ValueError
+                Both ``timing`` and ``interprocess`` were giv
     """
 
     __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")
@@ -216,7 +223,9 @@ class Event(Closes, Shareable, Shown):
             self._session.release(self, "cuEventDestroy")
 
     def _kept_for_later(self) -> bool:
-        """Keep the driver's event for the next record of its stream. Returns False if the event must be destroyed."""
+        """Keep the driver's event for the next record of its stream. Returns False if it must be destroyed: the stream
+        has ended or has enough events, or the event was recorded in a capture.
+        """
         spare = self._spare
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
@@ -248,7 +257,9 @@ class Event(Closes, Shareable, Shown):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """Whether the answer of a query means that the work is done. Raises for an error."""
+    """Whether ``result``, the answer of a query, means that the work is done. Raises CudaError for an answer that is an
+    error; ``call`` names the query.
+    """
     if not result:
         return True
     if result == _NOT_READY:
@@ -329,7 +340,9 @@ waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKe
 
 
 def _has_finished(event: Event) -> bool:
-    """Whether an event has completed. If so, the driver has seen that the frees before it have run."""
+    """Whether an event has completed. If so, this also synchronises with it, so that the driver reuses the memory of
+    the frees before it.
+    """
     # In another capture mode, a query would invalidate captures of other streams.
     with event._session.relaxed():
         if not event.query():

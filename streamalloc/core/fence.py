@@ -1,4 +1,4 @@
-"""Fences, and calls that come after the work of streams. Whoever has to come after work chooses by what it may do:
+"""Fences, and calls that come after the work of streams. Code that has to come after work chooses by what it may do:
 
 ===============================  ===================================================================================
 may                              takes
@@ -11,8 +11,9 @@ queue work after one stream      :func:`ordered_after`, even if the stream is cl
 record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
 ===============================  ===================================================================================
 
-None of these invalidates a capture, save that :func:`all_work` does not spare captures by other code on streams that
-this package does not know. :func:`queue_behind` turns it round: an item is attempted before a stream gets more work.
+None of these invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code of
+streams that this package does not know. :func:`queue_behind` is the opposite: an item is attempted before a stream gets
+more work.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class Fence:
     context or the legacy stream while somebody captures, because it would invalidate the capture. A stream of ours that
     was closed or dropped has left an event after its work. A lost context has no work left.
 
-    Several threads may ask one fence, finalisers' items too, so it has no lock: a lock held while streams are recorded
-    would be one more that a thread with a stream's lock waits for. Two threads may then record one stream twice. Both
-    tuples are right, so it does not matter which one stays.
+    Several threads may ask one fence, also by items of finalisers. It has no lock: while one thread recorded streams
+    under such a lock, a thread that holds a stream's lock could wait for it, and both would wait for ever. So two
+    threads may record one stream twice. Both tuples are right, and either may stay.
 
-    The per-thread default stream, if it is given, stands for that of the thread that makes the fence. On another thread
-    the handle names another stream, so there the record comes after those of all threads, as for ``in_item``.
+    A per-thread default stream among the ends is that of the thread that makes the fence. On another thread the handle
+    names another stream. So there, and with ``in_item``, the record comes after the per-thread streams of all threads.
 
     Parameters
     ----------
@@ -87,9 +88,10 @@ class Fence:
     without
         Streams to leave out.
     in_item
-        Whether a deferred item makes it, on any thread.
+        Whether a deferred item makes the fence. Any thread may attempt an item, so none counts as the one that named
+        the ends.
     queueing
-        Whether this thread has yet to queue some of the work: see :attr:`queueing`.
+        Whether this thread still has to queue some of the work: see :attr:`queuein
     """
 
     __slots__ = ("_ends", "_thread", "began", "queueing", "session")
@@ -118,15 +120,17 @@ class Fence:
         self.record()
 
     def record(self) -> None:
-        """Record the streams now if possible, so that the fence does not wait for their later work. Does not raise
-        errors of the driver.
+        """Record the streams now if possible, so that the fence does not wait for their later work. Errors of the
+        driver are hidden: a later question records again.
         """
         if not self.queueing:
             with contextlib.suppress(CudaError):
                 self._recorded()
 
     def done(self) -> bool:
-        """Whether the work is done. If so, the host has synchronised with it. The host does not wait."""
+        """Whether the work is done, without waiting. If so, the host has also synchronised with it, so that pools reuse
+        the memory of its frees.
+        """
         if self.queueing:
             return False
         with self.session.relaxed():
@@ -156,7 +160,8 @@ class Fence:
                         end.synchronize()
 
     def precede(self, stream: Stream) -> None:
-        """Order later work of ``stream`` after this work, or after as much of it as is queued by now.
+        """Order later work of ``stream`` after this fence's work (``cuStreamWaitEvent``), or after as much of it as is
+        queued by now.
 
         Raises
         ------
@@ -210,8 +215,8 @@ def known_ends(session: Session) -> list[Event | Stream]:
 
 
 def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
-    """Return the known streams: ours, default streams that were used, and those of libraries. With ``closed``, also
-    closed ones that may have work.
+    """Return the known streams: ours, default streams that were used, and those of libraries. ``closed``: also streams
+    that their libraries have closed and that may have work.
     """
 
     def counts(stream: Stream) -> bool:
@@ -225,29 +230,34 @@ def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
 
 
 def _may_work(end: Event | Stream) -> bool:
-    """Whether an end is a library's stream that was closed and may have work, as the device has not been idle since."""
+    """Whether ``end`` is a library's stream that was closed and may still have work: the device was not idle since
+    then.
+    """
     return isinstance(end, LibraryStream) and end.closed and not end.drained
 
 
 def _unknown_end(stream: Event | Stream, call: str) -> CudaError:
-    """Return the error of a call that would have to come after the work of a stream of :func:`_may_work`."""
+    """Return the error for driver function ``call``, which would have to come after the work of a stream that its
+    library has closed (:func:`_may_work`).
+    """
     why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
     return refused(NotReadyError, call, why)
 
 
 def _captured_elsewhere(stream: Stream) -> bool:
-    """Whether other code captures a stream."""
+    """Whether other code captures a stream (``cuStreamIsCapturing``); False if the driver refuses to say."""
     with contextlib.suppress(CudaError, ClosedError):
         return stream.capturable and stream.capturing
     return False
 
 
 def all_work(device: Device) -> tuple[Event, ...]:
-    """An event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
+    """Return an event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
 
-    The call invalidates every capture in the context. So while this library captures a stream, or other code captures a
-    stream that this library knows, the host waits for the work instead, and the tuple is empty. A host that waits
-    anyway calls :func:`await_device`, which also spares the captures of streams that this library does not know.
+    The driver call invalidates every capture in the context. So while this package captures a stream, or other code
+    captures a stream that this package knows, the host waits for the work instead, and the tuple is empty. A caller
+    that waits on the host anyway calls :func:`await_device`, which also spares captures of streams that this package
+    does not know.
     """
     session = device._session
     queue = deferred_queue(session)
@@ -261,16 +271,21 @@ def all_work(device: Device) -> tuple[Event, ...]:
 
 
 def await_device(session: Session, ordinal: int) -> None:
-    """Block the host until all work of a device is done, without invalidating captures of any code (``cuMemFree``).
+    """Block the host until all work of a device is done, without invalidating captures of any code.
 
-    ``cuCtxSynchronize`` and ``cuCtxRecordEvent`` would invalidate captures, whatever the mode of the capture and of the
-    thread. The captured stream may be one that only another library knows, so they are never called here. While
-    ``cuMemFree`` waits, driver 580 blocks all threads that need the context. So the host first waits for the streams
-    that are known.
+    The function allocates one byte and frees it: ``cuMemFree`` waits for the whole device and, in the relaxed mode,
+    leaves captures valid. ``cuCtxSynchronize`` and ``cuCtxRecordEvent`` would invalidate captures in any mode, also
+    that of a stream which only another library knows. While ``cuMemFree`` waits, driver 580 blocks all threads that
+    need the context. So the host first waits for the known streams.
+
+    Raises
+    ------
+    CudaError
+        The driver refused a call. An item frees the byte lat
     """
     fence = Fence(session, queueing=True)
-    # Made with ``queueing``, so that the constructor recorded nothing: it hides errors of the driver. The next line
-    # records the streams, and raises them.
+    # The constructor hides errors of the driver, so with ``queueing`` it records nothing. The next two lines record the
+    # streams, and raise such errors.
     fence.queueing = 0
     fence.synchronize()
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):
@@ -294,8 +309,8 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
         # Per-thread default streams are blocking streams, so the legacy stream comes after those of all threads.
         stream = legacy_stream(stream.device)
     elif isinstance(stream, LegacyStream):
-        # Not on the legacy stream itself, where later work of all blocking streams would wait for the record. Work of a
-        # new blocking stream runs after all queued work of the legacy stream, too.
+        # Not on the legacy stream itself: later work of all blocking streams would wait for the record there. A new
+        # blocking stream also comes after all queued work of the legacy stream.
         return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
     return record_uncaptured(stream)
 
@@ -311,10 +326,10 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
 
 
 def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
-    """Attempt an item of :func:`queue_behind` now. For finalisers, which hold the object that the item releases.
+    """Attempt ``item`` of :func:`queue_behind` now, instead of before the next work of ``stream``. For finalisers.
 
-    ``others`` are further streams that the item uses. Nothing is done if another thread is closing one of the streams,
-    beginning a capture, or attempting an item on them: a finaliser must not wait for a lock.
+    ``others``: further streams that the item uses. If another thread closes one of these streams, begins a capture, or
+    attempts an item on them, nothing is done: a finaliser must not wait for a lock.
     """
 
     def attempt() -> None:
@@ -326,16 +341,18 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
 
 
 def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
-    """Call ``act`` with the stream. If it was closed, call it with a new stream ordered after its work.
+    """Call ``act`` with ``stream`` and return its result. If the stream was closed, ``act`` gets a new stream that is
+    ordered after the work of the closed one.
 
-    For a per-thread default stream, ``act`` gets the legacy stream, which is ordered after those of all threads:
-    deferred items end on any thread, where the handle would name another stream. During the call no other thread closes
-    the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so during a
-    call with one this package begins no capture at all.
+    Instead of a per-thread default stream, ``act`` gets the legacy stream, which is ordered after the per-thread
+    streams of all threads: deferred items end on any thread, where the handle names another stream.
 
-    The work of a library's stream that was closed counts as done only once the device was idle. :func:`await_closed`
-    waits for that. This function does not, because deferred items call it, and the device may be waiting for the thread
-    that attempts them.
+    During the call no other thread closes the stream or begins to capture it. Work on a default stream would invalidate
+    captures of other streams, so during a call with one this package begins no capture at all.
+
+    A stream that its library has closed counts as done only once the device was idle. :func:`await_closed` waits for
+    that. This function does not: deferred items call it, and the device may be waiting for the thread that attempts
+    them.
 
     Raises
     ------
@@ -347,8 +364,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if isinstance(stream, DefaultStream):
         stream = legacy_stream(stream.device)
     if not stream.closed:
-        # This attempts items of queue_behind, which may need the locks of other streams. Below, under this stream's
-        # lock, two threads could then wait for each other.
+        # This attempts items of queue_behind, which may take the locks of other streams. If they were attempted below,
+        # under this stream's lock, two threads could wait for each other.
         stream._checked_raw()
 
     def use() -> tuple[T] | None:
@@ -375,29 +392,34 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
-    """Call ``act`` with a new stream, and close the stream.
+    """Call ``act`` with a new stream, and close the stream. Returns the result of ``act``.
 
-    It is non-blocking by default: if a blocking stream waited, the legacy stream and through it all blocking streams
-    would wait, too.
+    The stream is non-blocking by default. If a blocking stream waited for work, the legacy stream would wait, too, and
+    with it all other blocking streams.
     """
     with device.create_stream(blocking=blocking) as substitute:
         return act(substitute)
 
 
 def await_closed(stream: Stream) -> None:
-    """Block the host until the work of a stream is done if its library has closed it."""
+    """Block the host until the work of a stream is done if its library has closed it (:func:`await_device`). For other
+    streams return at once. Raises CudaError.
+    """
     if _may_work(stream):
         await_device(stream._session, stream.device.ordinal)
 
 
 def await_closed_streams(session: Session) -> None:
-    """Block the host as :func:`await_closed` does, for all known streams."""
+    """Block the host until the work of all streams is done that their libraries have closed (:func:`await_closed`)."""
     for stream in members(known_streams(session)):
         await_closed(stream)
 
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
-    """Call ``act`` with a new stream that is ordered after the work of an ended stream: see :func:`end_of`."""
+    """Call ``act`` with a new stream of ``device`` that is ordered after ``last``, the list of an ended stream
+    (:func:`end_of`). If that list is empty, the new stream is ordered after all known streams. Raises CaptureError,
+    NotReadyError.
+    """
 
     def after_its_work(substitute: Stream) -> T:
         if last and not last[0].closed:
@@ -414,9 +436,10 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
     """Call ``act``, which queues a record or a wait for a deferred item, unless the stream is captured or closed.
     Returns whether it was called.
 
-    During the call no other thread closes the stream or begins to capture it through this library. Other code may
-    capture a stream that this package did not make. Such a stream is used only on its own thread. ``mine`` says that
-    the caller runs on that thread. So does a thread that is about to queue work on the stream (:func:`queue_behind`).
+    During the call no other thread closes the stream or begins to capture it through this package. Other code may begin
+    to capture a stream that this package did not make, at any time. Such a stream is used only on the thread that works
+    with it: that of a caller with ``mine``, or one that is about to queue work on the stream and attempts its items
+    first (:func:`queue_behind`).
     """
     mine = mine or isinstance(stream, OwnStream) or threading.get_ident() in stream._attempting
 
@@ -430,7 +453,9 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
-    """Record an event after the queued work of any library's stream; None while the stream is being captured."""
+    """Record an event after the queued work of a stream, ours or another library's, and return it; None while the
+    stream is being captured. Raises ClosedError, CudaError.
+    """
 
     def record() -> Event | None:
         if stream._captured():
@@ -443,10 +468,11 @@ def record_uncaptured(stream: Stream) -> Event | None:
 
 
 def _while_open(stream: Stream, act: Callable[[], T]) -> T:
-    """Call ``act`` while no other thread closes a stream or begins to capture it through this library.
+    """Call ``act`` while no other thread closes ``stream`` or begins to capture it through this package.
 
-    Work on a default stream would invalidate captures of blocking streams, so meanwhile this package begins no capture
-    at all. Items of :func:`queue_behind` are not attempted either, because they take the locks of other streams.
+    If ``stream`` is a default stream, this package begins no capture at all during the call, because the call would
+    invalidate captures of blocking streams. Items of :func:`queue_behind` are not attempted, because they take the
+    locks of other streams.
     """
     queue, me = deferred_queue(stream._session), threading.get_ident()
     is_default = isinstance(stream, DefaultStream)

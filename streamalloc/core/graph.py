@@ -59,7 +59,7 @@ class Graph(Closes):
     @classmethod
     def create(cls, device: Device) -> Self:
         """Make a graph without nodes (``cuGraphCreate``). Raw calls with :attr:`handle`, cuda.core and
-        :meth:`GraphBuffer.add_to` add them.
+        :meth:`GraphBuffer.add_to` add nodes to it.
         """
         graph = cls(device)
         graph._handle._raw = graph._session.call("cuGraphCreate", 0)
@@ -102,8 +102,15 @@ class Graph(Closes):
         Parameters
         ----------
         auto_free_on_launch
-            Before each launch, free the memory of earlier launches that was not freed. Without it, the driver
-            refuses such a launch.
+            Whether each launch first frees the memory of the graph's earlier launches that was not freed. With False
+            the driver refuses such a launch.
+
+                    Raises
+                    ------
+                    ClosedError
+                        The capture has not ended or has failed, or the graph was closed.
+                    InvalidValueError
+                        The driver refuses the graph: a fill or copy uses memory that was freed after its captu
         """
         if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
@@ -120,6 +127,8 @@ class Graph(Closes):
         ------
         InvalidValueError
             Memory of an earlier launch is not freed: see :meth:`instantiate`.
+                    ClosedError
+                        The graph or the stream was closed, or the capture has not end
         """
         self.instantiate()
         target = as_stream(stream, self._session)
@@ -153,17 +162,20 @@ class Capture(contextlib.AbstractContextManager[Graph]):
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
 
-    The order of the begin matters. First the capture is listed, under the lock ``beginning``: from then on no deferred
-    item is attempted, and no thread makes a call that names the legacy stream or a whole context. Such a call after
-    ``cuStreamBeginCapture`` would invalidate the capture, and the program would lose its graph because of a release
-    that it knows nothing of. A thread that is in such a call holds the lock, so the capture waits for it. Next, direct
-    calls are forbidden. In the mode "global" the driver refuses unsafe calls of *all* threads, and each such call
-    invalidates the capture. So the calls of other threads go the checked way, in the relaxed mode. Then the stream's
-    lock is taken, because an item may be freeing memory on it: that free would become a node, and run again with each
-    launch. Only then the driver begins.
+    The steps of the begin, in this order:
 
-    The end goes the other way: the driver ends the capture, the streams run their work again, the capture leaves the
-    list, and the items that have waited are attempted.
+    1. The capture is listed, under the lock ``beginning``. From then on no deferred item is attempted, and no thread
+       makes a call that names the legacy stream or a whole context. Such a call after ``cuStreamBeginCapture`` would
+       invalidate the capture, and the program would lose its graph because of a release that it does not know of. A
+       thread that is in such a call holds the lock, so the capture waits for it.
+    2. Direct calls are forbidden. In the mode "global" the driver refuses unsafe calls of *all* threads, and each such
+       call invalidates the capture. So the calls of other threads go the checked way, in the relaxed mode.
+    3. The stream's lock is taken. An item may be freeing memory on the stream: that free would become a node, and run
+       again with each launch.
+    4. The driver begins (``cuStreamBeginCapture``).
+
+    At the end the driver ends the capture (``cuStreamEndCapture``), the streams run their work again, the capture
+    leaves the list, and the items that have waited are attempted.
     """
 
     def __init__(self, origin: Stream, mode: CaptureMode) -> None:
@@ -238,13 +250,17 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         self.graph._handle._raw = self._session.call("cuStreamEndCapture", self._origin._raw)
 
     def join(self, stream: Stream, event: Event) -> None:
-        """Have a stream wait for an event of this capture, which adds the stream."""
+        """Have ``stream`` wait for ``event`` of this capture (``cuStreamWaitEvent``): the driver then captures the
+        stream, too.
+        """
         with stream._in_use:
             stream._call("cuStreamWaitEvent", event._checked_raw(), 0)
             self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:
-        """Add a stream. Its allocations belong to the graph until the capture ends."""
+        """Add a stream that the driver captures. Until the capture ends, its direct calls are forbidden, and its
+        allocations belong to the graph.
+        """
         stream._capture = self
         stream._forbid_direct()
         self._streams.append(stream)
@@ -305,7 +321,9 @@ class GraphMemory:
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:
-        """All four figures (``cuDeviceGetGraphMemAttribute``)."""
+        """Return the bytes reserved and used, now and at most since the last reset
+        (``cuDeviceGetGraphMemAttribute`
+        """
         return GraphMemoryStatistics(self.reserved, self.reserved_high, self.used, self.used_high)
 
     def reset_peaks(self) -> None:

@@ -63,8 +63,8 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
-# Attributes that may have the handle, in the order of the attempts: the name for error messages, and the function that
-# returns the handle, or None without such an attribute.
+# Ways to read the handle of a library's stream, in the order in which they are tried. Each has a name for error
+# messages, and a function that returns the handle, or None if the object has no such attribute.
 _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
@@ -75,7 +75,7 @@ _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
 
 
 def handle_of_library_stream(stream: object) -> int:
-    """The ``CUstream`` of a library's stream, as a number.
+    """Return the ``CUstream`` of a library's stream, as a number.
 
     Raises
     ------
@@ -119,8 +119,8 @@ class _Named:
 
 
 def closable(stream: Any, number: int) -> Any | None:
-    """The object whose attribute ``is_closed`` tells whether stream ``number`` of a library is closed; None if users
-    cannot close it.
+    """Return the object whose attribute ``is_closed`` says whether stream ``number`` of a library is closed; None if
+    users cannot close the stream.
 
     CuPy and PyTorch keep a stream open while its object lives. For other libraries with ``__cuda_stream__`` this is not
     certain.
@@ -135,7 +135,9 @@ def closable(stream: Any, number: int) -> Any | None:
 
 
 def device_of_library_stream(stream: object) -> int | None:
-    """The device ordinal of a PyTorch or CuPy stream; None for streams of other libraries."""
+    """Return the device ordinal of a PyTorch or CuPy stream; None for streams of other libraries, whose device the
+    driver tells.
+    """
     for name in ("device_index", "device_id"):
         number = getattr(stream, name, None)
         if isinstance(number, int) and number >= 0:
@@ -200,7 +202,7 @@ class LibraryStreams:
         """The entry that was found or kept last. Callers compare its object before they call :meth:`find`."""
 
     def find(self, stream: Any) -> Any | None:
-        """Return the ``Stream`` kept for a library's object; None if there is none."""
+        """Return the ``Stream`` kept for a library's object, and make it :attr:`latest`; None if there is none."""
         entry = self.entries.get(_keys.get(type(stream), id)(stream))
         if entry is None:
             return None

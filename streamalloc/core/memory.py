@@ -98,7 +98,9 @@ class Memory(Copyable, Migrating):
         return TypedView(self, kind, sizes)
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
-        """A view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``."""
+        """Return a view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``. The view keeps
+        this object alive. Raises ValueError if the range is outside of the memory.
+        """
         return self[start:stop]
 
     def __getitem__(self, item: slice) -> BufferView:
@@ -150,7 +152,9 @@ class Memory(Copyable, Migrating):
         return np.asarray(SimpleNamespace(memory=self, __array_interface__=self.__array_interface__))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the memory as a numpy array, without a copy. This works for all element types."""
+        """Return the memory as a numpy array, without a copy unless ``copy`` or another ``dtype`` asks for one. Raises
+        ValueError if the host cannot reach the memory.
+        """
         return np.array(self.as_array(), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
@@ -203,7 +207,7 @@ class Memory(Copyable, Migrating):
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The DLPack device type and number."""
+        """The DLPack device type and number: CUDA and the ordinal, CUDA managed, CUDA host, or CPU."""
         if not self.host_accessible:
             return (CUDA, self.location.id)
         if not self.location.on_host:
@@ -242,7 +246,9 @@ class Memory(Copyable, Migrating):
         return self._ordered_part(stream, dl_device, copy).__dlpack__(max_version=max_version)
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """Return an array of bytes that DLPack exports as this memory. Orders ``stream`` as :meth:`__dlpack__` does."""
+        """Return an array of bytes that DLPack exports as this memory, after the checks of :meth:`__dlpack__`. Orders
+        ``stream`` as that method does. Raises BufferError, ValueError.
+        """
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable:
@@ -271,8 +277,8 @@ class Memory(Copyable, Migrating):
         return part
 
     def _order(self, handle: int, of_host: bool = False) -> None:
-        """Order a stream of other code, which is about to use the memory, after the work of :attr:`stream`.
-        ``of_host``: the stream does not use the memory.
+        """Order stream ``handle`` of other code, which is about to use the memory, after the work of :attr:`stream`.
+        ``of_host``: the host uses the memory and the stream does not, so no use of the stream is recorded.
         """
         ours = self.stream
         if handle != ours._number:
@@ -282,7 +288,9 @@ class Memory(Copyable, Migrating):
 
 
 def _precede(stream: Stream, handle: int) -> None:
-    """Order later work of another library's stream after all queued work of ours."""
+    """Order later work of ``handle``, another library's stream, after all queued work of ``stream`` (``cuEventRecord``,
+    ``cuStreamWaitEvent``).
+    """
     raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
     if raw is not None and handle not in DEFAULT_HANDLES:
         # An event object and a stream object would cost three times as much as both calls.
@@ -360,12 +368,12 @@ class BufferView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """The stream of the memory it is a view of."""
+        """The stream of the viewed memory: that of operations that name no other."""
         return self._parent.stream
 
     @property
     def owner(self) -> object:
-        """The memory it is a view of."""
+        """The memory that this view is a range of."""
         return self._parent
 
     @property
@@ -534,7 +542,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         *,
         options: CopyOptions | None = None,
     ) -> None:
-        """Copy all elements from ``source``, which has the same type and shape. Errors as for :meth:`copy_to`."""
+        """Copy all elements from ``source``, which has the same type and shape (:meth:`Memory.copy_from`). Errors as
+        for :meth:`copy_to`.
+        """
         self._check_form(source, "source")
         super().copy_from(source, stream, options=options)
 
@@ -554,7 +564,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         return TypedView(BufferView(self, offset, math.prod(shape) * self.itemsize), self.dtype, shape)
 
     def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
-        """A view of the elements from ``start`` to ``stop`` of the first dimension; also written
+        """Return a view of the elements from ``start`` to ``stop`` of the first dimension; also written
         ``memory[start:stop]``.
         """
         return self[start:stop]
@@ -617,7 +627,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> npt.NDArray[Any]: ...
     def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """Return a numpy array of host-accessible memory, without a copy; by default of this type and shape."""
+        """Return a numpy array of host-accessible memory, without a copy; by default of this type and shape. Errors as
+        for :meth:`Memory.as_array`.
+        """
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
         return self._parent.as_array(*form)
 
@@ -626,12 +638,16 @@ class TypedView(BufferView, Generic[ScalarT]):
 
 
 def check_usable(memory: Memory) -> None:
-    """Raise if memory cannot be used now: it was freed, evicted or unmapped, or no device has access."""
+    """Raise if memory cannot be used now: ClosedError if it was freed or unmapped, EvictedError if it is evicted,
+    ValueError if no device has access.
+    """
     memory._check_usable()
 
 
 def viewed(memory: Memory) -> tuple[Memory, int]:
-    """Return the memory under a view, and the view's offset in it. Memory that is not a view gives itself and 0."""
+    """Return the memory under a view and under the views that it is a view of, and the offset in bytes. For memory that
+    is not a view: itself and 0.
+    """
     offset = 0
     while isinstance(memory, BufferView):
         offset += memory._offset
@@ -640,8 +656,8 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
 
 
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """The type and shape of memory or of an array; None for other objects. Memory without a type counts as ``uint8``
-    in one dimension.
+    """Return the NumPy type and the shape of memory or of an array; None for other objects. Memory without a type
+    counts as ``uint8`` in one dimension.
     """
     if isinstance(other, MemoryBase):
         dtype = getattr(other, "dtype", None)

@@ -122,10 +122,14 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         return self.address
 
     def _await_on(self, stream: Stream) -> None:
-        """Let ``stream`` wait for contents that so far only :attr:`stream` waits for."""
+        """Have ``stream`` wait for the contents of imported memory, for which only :attr:`stream` waits by itself.
+        Other kinds of memory do nothing.
+        """
 
     def _check_usable(self) -> None:
-        """Raise if the memory exists but cannot be used now. Memory that is gone raises in :attr:`address`."""
+        """Raise if the memory cannot be used now, for example EvictedError. Freed memory raises ClosedError here or in
+        :attr:`address`.
+        """
 
     def _unreadable(self) -> str:
         """The reason why ordinary reads are not valid, such as those of a multicast mapping; empty if they are
@@ -156,11 +160,15 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         yield "stream", self.stream
 
     def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
-        """Whether kernels of the stream's device may use blocks of ``nbytes`` bytes at these addresses."""
+        """Whether kernels of the stream's device may use blocks of ``nbytes`` bytes at the addresses ``blocks``.
+        ``write``: they write to them.
+        """
         return self.device_accessible and not (write and self._read_only(on_host=False))
 
     def _access_hint(self, stream: Stream) -> str:
-        """The likely reason why the driver refuses a stream's device the use of the memory."""
+        """Return the likely reason why the driver refuses work of ``stream`` on the memory, as an error's hint; ``""``
+        if none is known.
+        """
         if self.location == stream.device.location:
             return ""
         return (
@@ -238,8 +246,8 @@ class Migrating(MemoryBase):
         discard_batch(stream or self.stream, [self])
 
     def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
-        """:meth:`discard` and :meth:`prefetch` in one call, which copies nothing
-        (``cuMemDiscardAndPrefetchBatchAsync``).
+        """Discard the contents and migrate the memory in one call, which copies nothing
+        (``cuMemDiscardAndPrefetchBatchAsync``). Arguments and errors as for :meth:`prefetch` and :meth:`discard`.
         """
         discard_prefetch_batch(stream or self.stream, [self], location)
 
@@ -271,7 +279,13 @@ class Migrating(MemoryBase):
             self._session.call("cuMemAdvise", self._at, self.nbytes, cuda.CUmem_advise(int(advice)), place.to_driver())
 
     def range_attributes(self) -> MemRangeAttributes:
-        """Query advice and last prefetch of all pages (``cuMemRangeGetAttributes``)."""
+        """Return the advice and the last prefetch location of the memory (``cuMemRangeGetAttributes``).
+
+        Raises
+        ------
+        ValueError
+            The memory is not manag
+        """
         self._check_managed()
         if not self.nbytes:
             return MemRangeAttributes(False, None, None, ())
@@ -286,7 +300,9 @@ class Migrating(MemoryBase):
 
     @property
     def read_mostly(self) -> bool:
-        """Whether each reader of the managed memory gets a copy of its own; assign to advise it."""
+        """Whether each reader of the managed memory gets a copy of its own. Assign to advise the driver
+        (``cuMemAdvise``).
+        """
         return self.range_attributes().read_mostly
 
     @read_mostly.setter
@@ -295,7 +311,9 @@ class Migrating(MemoryBase):
 
     @property
     def preferred_location(self) -> MemLocation | None:
-        """Preferred location of the managed memory; None if there is none. Assign to advise it."""
+        """Preferred location of the managed memory; None if there is none. Assign to advise the driver
+        (``cuMemAdvise``).
+        """
         return self.range_attributes().preferred_location
 
     @preferred_location.setter
@@ -361,8 +379,8 @@ def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: 
 
 
 def discard_batch(stream: StreamLike, memories: Sequence[Migrating]) -> None:
-    """Discard the contents of several managed memories in one call (``cuMemDiscardBatchAsync``), see
-    :func:`prefetch_batch` and :meth:`Memory.discard`.
+    """Discard the contents of several managed memories in one call (``cuMemDiscardBatchAsync``), as
+    :meth:`Memory.discard` does. ``stream``, ``memories`` and errors as for :func:`prefetch_batch`.
     """
     _queue_batch("cuMemDiscardBatchAsync", stream, memories, None)
 
@@ -370,7 +388,9 @@ def discard_batch(stream: StreamLike, memories: Sequence[Migrating]) -> None:
 def discard_prefetch_batch(
     stream: StreamLike, memories: Sequence[Migrating], location: Where | Sequence[Where]
 ) -> None:
-    """:func:`discard_batch` and :func:`prefetch_batch` in one call (``cuMemDiscardAndPrefetchBatchAsync``)."""
+    """Discard the contents of several managed memories and migrate the memories, in one call that copies nothing
+    (``cuMemDiscardAndPrefetchBatchAsync``). Arguments and errors as for :func:`prefetch_batch`.
+    """
     _queue_batch("cuMemDiscardAndPrefetchBatchAsync", stream, memories, location)
 
 
@@ -410,13 +430,17 @@ _ATTRIBUTES = (
 
 
 def _place(kind: Any, number: Any) -> MemLocation | None:
-    """The location with a type and an id; None if there is none. The id counts for devices and NUMA nodes only."""
+    """Return the location with this type and id, as the driver reports them; None for the type NONE. The id has a
+    meaning for devices and NUMA nodes only.
+    """
     found = MemLocationType(int(kind))
     numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
     return None if found is MemLocationType.NONE else MemLocation(found, int(number) if numbered else 0)
 
 
 def refuse_legacy(stream: Stream, call: str) -> None:
-    """Raise for the legacy default stream, which batched calls refuse."""
+    """Raise ValueError for the legacy default stream, which batched calls refuse. ``call``: the driver function, for
+    the message.
+    """
     if int(stream._checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

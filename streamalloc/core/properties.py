@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 
 class _Named(enum.Enum):
-    """A driver's number that prints as its name on every Python version."""
+    """Base of the driver's enums. A member prints as its name on every Python version; a plain IntEnum prints its
+    number from 3.11 on.
+    """
 
     def __str__(self) -> str:
         # Combined flags have no name before Python 3.11.
@@ -122,7 +124,9 @@ def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
 
 
 def size_of(name: str, value: object) -> int:
-    """Return a number of bytes that may be text (:func:`~streamalloc.formats.sizes.size_in`)."""
+    """Return ``value``, a number of bytes or text such as ``"2MiB"``, as a number of bytes
+    (:func:`~streamalloc.formats.sizes.size_in`). Raises TypeError, ValueError with the argument's name.
+    """
     if not isinstance(value, str):
         return checked_size(name, value)
     try:
@@ -136,8 +140,8 @@ _IN_WORDS = {int: "an integer", str: "a string"}
 
 
 def checked_type(name: str, value: object, kind: type[T]) -> T:
-    """Return ``value`` if it has this type; otherwise raise ``TypeError`` with the argument's name. A bool is no
-    integer.
+    """Return ``value`` if it is of type ``kind``; otherwise raise ``TypeError`` with the argument's name. For ``int``,
+    an object with ``__index__`` is converted, and a bool is refused.
     """
     # Without this test by name, ``operator.index`` would take a bool of numpy below 2.3 for a number.
     if kind is int and not isinstance(value, int) and type(value).__name__ != "bool":
@@ -159,15 +163,16 @@ def refuse_windows(name: str, handle_types: MemHandleType) -> None:
 
 
 def bindings_member(enum_name: str, member: str) -> Any:
-    """Return a member of a bindings enum, or raise an error that names the bindings it needs."""
+    """Return a member of an enum of the bindings. Raises NotSupportedError that names the bindings which first
+    have
+    """
     found = enum_member(enum_name, member)
     if found is None:
         raise unsupported(member, f"cuda-bindings {version_that_added(member)}", f"cuda-bindings {BINDINGS_VERSION}")
     return found
 
 
-# CU_DEVICE_INVALID: the id, with one of these types, that the driver reports for a device which only other processes
-# see.
+# CU_DEVICE_INVALID: the driver reports this id, with one of these types, for a device that only other processes see.
 _UNSEEN = -2
 _OF_DEVICES = (MemLocationType.DEVICE, MemLocationType.INVISIBLE)
 
@@ -396,5 +401,5 @@ class IpcEventHandle(OpaqueHandle):
 
 
 def as_int(value: Any) -> int:
-    """A C ``unsigned char`` field, which the bindings return as a number or as one byte."""
+    """Return the number in a C ``unsigned char`` field, for which some bindings give a number and others one byte."""
     return value[0] if isinstance(value, bytes) else int(value)

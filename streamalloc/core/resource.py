@@ -1,5 +1,5 @@
-"""Base classes of owners of driver resources: no copies, ``with`` blocks, pickling for other processes; and the owner
-of a file descriptor.
+"""Base classes of owners of driver resources, which refuse copies, have ``with`` blocks, and are pickled for other
+processes; and :class:`Fd`, the owner of a file descriptor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ above: Any = types.SimpleNamespace()
 
 
 def made_for_sharing() -> None:
-    """Prepare for an object that may be shared with other processes."""
+    """Import :mod:`streamalloc.ipc.multiprocess`, so that multiprocessing can pickle an object that may be shared.
+    Errors of the operating system are hidden.
+    """
     # The first call imports a module, which opens a file. Without a free descriptor that fails, but this object may
     # never be shared, so the failure is hidden. The next object prepares again.
     with contextlib.suppress(OSError):
@@ -56,7 +58,7 @@ class Unique:
 
 
 def not_copied(thing: object) -> TypeError:
-    """The error for a copy or a pickle of an object that owns driver resources."""
+    """Return the error for a copy or a pickle of an object that owns driver resources; the caller raises it."""
     return TypeError(
         f"{type(thing).__name__} objects own driver resources: they cannot be copied or pickled. Memory, pools and "
         "events go to other processes by streamalloc.ipc.share or multiprocessing's queues; copy_to copies bytes"
@@ -127,7 +129,9 @@ class Closes(Unique, Leaves):
 
 
 def close_all(owners: Iterable[Closes]) -> None:
-    """Close the owners in their order. If one raises, the later ones stay open."""
+    """Close the owners in their order. If ``close`` of one raises, its error propagates, and the later ones stay
+    op
+    """
     for owner in owners:
         owner.close()
 
@@ -191,8 +195,8 @@ class Fd(Closes):
 
     @classmethod
     def made_by(cls, session: Session, name: str, *args: Any, hint: str = "") -> Fd:
-        """Call driver function ``name`` and return the new descriptor; raises :class:`CudaError` if the driver
-        refuses.
+        """Call driver function ``name`` with ``args``, and return an owner of the new descriptor. Raises
+        :class:`CudaError` with ``hint`` if the driver refuses.
         """
         return cls(int(session.call(name, *args, hint=hint)))
 

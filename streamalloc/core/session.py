@@ -185,12 +185,15 @@ class Session(_Direct):
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
     def call_in(self, ordinal: int, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
-        """:meth:`call` with the primary context of a device as the current one. For calls that create nothing."""
+        """Call driver function ``name`` as :meth:`call` does, while the primary context of device ``ordinal`` is
+        current. For calls that create nothing: if the context cannot be restored, the result is lost.
+        """
         with self.current(ordinal):
             return self.call(name, *args, hint=hint)
 
     def create_in(self, ordinal: int, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
-        """:meth:`call_in` for a call that creates a handle, which ``owner._raw`` gets.
+        """Call driver function ``name``, which creates a handle, while the primary context of device ``ordinal`` is
+        current, and store the handle in ``owner._raw``. Raises as :meth:`call`.
 
         The handle is stored before the caller's context is restored: if the driver refuses that, the owner still ends
         the handle.
@@ -226,7 +229,9 @@ class Session(_Direct):
         return function
 
     def _raise_too_old(self, name: str, error: RuntimeError) -> NoReturn:
-        """Raise NotSupportedError if libcuda lacks the function; otherwise re-raise the error."""
+        """Raise NotSupportedError if libcuda lacks function ``name``, which the bindings report by a RuntimeError;
+        otherwise raise ``error`` again.
+        """
         if "not found" not in str(error):
             raise error
         version = self.driver.cuDriverGetVersion()[1]
@@ -239,11 +244,11 @@ class Session(_Direct):
             raise ForkedProcessError(_FORKED)
 
     def context(self, ordinal: int) -> Any:
-        """The primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
+        """Return the primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        The context must outlast every object of the device, and the garbage collector drops those in any order, also
-        after the session's last user. Other libraries share the context: its last release destroys it with their
-        streams and memory. Whoever then uses such a handle crashes the process.
+        The context must outlast every object of the device. The garbage collector drops these objects in any order,
+        also after the session's last user. Other libraries share the context. Its last release destroys it together
+        with their streams and memory, and a later use of such a handle crashes the process.
         """
         context = self._contexts.get(ordinal)
         if context is None:
@@ -254,7 +259,9 @@ class Session(_Direct):
         return context
 
     def current(self, ordinal: int) -> _Current:
-        """A ``with`` block in which a device's primary context is current on this thread."""
+        """Return a ``with`` block in which a device's primary context is current on this thread (``cuCtxPushCurrent``,
+        ``cuCtxPopCurrent``).
+        """
         return _Current(self, self.context(ordinal))
 
     @property
@@ -263,12 +270,12 @@ class Session(_Direct):
         return list(self._contexts)
 
     def device_of(self, context: Any) -> int:
-        """The ordinal of a context's device."""
+        """Return the ordinal of the device of ``context``, a ``CUcontext`` (``cuCtxGetDevice``)."""
         with _Current(self, context):
             return int(self.call("cuCtxGetDevice"))
 
     def relaxed(self) -> _Relaxed:
-        """A ``with`` block in which this thread's calls invalidate no capture of other streams.
+        """Return a ``with`` block in which this thread's calls invalidate no capture of other streams.
 
         It sets the thread's capture mode (``cuThreadExchangeStreamCaptureMode``). A call that names a captured stream
         can still invalidate that stream's capture.
@@ -290,14 +297,16 @@ class Session(_Direct):
 
 
 def members(several: weakref.WeakSet[T]) -> list[T]:
-    """A list of a set's members. A set that another thread changes meanwhile is listed again."""
+    """Return a list of a set's members. If another thread changes the set meanwhile, it is listed again, because Python
+    then raises RuntimeError.
+    """
     while True:
         with contextlib.suppress(RuntimeError):
             return list(several)
 
 
 def drained(pop: Callable[[], T]) -> Iterator[T]:
-    """The items that ``pop`` takes off a list or a deque until it is empty. Other threads may take or add items
+    """Yield the items that ``pop`` takes off a list or a deque, until it is empty. Other threads may take or add items
     meanwhile.
     """
     with contextlib.suppress(IndexError):
@@ -308,15 +317,15 @@ def drained(pop: Callable[[], T]) -> Iterator[T]:
 class PerDriver(Generic[T]):
     """State shared by the objects of one driver. ``state(session)`` returns one object per driver, made on first use.
 
-    The call takes no lock, so finalisers may make it. Of two threads' concurrent first calls, one object is dropped. So
-    ``make`` must have no side effect.
+    The call takes no lock, so finalisers may make it. If two threads make the first call at once, both run ``make`` and
+    one result is dropped, so ``make`` must have no side effect.
     """
 
     def __init__(self, make: Callable[[Session], T]) -> None:
         self._make = make
 
     def __call__(self, session: Session) -> T:
-        """The object of the session's driver, made at the first call."""
+        """Return the object of the session's driver, made at the first call; the same object each time."""
         found: T | None = session._state.get(self)
         if found is None:
             made: T = session._state.setdefault(self, self._make(session))
@@ -330,16 +339,16 @@ class _HasSession(Protocol):
 
 
 def session_of(thing: _HasSession) -> Session:
-    """The session of a device, a stream, an event, a graph, memory or a pool."""
+    """Return the session of a device, a stream, an event, a graph, memory or a pool."""
     return thing._session
 
 
 class _Current:
     """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
 
-    A push and a pop, not a set: the caller's own context is current again afterwards, whatever library set it. A thread
-    that was left with our context would queue its work on default streams on another device, without an error. So the
-    pop is made even if a signal handler raises right after the push.
+    A push and a pop, and no ``cuCtxSetCurrent``: afterwards the caller's own context is current again, whatever library
+    set it. If our context remained, the thread's work on default streams would run on another device, without an error.
+    So the pop is made even if a signal handler raises right after the push.
     """
 
     __slots__ = ("_context", "_session")
@@ -393,7 +402,9 @@ class _Relaxed:
 
 
 def _fail(result: Any, call: str, error: BaseException | None) -> None:
-    """Raise the driver's error at the end of a block, or attach it to the error of the block."""
+    """Raise the error for ``result`` of driver function ``call`` at the end of a ``with`` block. If the block has
+    raised ``error``, attach it to that instead, which says more.
+    """
     if error is None:
         # No local name for the error, see Session.release.
         raise error_from(result, call)
@@ -412,24 +423,24 @@ _sessions_lock = RLock()
 
 
 def sessions() -> tuple[Session, ...]:
-    """The sessions of all drivers that are in use."""
-    # List the references in one step: meanwhile other threads may add sessions to the table, and collections may remove
-    # some, which would end an iteration with an error.
+    """Return the sessions of all drivers that are in use, without those that the collector is clearing."""
+    # List the references in one call. During a loop over the table other threads may add sessions, and the garbage
+    # collector may remove some: Python would then raise RuntimeError.
     found = [reference() for reference in _sessions.valuerefs()]
     # Without a state the collector is clearing the session, which its own finaliser has registered again.
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 
 
-# Rules for a forked child. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of
-# the parent held, or answer with the parent's handles, and the child that ends one of them ends it for the parent too.
-# The child inherits every object, and its collector drops them. So the child makes no driver call at all: the functions
-# of each session raise ForkedProcessError, finalisers find the session unusable, and locks are made anew, since the
-# threads that held the old ones do not exist here. What the operating system counts for the child as well, such as
-# descriptors and mappings of shared memory, the child may close.
+# Rules for a forked child. CUDA does not work there: a driver call may hang on a lock that a thread of the parent held.
+# Or it answers with handles of the parent, and a child that ends one ends it for the parent, too. The child inherits
+# every object, and its collector drops them. So the child makes no driver call at all: * the functions of each session
+# raise ForkedProcessError; * finalisers find the session unusable; * locks are made anew, because the threads that held
+# the old ones do not exist in the child. The child may close what the kernel duplicated for it: file descriptors and
+# mappings of shared memory.
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
-    """Replacement for a driver function in a forked child."""
+    """Replacement for a driver function in a forked child: raises ForkedProcessError."""
     raise ForkedProcessError(_FORKED)
 
 

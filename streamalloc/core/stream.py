@@ -113,7 +113,9 @@ _host_functions: dict[int, Any] = {}
 
 
 def _host_function(function: Callable[[], object]) -> int:
-    """The address of a callback that calls a function once. The driver gives it that address as its token."""
+    """Return the address of a callback that calls ``function`` once. The driver passes this address to the callback as
+    its argument, so that the callback can remove itself from the table.
+    """
 
     def run(token: int | None) -> None:
         try:
@@ -131,9 +133,9 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :meth:`of_handle` borrows other libraries' streams. Closing destroys a stream that :meth:`Device.create_stream` made
-    (``cuStreamDestroy``). The host does not wait, and the driver still finishes the queued work. Other streams are
-    never destroyed by this object.
+    :meth:`of_handle` borrows other libraries' streams. :meth:`close` destroys only a stream that
+    :meth:`Device.create_stream` made (``cuStreamDestroy``). The host does not wait, and the driver still finishes the
+    queued work.
     """
 
     __slots__ = (
@@ -222,8 +224,8 @@ class Stream(Closes, Shown):
         handle
             The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
         owner
-            An object that keeps the driver's stream alive, referenced by this object. None if the caller keeps it
-            alive.
+            An object that keeps the driver's stream alive; the new object references it. None if the caller keeps the
+            stream alive.
         """
         if handle in DEFAULT_HANDLES:
             return default_stream(device, handle)
@@ -236,8 +238,8 @@ class Stream(Closes, Shown):
         checked way (see the module). With ``allocates`` the work is an allocation; the result is then also None if the
         stream is being captured (``cuStreamIsCapturing``).
         """
-        # Each kind of stream has this method, and writes out the question for a capture: a shared function would cost
-        # each allocation another call. A rule that concerns all kinds goes into each.
+        # Each kind of stream has this method, and repeats the question for a capture: a shared function would cost each
+        # allocation another call. So whoever changes the question changes it in all three methods.
         handle = self.direct
         if allocates and handle is not None:
             is_capturing = self._session.cuStreamIsCapturing
@@ -246,7 +248,7 @@ class Stream(Closes, Shown):
         return handle
 
     def _ready_to_drop(self) -> Any | None:
-        """As :meth:`ready`, for a finaliser that frees memory."""
+        """Return the ``CUstream`` as :meth:`ready` does, for a finaliser that frees memory: it takes no lock."""
         return self.direct or self.ready()
 
     def _forbid_direct(self) -> None:
@@ -265,12 +267,16 @@ class Stream(Closes, Shown):
             self.unlent = None if self.capturable else self._raw
 
     def _lend(self) -> None:
-        """Other code has the handle, and may capture the stream from now on."""
+        """Note that other code gets the handle, and may capture the stream from now on: allocations then ask the
+        driver.
+        """
         self.capturable = True
         self.unlent = None
 
     def _notice_joining(self) -> None:
-        """Ask whether a wait has made the stream part of a capture by other code."""
+        """Ask the driver whether a wait has made the stream part of a capture by other code. If so, later allocations
+        ask, too.
+        """
         if not self.capturable and not self.is_default and self.capturing:
             self._lend()
 
@@ -357,18 +363,22 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Make a call on the checked way: with the context that the handle needs, and so that it breaks no capture of
-        another thread.
+        """Call ``act`` on the checked way, and return its result: with the context that the handle needs current, and
+        in a capture mode in which the call breaks no capture of another thread.
         """
         with deferred_queue(self._session).beside_captures():
             return act(*args, **named)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """A driver call whose first argument is this stream."""
+        """Call driver function ``name`` with this stream as its first argument, on the checked way. Raises ClosedError,
+        CudaError.
+        """
         return self._in_context(self._session.call, name, self._checked_raw(), *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
-        """The ``CUresult`` of a bound driver function whose first argument is this stream."""
+        """Return the ``CUresult`` of ``call``, a bound driver function whose first argument is this stream: by a direct
+        call, or on the checked way. Raises ClosedError.
+        """
         handle = self.direct or self.ready()
         if handle is not None:
             return call(handle, *args)[0]
@@ -377,7 +387,19 @@ class Stream(Closes, Shown):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        Default: a new event, which can measure time if ``timing``. Closed events of this stream are reused.
+        Parameters
+        ----------
+        event
+            The event to record; default: a new one, or a closed one of this stream that is used again.
+        timing
+            Whether a new event measures time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``event`` is not an :class:`Event`, or belongs to another driver.
+        ClosedError
+            The stream or the event was clos
         """
         session = self._session
         handle = self.direct or self.ready()
@@ -408,7 +430,20 @@ class Stream(Closes, Shown):
     def wait(self, other: Event | EventLike | StreamLike) -> None:
         """Order later work of this stream after an event, or after all queued work of another stream.
 
-        Events of cuda.core and of the bindings are accepted. The host does not wait (``cuStreamWaitEvent``).
+        The host does not wait (``cuStreamWaitEvent``). A wait for an event of a capture makes this stream part of the
+        capture.
+
+        Parameters
+        ----------
+        other
+            An :class:`Event`, an event of cuda.core or of the bindings, or a stream.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``other`` is none of these, or belongs to another driver.
+        ClosedError
+            The stream or ``other`` was clos
         """
         session = self._session
         if isinstance(other, Event):
@@ -465,6 +500,8 @@ class Stream(Closes, Shown):
 
         Raises
         ------
+        TypeError
+            ``function`` is not callable.
         CaptureError
             The stream is being captured. The bindings free the host function's data after its first call, so a second
             launch of the graph would crash.
@@ -504,10 +541,10 @@ class Stream(Closes, Shown):
         self._close()
 
     def _close(self) -> None:
-        """:meth:`close` of one kind of stream. Nothing, for default streams."""
+        """Close this kind of stream (:meth:`close`). Default streams do nothing."""
 
     def _submit_endings(self) -> None:
-        """Have the items that end with the stream attempted at the next point of work. For finalisers too."""
+        """Submit the items that end with the stream to the queue of ends. Takes no lock, so finalisers may call it."""
         for item in tuple(self._endings):
             deferred_queue(self._session).submit(item)
         self._endings.clear()
@@ -537,7 +574,9 @@ class Stream(Closes, Shown):
 
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
-    """An event for a record, and whether the event was used before: a closed event of the stream is taken first."""
+    """Return an event to record on ``stream``, and whether it is a closed event of the stream that is used again. A new
+    event is made if there is none, for a capture, and for ``timing``.
+    """
     spare = None if timing or stream._capture else stream._spare
     # Test and pop are in one line, within which threads are not switched: no other thread can empty the list in
     # between.
@@ -561,7 +600,7 @@ async def _finished(stream: Stream) -> None:
 
 
 class OwnStream(Stream):
-    """A stream of :meth:`Device.create_stream`. This object alone destroys it."""
+    """A stream of :meth:`Device.create_stream`. This object owns the driver's stream and destroys it."""
 
     __slots__ = ("_dropping", "_last", "_sees_all", "name")
 
@@ -608,7 +647,9 @@ class OwnStream(Stream):
             raise error_from(result, "cuStreamDestroy")
 
     def _destroy(self, raw: Any, *, later: bool = False) -> Any:
-        """Destroy the driver's stream, or have an item do so; returns the ``CUresult`` of a refusal."""
+        """Destroy the driver's stream (``cuStreamDestroy``), or have an item do so: with ``later``, and while
+        finalisers free memory on it. Returns the ``CUresult``, or None for an item.
+        """
         # A finaliser adds its entry to `_dropping` before it reads the handle. So after the next two lines no further
         # finaliser uses the handle.
         self._forbid_direct()
@@ -620,7 +661,9 @@ class OwnStream(Stream):
         return end_handle(self._session, "cuStreamDestroy", raw)
 
     def _record_end(self, raw: Any) -> None:
-        """Record an event after all work of the stream, which is ending."""
+        """Record an event after all work of the stream, which is ending (``cuEventRecord``): buffers that are left are
+        freed after it.
+        """
         last = Event(self.device)
         self._in_context(self._session.call, "cuEventRecord", last._raw, raw)
         self._last[:] = [last]
@@ -666,7 +709,7 @@ _numbers = itertools.count(1)
 
 
 class _ThisThread(ThreadLocal, number=_numbers.__next__):
-    """Values of the calling thread."""
+    """Attributes with a value of their own on each thread."""
 
     number: int
     """Number of the thread, never reused, unlike ``threading.get_ident``."""
@@ -678,9 +721,9 @@ this_thread: _ThisThread = _ThisThread()
 class DefaultStream(Stream):
     """A default stream of a device, which no code destroys.
 
-    Its handle names a stream of the current context. Any library may have changed that since the last call, unseen, so
-    each direct call asks for it. Beside the raw allocation and free, these two questions take 24 %, and that for a
-    capture 25 % (H200, driver 580); no cheaper call answers both.
+    Its handle names a stream of the current context. Any library may have made another context current since the last
+    call, so each direct call asks for it (``cuCtxGetCurrent``). An allocation and its free take 24 % longer with these
+    two questions, and 25 % with that for a capture (H200, driver 580). No cheaper call answers them.
     """
 
     __slots__ = ("_current",)
@@ -798,20 +841,22 @@ _thread_streams: PerDriver[_ThreadStreams] = PerDriver(lambda _: _ThreadStreams(
 
 
 def legacy_stream(device: Device) -> LegacyStream:
-    """The legacy default stream of a device."""
+    """Return the legacy default stream of a device, the same object each time."""
     streams = _legacy_streams(device._session)
     return streams.get(device.ordinal) or streams.setdefault(device.ordinal, LegacyStream._make(device, LEGACY))
 
 
 def per_thread_stream(device: Device) -> PerThreadStream:
-    """The calling thread's default stream of a device."""
+    """Return the calling thread's default stream of a device; on the same thread the same object each time."""
     streams = _thread_streams(device._session).streams
     found = streams.get(device.ordinal) or streams.setdefault(device.ordinal, _OfThread(device))
     return found.stream
 
 
 def default_stream(device: Device, handle: int) -> DefaultStream:
-    """The default stream of a device: handles 0 and 1 are the legacy one, 2 is the calling thread's per-thread one."""
+    """Return the default stream of a device for a handle: the legacy stream for 0 and 1, the calling thread's stream
+    for 2.
+    """
     return per_thread_stream(device) if handle == PER_THREAD else legacy_stream(device)
 
 
@@ -819,7 +864,7 @@ def default_stream(device: Device, handle: int) -> DefaultStream:
 
 
 def _gone(_: object) -> None:
-    """A callback that does nothing. A weak reference with a callback is cleared by the collector before it calls
+    """Do nothing. A weak reference needs a callback so that the collector clears the reference before it calls
     finalisers.
     """
 
@@ -827,9 +872,9 @@ def _gone(_: object) -> None:
 class LibraryStream(Stream):
     """A stream that other code made, and destroys.
 
-    It keeps the library's object alive, and with that the driver's stream. If the library closes the stream all the
-    same, calls on it are refused, as the handle of a destroyed stream crashes the process. Nothing can be ordered after
-    its work then, so what was allocated on it is released once the device is idle (:func:`ordered_after`).
+    It keeps the library's object alive, and so the driver's stream. A library may still close the stream. Calls on it
+    are then refused, because the handle of a destroyed stream crashes the process. Nothing can be ordered after its
+    work any more, so memory that was allocated on it is released once the device is idle (:func:`ordered_after`).
     """
 
     __slots__ = ("_alive", "_asks", "drained", "owned", "owner")
@@ -874,7 +919,7 @@ class LibraryStream(Stream):
 
     def _ready_to_drop(self) -> Any | None:
         # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This
-        # object is then in the garbage too, and weak references to it are cleared.
+        # LibraryStream is then garbage, too: its weak reference `_alive` is cleared, and its handle must not be used.
         if self._alive() is None:
             self._end_use()
             # The item that frees the memory keeps this object, which is in no set of weak references any more.
@@ -903,7 +948,9 @@ class LibraryStream(Stream):
 
 @contextlib.contextmanager
 def draining(session: Session, ordinal: int) -> Iterator[None]:
-    """A ``with`` block that waits for all work of a device, also of streams that their libraries closed before."""
+    """Wrap a call that waits for all work of device ``ordinal``: afterwards the streams that their libraries had closed
+    before it count as drained.
+    """
     several = [one for one in members(known_streams(session)) if isinstance(one, LibraryStream) and one.closed]
     yield
     for stream in several:
@@ -918,7 +965,7 @@ for _kind in (OwnStream, LegacyStream, PerThreadStream, LibraryStream):
 
 
 def as_stream(stream: StreamLike, session: Session) -> Stream:
-    """``stream`` as a :class:`Stream` of ``session``'s driver.
+    """Return ``stream``, ours or another library's, as an open :class:`Stream` of ``session``'s driver.
 
     Raises
     ------
@@ -943,14 +990,15 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 
 def of_this_thread(stream: Stream) -> Stream:
-    """For a per-thread default stream, the object of the calling thread. Other streams are returned as they are."""
+    """Return the calling thread's object for a per-thread default stream. Other streams are returned as they are."""
     return per_thread_stream(stream.device) if isinstance(stream, PerThreadStream) else stream
 
 
 def library_stream(stream: Any, session: Session) -> Stream:
-    """The :class:`Stream` for a library's object, which may be closed. Errors as for :func:`as_stream`.
+    """Return the :class:`Stream` for a library's object. It may be closed. Raises TypeError, ValueError if the object
+    is not a stream.
 
-    A library's object is resolved once, see :mod:`streamalloc.core.library_streams`.
+    An object is resolved once, see :mod:`streamalloc.core.library_stream
     """
     found: Stream
     owner, found = session.library_streams.latest
@@ -988,7 +1036,9 @@ def _resolve(stream: Any, session: Session) -> Stream:
 
 
 def _current_ordinal(session: Session) -> int:
-    """The ordinal of the current context's device; without a context 0, as in the runtime API."""
+    """Return the ordinal of the current context's device (``cuCtxGetDevice``); without a context 0, as in the runtime
+    API. Raises InvalidContextError for a destroyed context.
+    """
     try:
         return int(session.call("cuCtxGetDevice"))
     except InvalidContextError as error:
@@ -999,15 +1049,18 @@ def _current_ordinal(session: Session) -> int:
 
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
-    """``CUstream`` if calls that queue work may go directly to the driver; else None."""
+    """Return the ``CUstream`` if this thread may queue work on ``stream``, ours or a library's, by a direct call; None
+    for the checked way, also if the stream is of another driver.
+    """
     found = stream if isinstance(stream, Stream) else library_stream(stream, session)
     return (found.direct or found.ready()) if found._session is session else None
 
 
 def direct_handle(stream: object, session: Session) -> Any | None:
-    """``CUstream`` for direct calls of any kind to the session's driver; None if such calls are not allowed.
+    """Return the ``CUstream`` for direct calls of any kind, allocations included; None if they are not allowed.
 
-    They are allowed for an open stream of this package that is not being captured and that no other code knows.
+    They are allowed for an open stream of ``session``'s driver that is not being captured and that no other code
+    kno
     """
     return stream.unlent if isinstance(stream, Stream) and stream._session is session else None
 
@@ -1020,8 +1073,8 @@ known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.
 
 
 def captures_changed(session: Session) -> None:
-    """Allow direct calls, or forbid them while this package captures a stream: on default streams, and in the mode
-    ``"global"`` on all streams (:meth:`Stream._in_context`).
+    """Forbid or allow direct calls again, after a capture by this package was listed or has ended. During one they are
+    forbidden on default streams, and in the mode ``"global"`` on all streams.
     """
     forbidding = deferred_queue(session).forbidding
     for stream in members(known_streams(session)):
@@ -1041,17 +1094,23 @@ SETTLERS.append(_destroy_spare_events)
 
 
 def raw_handle(stream: Stream) -> Any:
-    """The stream's ``CUstream``; raises :class:`ClosedError` if it was closed."""
+    """Return the stream's ``CUstream``, after the items that come before more work were attempted. Raises
+    :class:`ClosedError`.
+    """
     return stream._checked_raw()
 
 
 def in_context(stream: Stream, act: Callable[..., T], *args: Any) -> T:
-    """Make a call that queues work on a stream on the checked way (:meth:`Stream._in_context`)."""
+    """Call ``act``, which queues work on ``stream``, on the checked way (:meth:`Stream._in_context`). Returns its
+    result.
+    """
     return stream._in_context(act, *args)
 
 
 def stream_call(stream: Stream, name: str, *args: Any) -> Any:
-    """Call driver function ``name`` with the stream as its first argument."""
+    """Call driver function ``name`` with the stream as its first argument, on the checked way. Raises ClosedError,
+    CudaError.
+    """
     return stream._call(name, *args)
 
 
@@ -1061,20 +1120,22 @@ def is_captured(stream: Stream) -> bool:
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
-    """Attempt ``item`` before the stream is closed, or after it was dropped."""
+    """Have ``item`` attempted right before the stream is closed, or after it was dropped."""
     deferred_queue(stream._session).end_with(stream, item)
     stream._endings.append(item)
 
 
 def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
-    """Remove a cache's free lists from a stream, with the item that would end with the stream."""
+    """Remove the free lists of the cache with this ``key`` from a stream, and ``item``, which would release them when
+    the stream ends.
+    """
     with contextlib.suppress(ValueError):
         stream._endings.remove(item)
     stream.free_lists.pop(key, None)
 
 
 def end_of(stream: Stream) -> Sequence[Event]:
-    """The list that gets an event after all work of a stream of ours when the stream is closed or dropped.
+    """Return the list that gets an event after all work of a stream of ours, once the stream is closed or dropped.
 
     It stays empty if the driver refuses the record.
     """
@@ -1087,7 +1148,9 @@ def sees_all_work(stream: Stream) -> bool:
 
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
-    """Raise :class:`CaptureError` if the stream is being captured; ``call`` names the call for the error."""
+    """Raise :class:`CaptureError` if the stream is being captured. ``call``: the driver function that is not called;
+    ``why``: the reason and the remedy, for the message.
+    """
     if stream._captured():
         raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
@@ -1096,6 +1159,8 @@ _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _
 
 
 def name_of_stream(session: Session, handle: int) -> str:
-    """The name of the open stream with this handle; empty if it has none."""
+    """Return the name of the open stream of this package with this handle (``CUstream`` as a number); empty if it has
+    none.
+    """
     stream = _named(session).get(handle)
     return "" if stream is None or stream.closed else stream.name
