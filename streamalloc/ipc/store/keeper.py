@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.store.manifest import read_file, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, decode, encode
-from streamalloc.ipc.transport.channel import Channel, ProtocolError
+from streamalloc.ipc.transport.channel import Channel, ProtocolError, read_file, sealed_file
 
 _SECONDS = 30.0
 

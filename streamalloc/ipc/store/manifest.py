@@ -11,13 +11,11 @@ format, and each tensor on its first use, so that ten thousand names cost little
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib
 import json
 import math
-import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,13 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import Fd
-from streamalloc.ipc.transport.channel import ProtocolError
+from streamalloc.ipc.transport.channel import MAX_FILE, ProtocolError
 
 ALIGNMENT = 512
 """Alignment of allocations' offsets, in bytes."""
-MOST_BYTES = 32 << 20
-"""Limit of the size of one file of a manifest, in bytes."""
 _MOST_METADATA = 1 << 20
 _MOST_TENSORS = 200_000
 _MOST_DIMENSIONS = 16
@@ -47,8 +42,6 @@ TYPES: dict[str, int] = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
 }
 """Bytes of an element by type name, as in NumPy, ``ml_dtypes`` and PyTorch."""
-
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Tensor(NamedTuple):
@@ -168,8 +161,8 @@ class TensorLayout(Mapping[str, Tensor]):
             There are too many tensors.
         """
         self._data = data = self._data or json.dumps(self._rows, separators=(",", ":")).encode()
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"the layout has {size_text(len(data))}, and at most {size_text(MOST_BYTES)} are allowed")
+        if len(data) > MAX_FILE:
+            raise ValueError(f"the layout has {size_text(len(data))}, and at most {size_text(MAX_FILE)} are allowed")
         return data
 
     def __getitem__(self, name: str) -> Tensor:
@@ -313,28 +306,3 @@ read_json = json.JSONDecoder(parse_constant=_refuse).decode
 
 The decoder is made once, because making it takes longer than decoding a message.
 """
-
-
-def read_file(fd: Fd) -> bytes:
-    """Read a file of :func:`sealed_file`. Raises ``ProtocolError`` if the file can still change, or is larger than a
-    manifest.
-    """
-    try:
-        size = os.fstat(fd.fileno()).st_size
-        sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        data = os.pread(fd.fileno(), min(size, MOST_BYTES + 1), 0)
-    except OSError as error:
-        raise ProtocolError(f"the manifest cannot be read: {error}") from None
-    if not sealed or len(data) > MOST_BYTES or len(data) != size:
-        raise ProtocolError(f"the manifest of {size_text(size)} is larger than allowed, or not sealed")
-    return data
-
-
-def sealed_file(data: bytes) -> Fd:
-    """Return a new in-memory file with these bytes, sealed against changes."""
-    fd = Fd(os.memfd_create("streamalloc:manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd.fileno(), view) :]
-    fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
-    return fd

@@ -28,7 +28,7 @@ from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.store.manifest import read_json
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 
-VERSION = 2
+VERSION = 3
 MOST_CHUNKS = 2048
 """Limit of the number of chunks of physical memory in an epoch."""
 

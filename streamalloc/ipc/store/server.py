@@ -33,9 +33,9 @@ from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
 from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
-from streamalloc.ipc.store.manifest import Manifest, TensorLayout, read_file, sealed_file
+from streamalloc.ipc.store.manifest import Manifest, TensorLayout
 from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, request_in, socket_path
-from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
+from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors, read_file
 from streamalloc.ipc.wire.control_block import ReadyWord
 
 # Seconds between two checks of announced contents, and between two attempts to send an answer.
@@ -343,9 +343,7 @@ class StoreServer(Closes):
         }
 
     def _list(self, client: _Client) -> dict[str, Any]:
-        entries = [_about(entry) for _, entry in sorted(self._holdings.entries.items())]
-        client.sends = [sealed_file(json.dumps(entries).encode())]
-        return {}
+        return {"entries": [_about(entry) for _, entry in sorted(self._holdings.entries.items())]}
 
     def _remove(self, client: _Client, key: str) -> dict[str, Any]:
         self._holdings.remove(key)

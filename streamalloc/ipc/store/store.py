@@ -19,7 +19,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver import Driver, default
-from streamalloc.ipc.store.manifest import Tensor, TensorLayout, read_file
+from streamalloc.ipc.store.manifest import Tensor, TensorLayout
 from streamalloc.ipc.store.protocol import Connection, checked_key, socket_path
 from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
@@ -293,10 +293,7 @@ class Store(Closes):
 
     def list(self) -> list[StoreEntry]:
         """Return all keys in order, with their writers and readers."""
-        with self._connect() as connection:
-            _, received = connection.ask("list")
-            with received[0] as file:
-                entries = json.loads(read_file(file))
+        entries = self._ask("list")["entries"]
         for about in entries:
             about["readers"] = tuple(about.get("readers", ()))
             about["older"] = tuple((number, nbytes, tuple(pids)) for number, nbytes, pids in about["older"])

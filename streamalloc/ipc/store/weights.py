@@ -17,8 +17,9 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement, ForeignMemory
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
-from streamalloc.ipc.store.manifest import Manifest, TensorLayout, numpy_type, read_file
+from streamalloc.ipc.store.manifest import Manifest, TensorLayout, numpy_type
 from streamalloc.ipc.store.protocol import Connection
+from streamalloc.ipc.transport.channel import read_file
 from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Mechanism
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import After, import_memory, map_side_by_side

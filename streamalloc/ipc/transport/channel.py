@@ -1,15 +1,15 @@
 """Private connections between processes of one user on one machine, for messages and file descriptors.
 
 A :class:`Channel` is one end of an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``. A packet arrives whole or not at
-all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or several packets if it is larger. The
-receiver joins these, and drops incomplete messages. The peer's user is checked before the first byte is read
-(``SO_PEERCRED``).
+all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet. The packet of a large message carries two
+descriptors in place of the contents: an in-memory file with the bytes, and a channel whose queue has the descriptors.
+So a message cannot arrive in part, whichever end dies or times out. The peer's user is checked before the first byte is
+read (``SO_PEERCRED``).
 
 File descriptors travel in no other way: what :func:`streamalloc.ipc.send` sends, the answers of the handle server, the
 requests of a store, and the exchanges of a group are messages of channels.
 
-If a signal handler raises, the packet that is being received may be lost, with its descriptors. The receiver drops the
-other packets of a message that lacks one.
+If a signal handler raises, the message that is being received may be lost, with its descriptors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import fcntl
 import math
 import operator
 import os
@@ -26,7 +27,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple, TypeAlias, Union
 
 from typing_extensions import Buffer as BytesLike
 
-from streamalloc.core.errors import ClosedError, undoing
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
 
@@ -128,6 +129,8 @@ MAX_DATA = 1 << 24
 """Limit of the data in one message, in bytes."""
 MAX_HANDLES = 4096
 """Limit of the number of file descriptors in one message."""
+MAX_FILE = 32 << 20
+"""Limit of the size of a sealed file from another process, in bytes."""
 
 
 class ProtocolError(ValueError):
@@ -188,33 +191,43 @@ def milliseconds(deadline: float | None) -> int:
 
 # -- packets --------------------------------------------------------------------------------------------------
 
-# Magic, version, number of descriptors, bytes of data.
+# Magic, version, descriptors and bytes of the message. The packet of a large message has another magic, and its two
+# descriptors are those of the file and the channel with the contents.
 _HEADER = struct.Struct("<4sHHI")
-MAGIC = b"SAch"
-VERSION = 1
-HEADER_BYTES = _HEADER.size
-# Fields after the header of a part: random name of the message, index of the part, number of parts, bytes and
-# descriptors of the whole message.
-_PART = struct.Struct("<8sIIII")
-_PART_MAGIC = b"SAcp"
-_PART_DATA = PACKET_DATA - _PART.size
-PACKET_BYTES = HEADER_BYTES + PACKET_DATA
-Packet: TypeAlias = tuple[bytes, Sequence[Fd | int]]
-"""A packet and its descriptors."""
+_MAGIC, _LARGE_MAGIC = b"SAch", b"SAcl"
+_LARGE_HANDLES = 2
+_VERSION = 2
+_PACKET_BYTES = _HEADER.size + PACKET_DATA
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class Partial(NamedTuple):
-    """The parts of a message received so far, in order."""
+def sealed_file(data: bytes) -> Fd:
+    """Return a new in-memory file with these bytes, sealed against changes."""
+    fd = Fd(os.memfd_create("streamalloc:message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd.fileno(), view) :]
+    fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+    return fd
 
-    name: bytes
-    nbytes: int
-    """Bytes of the whole message."""
-    parts: int
-    """Number of parts of the whole message."""
-    fds: int
-    """Number of descriptors of the whole message."""
-    data: tuple[bytes, ...]
-    handles: tuple[Fd, ...]
+
+def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
+    """Read a file of :func:`sealed_file`.
+
+    Raises
+    ------
+    ProtocolError
+        The file can still change, or has more than ``limit`` bytes.
+    """
+    try:
+        size = os.fstat(fd.fileno()).st_size
+        sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        data = os.pread(fd.fileno(), min(size, limit + 1), 0)
+    except OSError as error:
+        raise ProtocolError(f"a file cannot be read: {error}") from None
+    if not sealed or len(data) > limit or len(data) != size:
+        raise ProtocolError(f"a file of {size_text(size)} is larger than {size_text(limit)}, or not sealed")
+    return data
 
 
 def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
@@ -240,47 +253,6 @@ def number_of(handle: Fd | int) -> int:
     return handle.fileno() if isinstance(handle, Fd) else operator.index(handle)
 
 
-def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
-    """Return the packets of a message: one, or the parts of a large message, each with its descriptors."""
-    if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
-        yield _HEADER.pack(MAGIC, VERSION, len(handles), len(data)) + data, handles
-        return
-    if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
-        raise ValueError(
-            f"a message of {len(data)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
-            "fit in one"
-        )
-    name = os.urandom(8)
-    count = max(-(-len(data) // _PART_DATA), -(-len(handles) // PACKET_HANDLES))
-    for number in range(count):
-        some = handles[number * PACKET_HANDLES : (number + 1) * PACKET_HANDLES]
-        body = _PART.pack(name, number, count, len(data), len(handles))
-        body += data[number * _PART_DATA : (number + 1) * _PART_DATA]
-        yield _HEADER.pack(_PART_MAGIC, VERSION, len(some), len(body)) + body, some
-
-
-def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str | None:
-    """Return a partial message with the next part added; None if the part before it is missing, or a text if the part
-    is damaged.
-    """
-    if len(packet) < HEADER_BYTES + _PART.size:
-        return f"a part of a message of {len(packet)} bytes"
-    name, number, count, nbytes, total = _PART.unpack_from(packet, HEADER_BYTES)
-    if nbytes > MAX_DATA or total > MAX_HANDLES or not 2 <= count <= max(nbytes, total):
-        return f"a message of {count} parts, with {nbytes} bytes and {total} descriptors"
-    if not number:
-        partial = Partial(name, nbytes, count, total, (), ())
-    elif partial is None or partial[:4] != (name, nbytes, count, total) or number != len(partial.data):
-        return None
-    longer = partial._replace(
-        data=(*partial.data, packet[HEADER_BYTES + _PART.size :]), handles=partial.handles + handles
-    )
-    have, fds = sum(map(len, longer.data)), len(longer.handles)
-    if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
-        return f"parts with {have} bytes and {fds} descriptors, instead of {nbytes} and {total}"
-    return longer
-
-
 def no_descriptors(needed: int) -> OSError:
     """Return the error of a process without room for file descriptors: how many are open, allowed, and needed."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -297,17 +269,20 @@ _TRUNCATED, _HANDLES_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     """Return as text why a packet is invalid; None if it is valid. ``handles``: number of descriptors that came."""
     if flags & _TRUNCATED:
-        return f"a packet of more than {PACKET_BYTES} bytes"
-    if len(packet) < HEADER_BYTES:
+        return f"a packet of more than {_PACKET_BYTES} bytes"
+    if len(packet) < _HEADER.size:
         return f"a packet of {len(packet)} bytes"
     magic, version, count, size = _HEADER.unpack_from(packet)
-    if magic not in (MAGIC, _PART_MAGIC):
+    if magic not in (_MAGIC, _LARGE_MAGIC):
         return f"it begins with {magic!r}"
-    if version != VERSION:
-        return f"its version is {version}, and this library supports version {VERSION}"
-    if size != len(packet) - HEADER_BYTES:
-        return f"it has {len(packet) - HEADER_BYTES} bytes of data and says {size}"
-    if flags & _HANDLES_LOST or count != handles:
+    if version != _VERSION:
+        return f"its version is {version}, and this library supports version {_VERSION}"
+    large = magic == _LARGE_MAGIC
+    if large and (size > MAX_DATA or count > MAX_HANDLES):
+        return f"a large message of {size} bytes and {count} descriptors"
+    if len(packet) - _HEADER.size != (0 if large else size):
+        return f"it has {len(packet) - _HEADER.size} bytes of data and says {size}"
+    if flags & _HANDLES_LOST or handles != (_LARGE_HANDLES if large else count):
         return f"it came with {handles} descriptors and says {count}"
     return None
 
@@ -400,14 +375,12 @@ class Channel(_SocketOwner):
     b'hello'
     """
 
-    __slots__ = ("_misses", "_partial", "_ready", "_receive", "_send_with", "_sent", "peer", "timeout")
+    __slots__ = ("_misses", "_ready", "_receive", "_send_with", "_sent", "peer", "timeout")
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._sent: set[bytes] = set()
         """Ids of handles already sent over this channel."""
-        self._partial: Partial | None = None
-        """A message of which some packets were received and some are missing; None without such a message."""
         self._misses = 0
         """Number of waits in a row in which polling found no message."""
         # Constants: the properties ``family`` and ``type`` of a socket make an enum member at each call.
@@ -523,9 +496,6 @@ class Channel(_SocketOwner):
     def send(self, data: BytesLike, handles: Sequence[Fd | int] = (), *, timeout: float | None = None) -> None:
         """Send one message; returns when the kernel has stored it for the receiver.
 
-        A message of at most 64 KiB and 64 descriptors is one packet. A larger message is sent in several packets, and
-        the last ones may have to wait until the receiver has taken the first ones.
-
         Parameters
         ----------
         data
@@ -540,15 +510,28 @@ class Channel(_SocketOwner):
         ValueError
             Too many bytes or descriptors.
         TimeoutError
-            The receiver's queue stayed full. The message is not delivered. If some of its packets were sent, the
-            receiver drops them at the next message. The channel stays usable.
+            The receiver's queue stayed full. The message is not delivered. The channel stays usable.
         PeerGoneError
             The other end is closed. Messages that it sent before can still be received.
         ClosedError
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        self._send_packets(packets_of(as_bytes(data), handles), wait)
+        end, given = deadline_after(wait), as_bytes(data)
+        if len(given) > MAX_DATA or len(handles) > MAX_HANDLES:
+            raise ValueError(
+                f"a message of {len(given)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
+                "fit in one"
+            )
+        if len(given) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
+            self._send_packet(_HEADER.pack(_MAGIC, _VERSION, len(handles), len(given)) + given, handles, wait, end)
+            return
+        into, crate = Channel.pair()
+        with into, crate, sealed_file(given) as file:
+            for start in range(0, len(handles), PACKET_HANDLES):
+                into.send(b"", handles[start : start + PACKET_HANDLES], timeout=None if end is None else left(end))
+            contents = file.fileno(), crate.fileno()
+            self._send_packet(_HEADER.pack(_LARGE_MAGIC, _VERSION, len(handles), len(given)), contents, wait, end)
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -578,39 +561,34 @@ class Channel(_SocketOwner):
         end: float | None = None
         while True:
             try:
-                packet, extra, flags, _ = self._receive(PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE)
+                packet, extra, flags, _ = self._receive(_PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE)
             except OSError as error:
                 end = deadline_after(wait) if end is None else end
                 self._await(error, wait, end)
                 continue
-            message = self._take(packet, _handles_in(extra), flags)
-            if message is not None:
-                return message
-            end = deadline_after(wait) if end is None else end
+            return self._message(packet, _handles_in(extra), flags)
 
-    def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
-        """Send packets (:func:`packets_of`); errors as for :meth:`send`. ``wait``: seconds to wait for room."""
-        end = deadline_after(wait)
-        for packet, handles in packets:
-            rights = rights_of(handles)
-            while True:
-                try:
-                    self._send_with((packet,), rights, _SEND)
-                    break
-                except OSError as error:
-                    if self.closed:
-                        raise self._was_closed() from None
-                    if error.errno in _GONE:
-                        raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
-                    if error.errno not in _FULL:
-                        raise
-                    if left(end) == 0:
-                        raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
-                    if error.errno == errno.EAGAIN:
-                        self._poll(select.POLLOUT, milliseconds(end))
-                    else:
-                        # Out of kernel memory, or too many descriptors in flight: no event reports room.
-                        time.sleep(min(0.001, left(end)))
+    def _send_packet(self, packet: bytes, handles: Sequence[Fd | int], wait: float | None, end: float | None) -> None:
+        """Send a packet; errors as for :meth:`send`. ``wait``: seconds to wait for room, until ``end``."""
+        rights = rights_of(handles)
+        while True:
+            try:
+                self._send_with((packet,), rights, _SEND)
+                return
+            except OSError as error:
+                if self.closed:
+                    raise self._was_closed() from None
+                if error.errno in _GONE:
+                    raise PeerGoneError(f"{self._who} has ended or closed its end: nothing can be sent") from None
+                if error.errno not in _FULL:
+                    raise
+                if left(end) == 0:
+                    raise TimeoutError(f"{self._who} made no room for a message within {wait:g} s") from None
+                if error.errno == errno.EAGAIN:
+                    self._poll(select.POLLOUT, milliseconds(end))
+                else:
+                    # Out of kernel memory, or too many descriptors in flight: no event reports room.
+                    time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
         """Wait until the socket is readable, after a receive that failed with ``error``; raise if it cannot be."""
@@ -633,40 +611,48 @@ class Channel(_SocketOwner):
         self._misses = misses + 1
         ready(milliseconds(end))
 
-    def _take(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message | None:
-        """Check a packet. Returns the message that it is or completes; None if parts are missing."""
+    def _message(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message:
+        """Check a packet, and return its message; errors as for :meth:`receive`."""
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
-            self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
-        if flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES:
-            close_all(handles)
-            self._drop_partial()
-            raise no_descriptors(_HEADER.unpack_from(packet)[2] if len(packet) >= HEADER_BYTES else 0)
-        fault = fault_in(packet, len(handles), flags)
-        if fault is None and packet[:4] == MAGIC:
-            # The sender abandoned the previous message; no more of its packets come.
-            self._drop_partial()
-            return Message(packet[HEADER_BYTES:], handles)
-        found = with_part(self._partial, packet, handles) if fault is None else fault
-        if isinstance(found, str):
-            close_all(handles)
-            self.close()
-            raise ProtocolError(f"{self._who} sent something else than a message: {found}; the channel is closed")
-        if found is None:  # An earlier packet of this message is missing.
-            close_all(handles)
-        if found is None or len(found.data) == 1:
-            self._drop_partial()
-        if found is None or len(found.data) < found.parts:
-            self._partial = found
-            return None
-        self._partial = None
-        return Message(b"".join(found.data), found.handles)
+        with undoing(lambda: close_all(handles)):
+            if flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES:
+                raise no_descriptors(_HEADER.unpack_from(packet)[2] if len(packet) >= _HEADER.size else 0)
+            fault = fault_in(packet, len(handles), flags)
+            if fault is not None:
+                raise self._refused(fault)
+            if packet.startswith(_LARGE_MAGIC):
+                _, _, count, nbytes = _HEADER.unpack_from(packet)
+                return self._unpacked(handles[0], handles[1], count, nbytes)
+        return Message(packet[_HEADER.size :], handles)
 
-    def _drop_partial(self) -> None:
-        """Close the descriptors of an incomplete message."""
-        if self._partial is not None:
-            close_all(self._partial.handles)
-            self._partial = None
+    def _unpacked(self, file: Fd, crate: Fd, count: int, nbytes: int) -> Message:
+        """Return the large message whose bytes are in ``file``, and whose descriptors are in the queue of ``crate``."""
+        found: list[Fd] = []
+        with undoing(lambda: close_all(found)):
+            try:
+                with file, crate, Channel.from_fd(crate) as queue:
+                    data = read_file(file, nbytes)
+                    while len(found) < count:
+                        # Not by receive(), because a large message in a crate could hold another crate, and so on.
+                        packet, extra, flags, _ = queue._receive(_HEADER.size, _RIGHTS_BYTES, _RECEIVE)
+                        found += _handles_in(extra)
+                        if flags & _HANDLES_LOST:
+                            raise no_descriptors(count - len(found))
+                        if not packet:
+                            break
+            except (ValueError, OSError) as error:
+                if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                    raise
+                raise self._refused(str(error)) from None
+            if (len(data), len(found)) != (nbytes, count):
+                raise self._refused(f"{len(data)} of {nbytes} bytes and {len(found)} of {count} descriptors")
+        return Message(data, tuple(found))
+
+    def _refused(self, fault: str) -> ProtocolError:
+        """Close the channel, and return the error for what came."""
+        self.close()
+        return ProtocolError(f"{self._who} sent something else than a message: {fault}; the channel is closed")
 
     # -- the connection --------------------------------------------------------------------------------------
 
@@ -683,7 +669,6 @@ class Channel(_SocketOwner):
     def close(self) -> None:
         """Close this process's copy of this end; idempotent. Sent messages still arrive."""
         self._socket.close()
-        self._drop_partial()
 
     def _text(self) -> str:
         return f" closed ({self._who})" if self.closed else f" to {self._who}"

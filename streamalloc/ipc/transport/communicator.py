@@ -17,7 +17,7 @@ import select
 import struct
 import sys
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -33,14 +33,13 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.channel import (
     Channel,
     Listener,
-    Packet,
+    Message,
     PeerGoneError,
     ProtocolError,
     deadline_after,
     left,
     milliseconds,
     number_of,
-    packets_of,
 )
 
 
@@ -148,24 +147,11 @@ _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
-class _Turn:
-    """The remaining work of a call with one other rank."""
-
-    def __init__(self, rank: int, channel: Channel, packets: Sequence[Packet]) -> None:
-        self.rank = rank
-        self.channel = channel
-        self.unsent = deque(packets)
-        """Packets that are not sent yet."""
-        self.received = False
-        self.data = b""
-        self.handles: tuple[Fd, ...] = ()
-
-
 class Mesh(Closes):
     """Channels to all other ranks of one machine; made by :meth:`meet`.
 
-    Each rank first sends its data to all others, then receives in order of arrival. So each rank can name the ranks
-    whose data is missing, and all ranks detect a death at once.
+    Each rank sends its data to all others, and receives in order of arrival. So each rank can name the ranks whose data
+    is missing, and all ranks detect a death at once.
     """
 
     def __init__(self, rank: int, channels: dict[int, Channel]) -> None:
@@ -204,9 +190,7 @@ class Mesh(Closes):
                 pause = min(2 * pause, _LONG)
         return cls(rank, channels)
 
-    def all_to_all(
-        self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit
-    ) -> list[tuple[bytes, tuple[Fd, ...]]]:
+    def all_to_all(self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit) -> list[Message]:
         """Send bytes and descriptors to all ranks. Returns the bytes and descriptors of each rank, by rank.
 
         The entry of this rank has its own bytes, and duplicates of its descriptors. After an error the mesh is closed,
@@ -219,78 +203,72 @@ class Mesh(Closes):
         ProtocolError
             Another rank makes a different call.
         """
-        links: list[_Turn] = []
+        packet = _HEAD.pack(call, self._calls) + data
+        given: dict[int, Message] = {}
         own: list[Fd] = []
         try:
-            packets = [*packets_of(_HEAD.pack(call, self._calls) + data, handles)]
             for one in handles:
                 own.append(Fd(os.dup(number_of(one))))
-            links += [_Turn(rank, channel, packets) for rank, channel in self._channels.items()]
-            self._run(call, links, limit)
+            self._run(call, packet, handles, given, limit)
         except BaseException as error:
-            close_all(itertools.chain(own, *(link.handles for link in links)))
+            close_all(itertools.chain(own, *(one.handles for one in given.values())))
             self._notify_failure(error)
             raise
         self._calls += 1
-        given = {link.rank: (link.data, link.handles) for link in links}
-        given[self._rank] = data, tuple(own)
+        given[self._rank] = Message(data, tuple(own))
         return [given[rank] for rank in range(len(given))]
 
-    def _run(self, call: Collective, links: list[_Turn], limit: TimeLimit) -> None:
-        ready = select.poll()
-        waiting = {link.channel.fileno(): link for link in links}
-        for number, link in waiting.items():
-            self._send(link)
-            ready.register(number, _awaited(link))
-        while waiting:
-            for number, _ in ready.poll(milliseconds(limit.end) if limit.end is not None else None):
-                link = waiting[number]
-                # Receive first: a failed rank sends the reason before it closes.
-                if not link.received:
-                    self._receive(link, call)
-                self._send(link)
-                if link.received and not link.unsent:
-                    ready.unregister(number)
-                    del waiting[number]
-                else:
-                    ready.modify(number, _awaited(link))
-            if waiting and limit.passed():
-                missing = [link.rank for link in waiting.values() if not link.received]
-                missing = missing or [link.rank for link in waiting.values()]
+    def _run(
+        self, call: Collective, packet: bytes, handles: Sequence[Fd | int], given: dict[int, Message], limit: TimeLimit
+    ) -> None:
+        """Send a packet to all other ranks, and receive theirs into ``given``."""
+        unsent = set(self._channels)
+        while missing := {rank for rank in self._channels if rank not in given} | unsent:
+            # While there is no room to send, take turns with receiving, which makes room in the other ranks.
+            unsent -= {rank for rank in sorted(unsent) if self._sent(rank, packet, handles)}
+            ready = select.poll()
+            awaited = {self._channels[rank].fileno(): rank for rank in missing if rank not in given}
+            for number in awaited:
+                ready.register(number, select.POLLIN)
+            wait = None if limit.end is None else milliseconds(limit.end)
+            for number, _ in ready.poll(0 if unsent else wait):
+                self._receive(awaited[number], call, given)
+            if limit.passed() and (missing := (set(self._channels) - set(given)) or unsent):
                 raise did_not_come(missing, limit, f" to the {call}")
 
-    def _send(self, link: _Turn) -> None:
-        while link.unsent:
-            try:
-                # Not 0 s: if too many descriptors are in flight, the send fails although poll() reports room, and the
-                # loop would run without a pause.
-                link.channel._send_packets([link.unsent[0]], _SHORT)
-            except TimeoutError:
-                return
-            except PeerGoneError:
-                raise _why_gone(link) from None
-            link.unsent.popleft()
-
-    def _receive(self, link: _Turn, call: Collective) -> None:
+    def _sent(self, rank: int, packet: bytes, handles: Sequence[Fd | int]) -> bool:
+        """Send a packet to a rank. Returns whether there was room for it."""
         try:
-            data, link.handles = link.channel.receive(timeout=0)
+            # Not 0 s: too many descriptors in flight give no event, and the caller's loop would run without a pause.
+            self._channels[rank].send(packet, handles, timeout=_SHORT)
+            return True
+        except TimeoutError:
+            return False
+        except PeerGoneError:
+            raise _why_gone(rank, self._channels[rank]) from None
+
+    def _receive(self, rank: int, call: Collective, given: dict[int, Message]) -> None:
+        """Receive a rank's message into ``given``, if it has come."""
+        try:
+            data, handles = self._channels[rank].receive(timeout=0)
         except TimeoutError:
             return
         except PeerGoneError:
-            raise _why_gone(link) from None
-        if len(data) < _HEAD.size:
-            raise GroupProtocolError(f"rank {link.rank} sent a message of {len(data)} bytes", {link.rank: ""})
-        theirs, count = _HEAD.unpack_from(data)
-        if theirs == Collective.FAILED:
-            raise _reason(data)
-        if (theirs, count) != (call, self._calls):
-            name = _NAMES.get(theirs, f"call {theirs}")
-            raise GroupProtocolError(
-                f"rank {link.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
-                f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
-                {link.rank: name, self._rank: str(call)},
-            )
-        link.data, link.received = data[_HEAD.size :], True
+            raise _why_gone(rank, self._channels[rank]) from None
+        with undoing(lambda: close_all(handles)):
+            if len(data) < _HEAD.size:
+                raise GroupProtocolError(f"rank {rank} sent a message of {len(data)} bytes", {rank: ""})
+            theirs, count = _HEAD.unpack_from(data)
+            if theirs == Collective.FAILED:
+                raise _reason(data)
+            if (theirs, count) != (call, self._calls):
+                name = _NAMES.get(theirs, f"call {theirs}")
+                raise GroupProtocolError(
+                    f"rank {rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
+                    f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
+                    {rank: name, self._rank: str(call)},
+                )
+        given[rank] = Message(data[_HEAD.size :], handles)
 
     def _notify_failure(self, error: BaseException) -> None:
         """Notify the other ranks of this rank's error, and close the channels."""
@@ -328,17 +306,13 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Tim
     return None
 
 
-def _awaited(link: _Turn) -> int:
-    return (0 if link.received else select.POLLIN) | (select.POLLOUT if link.unsent else 0)
-
-
-def _why_gone(link: _Turn) -> Exception:
+def _why_gone(rank: int, channel: Channel) -> Exception:
     """Return the error for a closed channel: the reason that the rank sent before, or that it has gone."""
     while True:
         try:
-            data, handles = link.channel.receive(timeout=0)
+            data, handles = channel.receive(timeout=0)
         except (PeerGoneError, TimeoutError, ProtocolError):
-            return GroupGoneError(f"rank {link.rank} (process {link.channel.peer.pid}) is gone", {link.rank: ""})
+            return GroupGoneError(f"rank {rank} (process {channel.peer.pid}) is gone", {rank: ""})
         close_all(handles)
         if len(data) >= _HEAD.size and data[0] == Collective.FAILED:
             return _reason(data)

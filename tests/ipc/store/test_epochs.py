@@ -13,8 +13,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.store import store as module
-from streamalloc.ipc.store.manifest import sealed_file
 from streamalloc.ipc.store.protocol import Connection
+from streamalloc.ipc.transport.channel import sealed_file
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.ipc.store.test_wire import ABOUT, FLAGS

@@ -24,8 +24,8 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc.store import keeper as keeping
 from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
-from streamalloc.ipc.store.manifest import read_file, sealed_file
 from streamalloc.ipc.store.protocol import encode, socket_path
+from streamalloc.ipc.transport.channel import read_file, sealed_file
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import environment, eventually

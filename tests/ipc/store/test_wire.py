@@ -17,7 +17,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.ipc.store import manifest, protocol
+from streamalloc.ipc.store import protocol
 from streamalloc.ipc.store.protocol import Connection, encode
 from streamalloc.ipc.transport import channel as transport
 from streamalloc.testing import Gate
@@ -186,7 +186,7 @@ class TestCommits:
             connection.ask("reserve", total=size)
 
             def commit(layout: bytes = LAYOUT, about: bytes = ABOUT, count: int = 1, **other: Any) -> Any:
-                with manifest.sealed_file(layout) as first, manifest.sealed_file(about) as second:
+                with transport.sealed_file(layout) as first, transport.sealed_file(about) as second:
                     fields: dict[str, Any] = {"address": 0, "chunks": [size], "ready": "", **FLAGS} | other
                     return connection.ask("commit", [first, second] + [fd] * count, **fields)
 
@@ -204,7 +204,7 @@ class TestCommits:
     def test_a_manifest_that_can_change(self, commit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         with ipc.Fd(os.memfd_create("manifest")) as file:
             os.write(file.fileno(), LAYOUT)
-            monkeypatch.setattr(manifest, "sealed_file", lambda data: file)
+            monkeypatch.setattr(transport, "sealed_file", lambda data: file)
             with pytest.raises(ipc.StoreError, match="not sealed"):
                 commit()
 
@@ -266,7 +266,7 @@ class TestCommits:
             connection.ask("write", key="null", device=device.uuid.hex, **BEGIN)
             connection.ask("reserve", total=2 << 20)
             fields: dict[str, Any] = {"address": 0, "chunks": [2 << 20], "ready": "", **FLAGS}
-            with manifest.sealed_file(LAYOUT) as layout, manifest.sealed_file(ABOUT) as about:
+            with transport.sealed_file(LAYOUT) as layout, transport.sealed_file(ABOUT) as about:
                 connection.ask("commit", [layout, about, null], **fields)
         free = device.memory_info().free
         with pytest.raises(sa.CudaError, match="no handle that the driver exported"):
