@@ -35,20 +35,17 @@ class Mechanism(enum.IntEnum):
 
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 MAGIC = b"SAipc"
-VERSION = 4
+VERSION = 5
 FABRIC = 8
 """``CU_MEM_HANDLE_TYPE_FABRIC``: a handle of 64 bytes that travels in the descriptor."""
 
-# Magic, version, mechanism, total length; device, origin, control block, endpoint; pool mark; flags, driver version,
-# handle type; payload length, number of chunks.
-_HEADER = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
-# Slot, generation, ready; offset, size, base size; hold.
-_NUMBERS = struct.Struct("<IIIQQQQ")
-_BODY = _HEADER.size + _NUMBERS.size
+# Magic, version, total length; the first 16 fields of the class, in its order; payload length, number of chunks.
+_HEAD = struct.Struct("<5sHIB16s16s16s16sIIIIIIQQQQQHH")
+_FIELDS = 16
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
-_SHORTEST = _BODY + _CHECK.size
+_SHORTEST = _HEAD.size + _CHECK.size
 NOWHERE = bytes(16)
 """Id that stands for no control block, no endpoint or no origin."""
 MOST_CHUNKS = 2048
@@ -126,16 +123,6 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
     return payload[:start], dtype, shape
 
 
-def _checked_kind(mechanism: int, flags: int, handle_type: int) -> Mechanism:
-    """Return the mechanism; raises ``ValueError`` unless there is one with these flags and handles."""
-    kind = Mechanism(mechanism)
-    if flags & ~_FLAGS or handle_type not in _HANDLE_TYPES:
-        raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
-    if handle_type == FABRIC and kind is not Mechanism.PHYSICAL:
-        raise ValueError(f"a descriptor of a {kind.name} with fabric handles: only physical memory is shared by them")
-    return kind
-
-
 class Descriptor(NamedTuple):
     """The fields of a descriptor; sizes and offsets in bytes.
 
@@ -160,15 +147,15 @@ class Descriptor(NamedTuple):
         ``CUmemAllocationHandleType`` of the handles.
     offset, size, base_size
         Offset and size of the shared part, and the size of the whole allocation.
-    payload
-        The driver's opaque export data.
-    chunks
-        The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     hold
         The mark that keeps the allocation until this descriptor is opened: its index in the lower 32 bits, its value in
         the upper 32. 0 means none.
     pool_mark
         The mark that changes when the pool has ended, in the same form.
+    payload
+        The driver's opaque export data.
+    chunks
+        The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     dtype, shape
         With :attr:`Flags.ARRAY`, type and shape of the shared part.
     """
@@ -187,10 +174,10 @@ class Descriptor(NamedTuple):
     offset: int = 0
     size: int = 0
     base_size: int = 0
-    payload: bytes = b""
-    chunks: tuple[ChunkHandle, ...] = ()
     hold: int = 0
     pool_mark: int = 0
+    payload: bytes = b""
+    chunks: tuple[ChunkHandle, ...] = ()
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -214,16 +201,14 @@ class Descriptor(NamedTuple):
         hold
             The number of the mark of a hold, or 0 for a pipe in the same message; None: that of :attr:`hold`.
         """
+        if hold is not None:
+            return self._replace(flags=self.flags | Flags.HELD, hold=hold).to_bytes()
         form, length = (_FABRIC_CHUNK, 3) if self.handle_type == FABRIC else (_CHUNK, 2)
         chunks = b"".join(form.pack(*chunk[:length]) for chunk in self.chunks)
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
-        flags, hold = (self.flags, self.hold) if hold is None else (self.flags | Flags.HELD, hold)
-        ids = (self.device, self.origin, self.control_block, self.endpoint)
-        fields = (flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
-        body = _HEADER.pack(MAGIC, VERSION, self.mechanism, total, *ids, self.pool_mark, *fields)
-        numbers = (self.slot, self.generation, self.ready, self.offset, self.size, self.base_size)
-        body += _NUMBERS.pack(*numbers, hold) + payload + chunks
+        head = _HEAD.pack(MAGIC, VERSION, total, *self[:_FIELDS], len(payload), len(self.chunks))
+        body = head + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
@@ -242,33 +227,36 @@ class Descriptor(NamedTuple):
         length = len(data)
         if length < _SHORTEST or not data.startswith(MAGIC):
             raise ValueError(f"these {length} bytes are no descriptor of shared memory")
-        _, version, mechanism, total, *ids, pool_mark, flags, driver_version, handle_type, extra, count = (
-            _HEADER.unpack_from(data)
-        )
+        _, version, total, *fields, extra, count = _HEAD.unpack_from(data)
         if version != VERSION:
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        slot, generation, ready, offset, size, base_size, hold = _NUMBERS.unpack_from(data, _HEADER.size)
-        form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
+        found = cls(Mechanism(fields[0]), *fields[1:])
+        form = _FABRIC_CHUNK if found.handle_type == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
-        kind = _checked_kind(mechanism, flags, handle_type)
-        if base_size > _MOST_BYTES or offset + size > base_size:
-            raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
-        if flags & (Flags.LEASED | Flags.HELD) and ids[2] == NOWHERE:
+        found._check(count)
+        end = _HEAD.size + extra
+        payload = data[_HEAD.size : end]
+        chunks = tuple(ChunkHandle(*parts) for parts in form.iter_unpack(data[end : -_CHECK.size]))
+        if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
+            raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
+        if found.flags & Flags.ARRAY:
+            payload, dtype, shape = _split_array(payload, found.size)
+            found = found._replace(dtype=dtype, shape=shape)
+        return found._replace(payload=payload, chunks=chunks)
+
+    def _check(self, count: int) -> None:
+        """Raise ``ValueError`` unless the fixed fields fit each other. ``count``: number of chunks."""
+        if self.flags & ~_FLAGS or self.handle_type not in _HANDLE_TYPES:
+            raise ValueError(f"the descriptor has unknown flags ({self.flags:#x}) or handle type ({self.handle_type})")
+        if self.handle_type == FABRIC and self.mechanism is not Mechanism.PHYSICAL:
+            what = self.mechanism.name
+            raise ValueError(f"a descriptor of a {what} with fabric handles: only physical memory is shared by them")
+        if self.base_size > _MOST_BYTES or self.offset + self.size > self.base_size:
+            raise ValueError(f"the descriptor's {self.size} bytes at {self.offset} are outside of its {self.base_size}")
+        if self.flags & (Flags.LEASED | Flags.HELD) and self.control_block == NOWHERE:
             raise ValueError("the descriptor has a lease or a hold, but names no control block")
-        if kind in _WITHOUT_MEMORY and (count or base_size or flags & ~Flags.HELD):
-            raise ValueError(f"a descriptor of a {kind.name} has fields for memory")
-        payload, dtype = data[_BODY : _BODY + extra], ""
-        chunks: tuple[ChunkHandle, ...] = ()
-        if count:
-            chunks = tuple(ChunkHandle(*fields) for fields in form.iter_unpack(data[_BODY + extra : -_CHECK.size]))
-            if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
-                raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
-        shape: tuple[int, ...] = ()
-        if flags & Flags.ARRAY:
-            payload, dtype, shape = _split_array(payload, size)
-        # In the order of the fields of the class, which differs from that of the bytes.
-        numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
-        return cls._make((kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))
+        if self.mechanism in _WITHOUT_MEMORY and (count or self.base_size or self.flags & ~Flags.HELD):
+            raise ValueError(f"a descriptor of a {self.mechanism.name} has fields for memory")

@@ -392,7 +392,7 @@ class TestDescriptors:
     def test_with_a_payload_that_is_too_short(self, pool: sa.MemoryPool, stream: sa.Stream, tail: bytes) -> None:
         plain = self.described(pool, stream)._replace(flags=0, dtype="", shape=(), payload=tail).to_bytes()
         body = bytearray(plain[:-4])
-        struct.pack_into("<I", body, descriptor._HEADER.size - 16, Flags.ARRAY)
+        struct.pack_into("<I", body, descriptor._HEAD.size - 68, Flags.ARRAY)
         with pytest.raises(ValueError, match="array"):
             Descriptor.from_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
 

@@ -59,8 +59,8 @@ def example(**fields: Any) -> Descriptor:
     """A descriptor with all parts."""
     chunks = (ChunkHandle(bytes(range(16)), 2 * MiB), ChunkHandle(bytes(16), 4 * MiB))
     ids = bytes(range(100, 116)), bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
-    whole = Descriptor(Mechanism.POOL_POINTER, *ids, 1, 2, 3, 4, 13000, 1, 5, 6, 4096, bytes(range(64)), chunks)
-    return whole._replace(**fields)
+    whole = Descriptor(Mechanism.POOL_POINTER, *ids, 1, 2, 3, 4, 13000, 1, 5, 6, 4096)
+    return whole._replace(payload=bytes(range(64)), chunks=chunks)._replace(**fields)
 
 
 def fabric_example(**fields: Any) -> Descriptor:
@@ -92,7 +92,7 @@ class TestFormat:
                 (data, ValueError, None)
                 for data in (b"", b"SAipc", bytes(500), b"\x80\x04K\x05.", b"SAipc\x01" + bytes(300))
             ),
-            (b"SAipc\x05" + example().to_bytes()[6:], ValueError, r"version 5.*version 4"),
+            (b"SAipc\x06" + example().to_bytes()[6:], ValueError, r"version 6.*version 5"),
         ],
     )
     def test_of_what_is_none(self, data: Any, error: type[Exception], says: str | None) -> None:
