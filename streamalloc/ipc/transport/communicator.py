@@ -1,9 +1,11 @@
 """Groups of processes that exchange bytes and file descriptors in collective calls.
 
 :class:`Communicator` is the interface that this library uses. The other classes implement it over mpi4py,
-``torch.distributed`` and ``multiprocessing``; none of them starts processes. Bytes travel over the group's own
-transport. Descriptors travel over channels between the processes of one machine; the channels' addresses are exchanged
-as bytes. :func:`as_communicator` also accepts any object with a rank, a size and an all-gather of bytes.
+``torch.distributed`` and ``multiprocessing``; none starts processes. The first call exchanges addresses over the
+group's own transport. From then on the processes of one machine have channels to each other (:class:`Mesh`), over which
+bytes and descriptors travel, with time limits and errors that name the rank at fault. A group on several machines keeps
+to its own transport, and exchanges no descriptors. :func:`as_communicator` also accepts any object with a rank, a size
+and an all-gather of bytes.
 """
 
 from __future__ import annotations
@@ -391,14 +393,17 @@ CommunicatorLike: TypeAlias = Communicator | GroupLike | TorchGroupLike | None
 
 
 class _Group(Closes):
-    """Base of the communicators. A subclass implements the all-gather of packets (:meth:`_gathered`)."""
+    """Base of the communicators. A subclass implements the group's own all-gather of packets (:meth:`_gathered`)."""
 
     def __init__(self, rank: int, size: int, timeout: float | None) -> None:
         self.rank: int = rank
         self.size: int = size
         self.timeout: float | None = timeout
         self.host: str = _host()
+        self._hosts: list[str] = []
+        """Hosts of the ranks, by rank; empty before the first call."""
         self._mesh: Mesh | None = None
+        """Channels to all ranks; None before the first call, and for a group on several machines."""
         self._ended = ""
         """Why further calls are refused, as text for errors; empty while the group can be used."""
 
@@ -414,14 +419,11 @@ class _Group(Closes):
         ClosedError
             The communicator was closed, or an earlier call failed.
         """
-        given = bytes(memoryview(data))
-        with self._call(timeout) as limit:
-            return self._gather(Collective.ALLGATHER, given, limit)
+        return self._gather(Collective.ALLGATHER, bytes(memoryview(data)), timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until all ranks have made this call. Errors as for :meth:`allgather`."""
-        with self._call(timeout) as limit:
-            self._gather(Collective.BARRIER, b"", limit)
+        self._gather(Collective.BARRIER, b"", timeout)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096
@@ -435,10 +437,14 @@ class _Group(Closes):
         for handle in handles:
             os.fstat(number_of(handle))
         with self._call(timeout) as limit:
-            mesh = self._connected(limit)
-            if isinstance(mesh, Mesh):
-                return [given for _, given in mesh.all_to_all(Collective.EXCHANGE, b"", handles, limit)]
-        raise ValueError(mesh)
+            mesh = self._connected(call := Collective.EXCHANGE, limit)
+            if mesh is not None:
+                return [one.handles for one in mesh.all_to_all(call, b"", handles, limit)]
+        raise ValueError(
+            "file descriptors travel between processes of one user on one machine and in one network namespace, and "
+            f"this group has {by_value(self._hosts, 'on {}')}: use a group for each of them, or fabric handles, which "
+            "are bytes"
+        )
 
     @contextlib.contextmanager
     def _call(self, timeout: float | None) -> Iterator[TimeLimit]:
@@ -451,35 +457,32 @@ class _Group(Closes):
             self._end(f"failed: {described(error)}")
             raise
 
-    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
-        """Return the bytes of all ranks. The first byte of each packet is the rank's call, which must be equal on all
-        ranks.
-        """
-        packets = self._gathered(call, bytes([call]) + data, limit)
-        for rank, packet in enumerate(packets):
-            if packet[:1] != bytes([call]):
-                text = f"rank {rank} does something else than this {call}: all ranks must do the same"
-                raise GroupProtocolError(text, {rank: _NAMES.get(packet[0], "") if packet else ""})
-        return [packet[1:] for packet in packets]
+    def _gather(self, call: Collective, data: bytes, timeout: float | None) -> list[bytes]:
+        with self._call(timeout) as limit:
+            mesh = self._connected(call, limit)
+            if mesh is not None:
+                return [one.data for one in mesh.all_to_all(call, data, (), limit)]
+            packets = self._gathered(call, bytes([call]) + data, limit)
+            for rank, packet in enumerate(packets):
+                if packet[:1] != bytes([call]):
+                    text = f"rank {rank} does something else than this {call}: all ranks must do the same"
+                    raise GroupProtocolError(text, {rank: _NAMES.get(packet[0], "") if packet else ""})
+            return [packet[1:] for packet in packets]
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
-        """Return the packets of all ranks, by rank."""
+        """Return the packets of all ranks, by rank, over the group's own transport. ``call`` is for errors."""
         raise NotImplementedError
 
-    def _connected(self, limit: TimeLimit) -> Mesh | str:
-        """Return channels to all ranks, or a text with the reason if hosts differ."""
-        if self._mesh is None:
+    def _connected(self, call: Collective, limit: TimeLimit) -> Mesh | None:
+        """Return channels to all ranks; None if they are on several machines."""
+        if not self._hosts:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
-                cards = [one.decode().split("\n") for one in self._gather(Collective.EXCHANGE, card, limit)]
-                hosts = [host for host, _ in cards]
-                if len(set(hosts)) > 1:
-                    return (
-                        "file descriptors travel between processes of one user on one machine and in one network "
-                        f"namespace, and this group has {by_value(hosts, 'on {}')}: use a group for each of them, or "
-                        "fabric handles, which are bytes"
-                    )
-                self._mesh = Mesh.meet(self.rank, listener, [address for _, address in cards], limit)
+                cards = [one.decode().partition("\n") for one in self._gathered(call, card, limit)]
+                hosts, addresses = [host for host, _, _ in cards], [address for _, _, address in cards]
+                if len(set(hosts)) == 1:
+                    self._mesh = Mesh.meet(self.rank, listener, addresses, limit)
+                self._hosts = hosts
         return self._mesh
 
     def _end(self, how: str) -> None:
@@ -520,8 +523,9 @@ class AllgatherCommunicator(_Group):
     group
         An object with ``rank``, ``size`` and ``allgather(data)``, or with mpi4py's names; the caller closes it.
     timeout
-        Seconds for exchanges of descriptors in calls without a timeout argument; None: no limit. ``group.allgather`` is
-        not limited.
+        Seconds for calls without a timeout argument; None: no limit. ``group.allgather`` is not limited: it makes the
+        first call, and all calls of a group on several machines. Make no collective call of ``group`` on another thread
+        meanwhile.
     """
 
     def __init__(self, group: GroupLike, *, timeout: float | None = None) -> None:
@@ -547,10 +551,7 @@ class SelfCommunicator(_Group):
 
     def __init__(self) -> None:
         super().__init__(0, 1, None)
-        self._mesh = Mesh(0, {})
-
-    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
-        return [data]
+        self._hosts, self._mesh = [self.host], Mesh(0, {})
 
 
 class ProcessCommunicator(_Group):
@@ -585,10 +586,7 @@ class ProcessCommunicator(_Group):
         token = token_hex(16)
         return [cls(rank, size, token, timeout) for rank in range(size)]
 
-    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
-        return [given for given, _ in self._connected(limit).all_to_all(call, data, (), limit)]
-
-    def _connected(self, limit: TimeLimit) -> Mesh:
+    def _connected(self, call: Collective, limit: TimeLimit) -> Mesh:
         if self._mesh is None:
             addresses = [f"@streamalloc-{os.geteuid()}-{self._token}-{rank}" for rank in range(self.size)]
             with Channel.listen(addresses[self.rank]) as listener:
@@ -604,105 +602,11 @@ class ProcessCommunicator(_Group):
 ForkingPickler.register(ProcessCommunicator, lambda group: (ProcessCommunicator, group._parts()))
 
 
-# -- MPI -----------------------------------------------------------------------------------------------------
+# -- torch.distributed ---------------------------------------------------------------------------------------
 
-_TAG = 1
+
 _PAUSE = 1e-5
 _LONGEST_PAUSE = 1e-3
-_abandoned: list[Any] = []
-"""Requests and buffers of failed calls, kept until the process ends because MPI may still write to the buffers."""
-
-
-class MPICommunicator(_Group):
-    """A group of MPI processes. Every rank makes one.
-
-    :func:`as_communicator` makes it of mpi4py's; ``notebooks/examples/symmetric_mpi.py`` is a program.
-
-    The first call duplicates ``comm``, so that messages of this library and the program stay separate. If ranks are
-    missing in that call, the error cannot name them.
-
-    Parameters
-    ----------
-    comm
-        An intracommunicator of mpi4py.
-    timeout
-        Seconds for calls without a timeout argument; None: no limit. By default MPI ends all ranks when one dies.
-    """
-
-    def __init__(self, comm: Any, *, timeout: float | None = None) -> None:
-        from mpi4py import MPI
-
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"comm must be an intracommunicator of mpi4py, not {comm!r}")
-        super().__init__(comm.Get_rank(), comm.Get_size(), timeout)
-        self._comm = comm
-        self._own: Any = None
-        """The duplicate of ``comm``; None before the first call and after the close."""
-
-    def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
-        from mpi4py import MPI
-
-        pending: list[Any] = []
-        # After an error, MPI may still write to the buffers of unfinished requests, so they must not be freed.
-        with undoing(lambda: _abandoned.append(pending)):
-            if self._own is None:
-                self._own = self._duplicate(call, limit, pending)
-            return self._all_to_all(MPI, call, packet, limit, pending)
-
-    # Blocking MPI calls have no deadline, so requests are polled.
-
-    def _duplicate(self, call: Collective, limit: TimeLimit, pending: list[Any]) -> Any:
-        own, request = self._comm.Idup()
-        pending += own, request
-        while not request.Test():
-            if limit.passed():
-                raise GroupTimeoutError(f"not all of {self.size} ranks came to the first {call} within {limit}")
-            time.sleep(_PAUSE)
-        return own
-
-    def _all_to_all(
-        self, mpi: Any, call: Collective, packet: bytes, limit: TimeLimit, pending: list[Any]
-    ) -> list[bytes]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = {rank: self._own.Isend([packet, mpi.BYTE], dest=rank, tag=_TAG) for rank in others}
-        incoming: dict[int, tuple[bytearray, Any]] = {}
-        pending += sends.values(), incoming
-        given = {self.rank: packet}
-        pause = _PAUSE
-        while True:
-            for rank in [rank for rank in others if rank not in given]:
-                if rank not in incoming:
-                    status = mpi.Status()
-                    message = self._own.Improbe(source=rank, tag=_TAG, status=status)
-                    if message is None:
-                        continue
-                    room = bytearray(status.Get_count(mpi.BYTE))
-                    incoming[rank] = room, message.Irecv([room, mpi.BYTE])
-                room, request = incoming[rank]
-                if request.Test():
-                    given[rank] = bytes(room)
-            sends = {rank: request for rank, request in sends.items() if not request.Test()}
-            missing = set(others) - set(given) or set(sends)
-            if not missing:
-                return [given[rank] for rank in range(self.size)]
-            if limit.passed():
-                raise did_not_come(missing, limit, f" to the {call}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def close(self) -> None:
-        """Leave the group; idempotent. All ranks must make this call, because ``MPI_Comm_free`` is collective."""
-        super().close()
-        own, self._own = self._own, None
-        # After a failure, requests stay pending, and MPI would wait for them.
-        if own is not None and self._ended == "was closed":
-            from mpi4py import MPI
-
-            if not MPI.Is_finalized():
-                own.Free()
-
-
-# -- torch.distributed ---------------------------------------------------------------------------------------
 
 
 class TorchCommunicator(_Group):
@@ -712,7 +616,7 @@ class TorchCommunicator(_Group):
 
     :func:`as_communicator` makes it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
 
-    With any backend, bytes travel through the group's store, without tensors, devices or pickling.
+    With any backend, the group's own transport is its store, without tensors, devices or pickling.
 
     Parameters
     ----------
@@ -809,8 +713,8 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
             )
         return TorchCommunicator()
     # An mpi4py or PyTorch object exists only if its module is loaded, so no import is needed.
-    if isinstance(group, _loaded("mpi4py.MPI", "Comm")):
-        return MPICommunicator(group)
+    if isinstance(group, _loaded("mpi4py.MPI", "Comm")) and not isinstance(group, _loaded("mpi4py.MPI", "Intracomm")):
+        raise TypeError(f"group must be an intracommunicator of mpi4py, not {group!r}")
     if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):
         return TorchCommunicator(group)
     if isinstance(group, Communicator):
