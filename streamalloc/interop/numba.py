@@ -1,25 +1,19 @@
-"""Bridge to Numba: allocations from pools of streamalloc, and device arrays over memory.
-
-With ``NUMBA_CUDA_MEMORY_MANAGER=streamalloc.interop.numba`` in the environment Numba allocates from the current pools
-of the devices, without a call of :func:`use`.
-"""
+"""Bridge to Numba: allocations from pools of streamalloc, and device arrays over memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
 
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.internal import Buffer, Device, Memory, Stream, StreamLike, work
+from streamalloc.core.internal import Buffer, Memory, Stream, StreamLike, work
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda as bindings
 from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, dropped_of, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
-from streamalloc.pool import MemoryPool
 
 __all__ = ["array", "memory", "use"]
 
@@ -57,7 +51,7 @@ class NumbaCallback(Bridge):
     def _install(self, undo: contextlib.ExitStack) -> None:
         numba = library("numba.cuda.cudadrv.driver", self.sources.session)
         devices = library("numba.cuda.cudadrv.devices")
-        manager = manager_class(lambda context: self.sources)
+        manager = manager_class(self.sources)
         before = numba._memory_manager
         managers = {id(context): context.memory_manager for context in _contexts(devices)}
 
@@ -81,8 +75,8 @@ def _contexts(devices: Any) -> list[Any]:
     return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
 
 
-def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
-    """Make a class of memory managers for Numba. ``sources_of`` returns the sources for a context of Numba."""
+def manager_class(sources: Sources) -> Any:
+    """Make a class of memory managers for Numba."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
@@ -98,7 +92,6 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
         def memalloc(self, size: int) -> Any:
             """Allocate device memory on the legacy default stream."""
             ordinal = int(self.context.device.id)
-            sources = sources_of(self.context)
             dropped = dropped_of(sources.session)
             if sources.works or dropped.refused:
                 dropped.refused = False
@@ -119,7 +112,7 @@ def manager_class(sources_of: Callable[[Any], Sources]) -> Any:
 
         def get_memory_info(self) -> Any:
             """Return free and total bytes of the device. What pools reserve counts as used."""
-            info = sources_of(self.context).device(int(self.context.device.id)).memory_info()
+            info = sources.device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 
     return Manager
@@ -174,15 +167,3 @@ def _drop(held: list[Memory]) -> None:
     memory = held.pop()
     if isinstance(memory, Buffer):
         dropped_of(session_of(memory)).add(memory)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "_numba_memory_manager":
-        return manager_class(lambda context: _current(int(context.device.id)))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def _current(ordinal: int) -> Sources:
-    """Return the sources for Numba's environment variable: the pool that is current at the first allocation."""
-    return Sources([MemoryPool.current(Device(ordinal))])

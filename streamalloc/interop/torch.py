@@ -103,11 +103,6 @@ class TorchBridge(Bridge):
         _return_segments()
         return 0 if self._functions is None else len(self._functions.ledger)
 
-    @property
-    def refusal(self) -> OutOfMemoryError | None:
-        """Error of the last failed allocation, with the statistics of the pool, which PyTorch's error lacks."""
-        return None if self._functions is None else self._functions.refusal
-
     def _prepare(self) -> Any:
         torch = library("torch", self.sources.session)
         if not self.pools:
@@ -374,8 +369,6 @@ class Callbacks:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Ledger = ledger
-        self.refusal: OutOfMemoryError | None = None
-        """Error of the last failed allocation."""
         self._function = _ALLOCATE(self._allocate)
         self._seen: set[int] = set()
         """Addresses of this bridge's segments in the last snapshot."""
@@ -403,8 +396,8 @@ class Callbacks:
                         raise
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
-        except OutOfMemoryError as error:
-            self.refusal = error.with_traceback(None)  # The frames of the traceback would keep tensors alive.
+        except OutOfMemoryError:
+            pass
         except BaseException as error:
             _report(error, self._allocate)
         if address:

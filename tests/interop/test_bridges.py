@@ -236,12 +236,6 @@ class TestOrder:
             del mine
             assert used(pool) == 0
 
-    def test_numba_reads_its_memory_manager_from_the_module(self, get: Get) -> None:
-        """By the name in NUMBA_CUDA_MEMORY_MANAGER."""
-        get("numba")
-        assert interop.numba._numba_memory_manager.interface_version == 1
-        assert not hasattr(interop.numba, "absent")
-
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_small_numba_arrays_are_freed_together(self, get: Get, machine: Any, source: str) -> None:
         """However many streams are known, and also if the host never synchronises."""
@@ -384,17 +378,6 @@ class TestOutOfMemory:
             gc.collect()
             library.finish(bridge)
             device.synchronize()
-
-    def test_pytorch_s_bridge_knows_why(self, get: Get, device: sa.Device) -> None:
-        library = get("torch")
-        with sa.MemoryPool(device, max_size=64 * MiB) as pool:
-            bridge = library.use(pool, callbacks=True)
-            assert bridge.refusal is None  # type: ignore[attr-defined]
-            with pytest.raises(library.ends_with):
-                library.make(512 * MiB)
-            assert bridge.refusal.requested == 512 * MiB  # type: ignore[attr-defined]
-            assert bridge.refusal.__traceback__ is None  # type: ignore[attr-defined]
-            library.finish(bridge)
 
 
 class Broken:
