@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from streamalloc.core.errors import size_text
@@ -53,7 +54,6 @@ from streamalloc.ipc.exporter.exports import (
     hung_up,
 )
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism, check_array
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import CachingAllocator, MemoryKind, PlainBuffer, pointer_attributes
@@ -247,9 +247,10 @@ def share(
                 raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
             exports = exports_for(session_of(thing))  # type: ignore[arg-type]
             with exports.deferred.beside_captures():
-                return function(thing, options, exports)
+                return _published(function(thing, options, exports), options, exports)
     if hasattr(thing, "__cuda_array_interface__"):
-        return _share_array_of_others(thing, options, exports_for(Session.of(default_driver())))
+        exports = exports_for(Session.of(default_driver()))
+        return _published(_share_array_of_others(thing, options, exports), options, exports)
     raise TypeError(
         f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
     )
@@ -377,91 +378,85 @@ def serve(driver: Driver | None = None) -> None:
     exports_of(Session.of(driver if driver is not None else default_driver())).serve()
 
 
-# -- descriptors in the making -------------------------------------------------------------------------------
+# -- the steps of a share ------------------------------------------------------------------------------------
 
 
-class _Draft:
-    """The descriptor of a thing that is being shared, with the slot for its hold and its announcement.
+class _Thing(NamedTuple):
+    """What is shared: the result of the function of its kind."""
+
+    described: Descriptor
+    """Descriptor with the fields of the memory. :func:`_published` adds those of the exporter."""
+    device: Device
+    stream: Stream | None = None
+    """The stream whose work writes the contents; None if there are none to announce."""
+    address: int = 0
+    """Address of the contents in this process; 0 if they have none."""
+    lease: Lease | None = None
+    """Lease of a buffer; None for everything else."""
+    pool: ExportedPool | None = None
+    """Pool of the memory. Its handle goes along, and its mark, which changes when the pool ends."""
+    allocation: int = 0
+    """Address of another library's allocation, whose held descriptors share a lease, because an importer has one import
+    of it; 0 for everything else.
+    """
+    handles: Mapping[bytes, Fd] = MappingProxyType({})
+    kept: object = None
+    """Memory that is kept as long as the hold or the lease."""
+
+
+def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
+    """Add hold, slot and announcement to a thing, and return its descriptor.
 
     The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free at the same time sees the hold.
-
-    A buffer gives its ``lease``. Otherwise the draft takes a slot if there is a hold or a stream. Held descriptors of
-    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it. Memory of a
-    ``pool`` travels with the pool's handle, and with the mark that is set when the pool ends.
     """
+    described, handles, lease, pool = thing.described, dict(thing.handles), thing.lease, thing.pool
+    hold = Hold() if options.hold else None
+    if hold is not None and thing.allocation:
+        lease = exports.lease_at(thing.allocation, hold)
+    if lease is not None:
+        described = described._replace(flags=described.flags | Flags.LEASED)
+    elif hold is not None or thing.stream is not None:
+        lease = exports.new_lease()
+    if hold is not None and lease is not None and not thing.allocation:
+        lease.add_hold(hold, kept=False)
+    block = None if lease is None else lease.block
+    if pool is not None:
+        block = block or exports.block()
+        handles[pool.origin] = pool.fd
+        described = described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
+    if lease is not None:
+        ready = lease.words.last_announced if thing.stream is None else _announced(lease, thing.stream, thing)
+        described = described._replace(slot=lease.slot, generation=lease.generation, ready=ready)
+    if block is not None:
+        handles[block.id] = block.fd
+        described = described._replace(control_block=block.id)
+    uuid = exports.uuid(thing.device)
+    described = described._replace(device=uuid, endpoint=exports.endpoint, driver_version=exports.version)
+    shared = Shared(described, handles, lease, hold, exports)
+    if thing.lease is None:
+        shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
+        if hold is not None and lease is not None:
+            kept = options.thing, handles, pool, thing.kept
+            exports.deferred.submit(KeptReferences(lease, thing.device.ordinal, kept))
+    return shared
 
-    def __init__(
-        self, described: Descriptor, options: _Options, exports: Exports, device: Device, stream: Stream | None,
-        lease: Lease | None = None, *, pool: ExportedPool | None = None, allocation: int = 0,
-    ) -> None:  # fmt: skip
-        self.described = described
-        """The descriptor so far: the caller gives the fields of the memory, :meth:`shared` those of the exporter."""
-        self.options = options
-        self.exports = exports
-        self.device = device
-        self.stream = stream
-        self.handles: dict[bytes, Fd] = {}
-        self.kept: object = pool
-        """Object that is kept with the shared thing as long as the hold or the lease: a pool, or memory; None for none.
-        """
-        self.of_buffer: bool = lease is not None
-        self.hold = Hold() if options.hold else None
-        if self.hold is not None and allocation:
-            lease = exports.lease_at(allocation, self.hold)
-        if lease is not None:
-            self.described = described._replace(flags=Flags.LEASED)
-        elif self.hold is not None or stream is not None:
-            lease = exports.new_lease()
-        if self.hold is not None and lease is not None and not allocation:
-            lease.add_hold(self.hold, kept=False)
-        self.lease: Lease | None = lease
-        self.block: ControlBlock | None = None if lease is None else lease.block
-        """Control block that the importer needs: that of the lease's slot, or else that of the pool's mark; None if it
-        needs none.
-        """
-        if pool is not None:
-            self.block = exports.block() if self.block is None else self.block
-            self.handles[pool.origin] = pool.fd
-            mark = pool.mark(self.block)
-            self.described = self.described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=mark)
 
-    def shared(self, memory: tuple[int, int] | None = None) -> Shared:
-        """Announce the contents, and return the descriptor. ``memory``: address and size, if it is mapped in this
-        process.
-        """
-        exports, lease, described = self.exports, self.lease, self.described
-        if lease is not None:
-            ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
-            described = described._replace(slot=lease.slot, generation=lease.generation, ready=ready)
-        if self.block is not None:
-            described = described._replace(control_block=self.block.id)
-            self.handles[self.block.id] = self.block.fd
-        uuid = exports.uuid(self.device)
-        described = described._replace(device=uuid, endpoint=exports.endpoint, driver_version=exports.version)
-        shared = Shared(described, self.handles, lease, self.hold, exports)
-        if not self.of_buffer:
-            shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
-            if self.hold is not None and lease is not None:
-                kept = self.options.thing, self.handles, self.kept
-                exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
-        return shared
-
-    def _announce(self, lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
-        """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
-        ready = lease.announce(stream)
-        listener = lease.block.session.listener
-        if listener is not None and memory is not None:
-            name = lease.block.announcement(lease.slot, lease.generation, ready)
-            with stream.device.current():
-                listener.shared(*memory, raw_handle(stream), name)
-        return ready
+def _announced(lease: Lease, stream: Stream, thing: _Thing) -> int:
+    """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
+    ready = lease.announce(stream)
+    listener = lease.block.session.listener
+    if listener is not None and thing.address:
+        name = lease.block.announcement(lease.slot, lease.generation, ready)
+        with stream.device.current():
+            listener.shared(thing.address, thing.described.size, raw_handle(stream), name)
+    return ready
 
 
 # -- kinds of memory -----------------------------------------------------------------------------------------
 
 
-def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> Shared:
+def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> _Thing:
     """Share an allocation, or ``part`` of it: offset and size in bytes."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
@@ -476,8 +471,7 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     pool = cast("ExportedPool", lease.pool)
     offset, size = part or (0, nbytes)
     described = Descriptor(Mechanism.POOL_POINTER, offset=offset, size=size, base_size=nbytes, payload=lease.payload)
-    draft = _Draft(described, options, exports, pool.device, ordered, lease, pool=pool)
-    return draft.shared((address + offset, size))
+    return _Thing(described, pool.device, ordered, address + offset, lease, pool)
 
 
 def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
@@ -487,7 +481,7 @@ def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _share_view(view: BufferView, options: _Options, exports: Exports) -> Shared:
+def _share_view(view: BufferView, options: _Options, exports: Exports) -> _Thing:
     check_usable(view)
     if not view.nbytes:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
@@ -501,35 +495,34 @@ def _share_view(view: BufferView, options: _Options, exports: Exports) -> Shared
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
-def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> Shared:
+def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> _Thing:
     # For a structure, ``dtype.str`` describes bytes. ``check_array`` refuses ``str(dtype)``.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     check_array(dtype, view.shape)
-    shared = _share_view(view, options, exports)
-    flags = shared.descriptor.flags | Flags.ARRAY
-    shared.descriptor = shared.descriptor._replace(flags=flags, dtype=dtype, shape=view.shape)
-    return shared
+    thing = _share_view(view, options, exports)
+    flags = thing.described.flags | Flags.ARRAY
+    return thing._replace(described=thing.described._replace(flags=flags, dtype=dtype, shape=view.shape))
 
 
-def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
+def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> _Thing:
     pool._check_open()  # An exported pool is found even after its close.
     found = exports.pool(pool)
-    return _Draft(Descriptor(Mechanism.POOL), options, exports, found.device, None, pool=found).shared()
+    return _Thing(Descriptor(Mechanism.POOL), found.device, pool=found)
 
 
-def _share_event(event: Event, options: _Options, exports: Exports) -> Shared:
+def _share_event(event: Event, options: _Options, exports: Exports) -> _Thing:
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
         raw = exports.session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
-    return _Draft(Descriptor(Mechanism.EVENT, payload=opaque_bytes(raw)), options, exports, event.device, None).shared()
+    return _Thing(Descriptor(Mechanism.EVENT, payload=opaque_bytes(raw)), event.device)
 
 
-def _refuse_imported(thing: object, *_: object) -> Shared:
+def _refuse_imported(thing: object, *_: object) -> _Thing:
     raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
 
 
-def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> Shared:
+def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> _Thing:
     memory._check_open()
     stream = None if options.stream is None else as_stream(options.stream, exports.session)
     # A descriptor without an origin is opened as a chunk, and not as a range.
@@ -538,7 +531,7 @@ def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports)
 
 def _share_range(
     thing: VirtualBuffer | RangeView, options: _Options, exports: Exports, begin: int = 0, size: int | None = None
-) -> Shared:
+) -> _Thing:
     """Share the chunks that contain a part of an address range."""
     described = Descriptor(Mechanism.PHYSICAL, origin=secrets.token_bytes(16))
     if isinstance(thing, RangeView):
@@ -574,7 +567,7 @@ def _share_chunks(
     options: _Options,
     described: Descriptor,
     addresses: Sequence[int] = (),
-) -> Shared:
+) -> _Thing:
     """Share chunks of physical memory in address order. ``addresses``: addresses of the chunks in this process."""
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
@@ -585,17 +578,17 @@ def _share_chunks(
     exported = [exports.memory(memory, kind) for memory in memories]
     chunks = tuple(chunk for chunk, _ in exported)
     base_size = described.base_size or sum(chunk.nbytes for chunk in chunks)
-    described = described._replace(base_size=base_size, handle_type=int(kind), chunks=chunks)
-    draft = _Draft(described, options, exports, _device_of(memories[0]), stream)
-    draft.handles = {chunk.id: fd for chunk, fd in exported if fd is not None}
-    if kind == _FABRIC and draft.lease is not None:
+    flags, kept = described.flags, None
+    if kind == _FABRIC and (options.hold or stream is not None):
         exports.serve()  # so that importers find the control block with only the bytes of the descriptor
-        if options.hold:
-            # File descriptors keep memory that is closed here; fabric handles do not.
-            draft.kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
-            if described.origin != NOWHERE:
-                draft.described = described._replace(flags=described.flags | Flags.LEASED)
-    return draft.shared((addresses[0] + described.offset, described.size) if addresses else None)
+    if kind == _FABRIC and options.hold:
+        # File descriptors keep memory that is closed here; fabric handles do not.
+        kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
+        flags |= 0 if described.origin == NOWHERE else Flags.LEASED
+    described = described._replace(base_size=base_size, handle_type=int(kind), chunks=chunks, flags=flags)
+    handles = {chunk.id: fd for chunk, fd in exported if fd is not None}
+    at = addresses[0] + described.offset if addresses else 0
+    return _Thing(described, _device_of(memories[0]), stream, at, handles=handles, kept=kept)
 
 
 def _device_of(memory: PhysicalMemory) -> Device:
@@ -625,7 +618,7 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 # -- memory of other libraries -------------------------------------------------------------------------------
 
 
-def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> Shared:
+def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _Thing:
     """Share an array of another library. The kind of its memory determines the mechanism."""
     session, driver = exports.session, exports.session.driver
     span = CopySide.readable(thing, session)
@@ -657,13 +650,13 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
             pool = exports.pool(known.pool)
             payload = exports.export_pointer(base)
             described = described._replace(mechanism=Mechanism.POOL_POINTER, payload=payload)
-            return _Draft(described, options, exports, device, ordered, pool=pool, allocation=base).shared()
+            return _Thing(described, device, ordered, pool=pool, allocation=base)
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
             payload = opaque_bytes(session.call("cuIpcGetMemHandle", base))
             flags = Flags.LEASED if options.hold else 0
             described = described._replace(mechanism=Mechanism.LEGACY, flags=flags, payload=payload)
-            return _Draft(described, options, exports, device, ordered).shared()
+            return _Thing(described, device, ordered)
         memory = PhysicalMemory.at(base, driver=driver)
         _check_mapped_array(thing, options, memory, span.address - base + span.nbytes)
         described = described._replace(origin=secrets.token_bytes(16))
@@ -701,7 +694,7 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
 
 
 # The first class of which the shared thing is an instance determines the function.
-_KINDS: dict[type, Callable[[Any, _Options, Exports], Shared]] = {
+_KINDS: dict[type, Callable[[Any, _Options, Exports], _Thing]] = {
     Buffer: _share_buffer,
     MemoryPool: _share_pool,
     Foreign: _refuse_imported,
