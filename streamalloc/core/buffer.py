@@ -238,7 +238,7 @@ class Buffer(Memory, Closes):
         Raises
         ------
         ClosedError
-            The buffer was freed, and a stream is assign
+            The buffer was freed, and a stream is assigned.
         """
         return self._stream
 
@@ -622,7 +622,7 @@ class GraphBuffer(Buffer):
         Raises
         ------
         ClosedError
-            The graph was closed, or has a free of this memory alrea
+            The graph was closed, or has a free of this memory already.
         """
         graph: Any = self.owner
         nodes = list(after)

@@ -223,7 +223,7 @@ class Device:
         Raises
         ------
         ValueError
-            Both ``timing`` and ``interprocess`` were giv
+            Both ``timing`` and ``interprocess`` were given.
         """
         return Event(self, timing=timing, blocking_sync=blocking_sync, interprocess=interprocess)
 

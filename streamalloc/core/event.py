@@ -80,10 +80,10 @@ class Event(Closes, Shareable, Shown):
     interprocess
         Whether other processes can open it; such an event cannot measure time.
 
-            Raises
-            ------
-            ValueError
-                Both ``timing`` and ``interprocess`` were giv
+    Raises
+    ------
+    ValueError
+        Both ``timing`` and ``interprocess`` were given.
     """
 
     __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")

@@ -91,7 +91,7 @@ class Fence:
         Whether a deferred item makes the fence. Any thread may attempt an item, so none counts as the one that named
         the ends.
     queueing
-        Whether this thread still has to queue some of the work: see :attr:`queuein
+        Whether this thread still has to queue some of the work: see :attr:`queueing`.
     """
 
     __slots__ = ("_ends", "_thread", "began", "queueing", "session")
@@ -281,7 +281,7 @@ def await_device(session: Session, ordinal: int) -> None:
     Raises
     ------
     CudaError
-        The driver refused a call. An item frees the byte lat
+        The driver refused a call. An item frees the byte later.
     """
     fence = Fence(session, queueing=True)
     # The constructor hides errors of the driver, so with ``queueing`` it records nothing. The next two lines record the

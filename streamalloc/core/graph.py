@@ -105,12 +105,12 @@ class Graph(Closes):
             Whether each launch first frees the memory of the graph's earlier launches that was not freed. With False
             the driver refuses such a launch.
 
-                    Raises
-                    ------
-                    ClosedError
-                        The capture has not ended or has failed, or the graph was closed.
-                    InvalidValueError
-                        The driver refuses the graph: a fill or copy uses memory that was freed after its captu
+        Raises
+        ------
+        ClosedError
+            The capture has not ended or has failed, or the graph was closed.
+        InvalidValueError
+            The driver refuses the graph: a fill or copy uses memory that was freed after its capture.
         """
         if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
@@ -127,8 +127,8 @@ class Graph(Closes):
         ------
         InvalidValueError
             Memory of an earlier launch is not freed: see :meth:`instantiate`.
-                    ClosedError
-                        The graph or the stream was closed, or the capture has not end
+        ClosedError
+            The graph or the stream was closed, or the capture has not ended.
         """
         self.instantiate()
         target = as_stream(stream, self._session)

@@ -284,7 +284,7 @@ class Migrating(MemoryBase):
         Raises
         ------
         ValueError
-            The memory is not manag
+            The memory is not managed.
         """
         self._check_managed()
         if not self.nbytes:

@@ -214,8 +214,7 @@ class Stream(Closes, Shown):
 
     @staticmethod
     def of_handle(device: Device, handle: int, owner: object) -> Stream:
-        """Borrow a stream of ``device`` that other code made. Closing or dropping the object does not destroy the
-        stream.
+        """Borrow a stream of ``device`` that other code made and destroys.
 
         Parameters
         ----------
@@ -224,8 +223,7 @@ class Stream(Closes, Shown):
         handle
             The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
         owner
-            An object that keeps the driver's stream alive; the new object references it. None if the caller keeps the
-            stream alive.
+            An object to keep alive, because it keeps the driver's stream alive; None if the caller does that.
         """
         if handle in DEFAULT_HANDLES:
             return default_stream(device, handle)
@@ -267,16 +265,12 @@ class Stream(Closes, Shown):
             self.unlent = None if self.capturable else self._raw
 
     def _lend(self) -> None:
-        """Note that other code gets the handle, and may capture the stream from now on: allocations then ask the
-        driver.
-        """
+        """Note that other code has the handle and may capture the stream: later allocations ask the driver."""
         self.capturable = True
         self.unlent = None
 
     def _notice_joining(self) -> None:
-        """Ask the driver whether a wait has made the stream part of a capture by other code. If so, later allocations
-        ask, too.
-        """
+        """Ask the driver whether a wait has made the stream part of a capture by other code, and note it."""
         if not self.capturable and not self.is_default and self.capturing:
             self._lend()
 
@@ -286,8 +280,7 @@ class Stream(Closes, Shown):
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number.
 
-        Other code may capture a stream that it has the handle of. So from the first read on, allocations on the stream
-        ask the driver (``cuStreamIsCapturing``).
+        Other code with the handle may capture the stream, so later allocations ask the driver for a capture.
 
         Raises
         ------
@@ -370,15 +363,11 @@ class Stream(Closes, Shown):
             return act(*args, **named)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Call driver function ``name`` with this stream as its first argument, on the checked way. Raises ClosedError,
-        CudaError.
-        """
+        """Call driver function ``name`` with this stream as its first argument. Raises ClosedError, CudaError."""
         return self._in_context(self._session.call, name, self._checked_raw(), *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
-        """Return the ``CUresult`` of ``call``, a bound driver function whose first argument is this stream: by a direct
-        call, or on the checked way. Raises ClosedError.
-        """
+        """Return the ``CUresult`` of ``call``, a bound driver function whose first argument is this stream."""
         handle = self.direct or self.ready()
         if handle is not None:
             return call(handle, *args)[0]
@@ -387,19 +376,8 @@ class Stream(Closes, Shown):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        Parameters
-        ----------
-        event
-            The event to record; default: a new one, or a closed one of this stream that is used again.
-        timing
-            Whether a new event measures time.
-
-        Raises
-        ------
-        TypeError, ValueError
-            ``event`` is not an :class:`Event`, or belongs to another driver.
-        ClosedError
-            The stream or the event was clos
+        Default: a new event, which measures time if ``timing``, or a closed one of this stream.
+        Raises TypeError or ValueError for an ``event`` that is none of this driver's, ClosedError for a closed one.
         """
         session = self._session
         handle = self.direct or self.ready()
@@ -430,20 +408,8 @@ class Stream(Closes, Shown):
     def wait(self, other: Event | EventLike | StreamLike) -> None:
         """Order later work of this stream after an event, or after all queued work of another stream.
 
-        The host does not wait (``cuStreamWaitEvent``). A wait for an event of a capture makes this stream part of the
-        capture.
-
-        Parameters
-        ----------
-        other
-            An :class:`Event`, an event of cuda.core or of the bindings, or a stream.
-
-        Raises
-        ------
-        TypeError, ValueError
-            ``other`` is none of these, or belongs to another driver.
-        ClosedError
-            The stream or ``other`` was clos
+        The host does not wait (``cuStreamWaitEvent``). Events of cuda.core and of the bindings are accepted. A wait for
+        an event of a capture makes this stream part of the capture. Raises TypeError, ValueError, ClosedError.
         """
         session = self._session
         if isinstance(other, Event):
@@ -495,16 +461,14 @@ class Stream(Closes, Shown):
     def launch_host_func(self, function: Callable[[], object]) -> None:
         """Queue a Python function in stream order; the driver calls it on its own thread (``cuLaunchHostFunc``).
 
-        The function must not call the driver. An exception in it goes to ``sys.unraisablehook``, and the stream
-        continues.
+        The function must not call the driver. Its exceptions go to ``sys.unraisablehook``, and the stream continues.
 
         Raises
         ------
         TypeError
             ``function`` is not callable.
         CaptureError
-            The stream is being captured. The bindings free the host function's data after its first call, so a second
-            launch of the graph would crash.
+            The stream is being captured. The bindings let a Python function run once, and a graph may run more often.
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
@@ -998,7 +962,7 @@ def library_stream(stream: Any, session: Session) -> Stream:
     """Return the :class:`Stream` for a library's object. It may be closed. Raises TypeError, ValueError if the object
     is not a stream.
 
-    An object is resolved once, see :mod:`streamalloc.core.library_stream
+    An object is resolved once, see :mod:`streamalloc.core.library_streams`.
     """
     found: Stream
     owner, found = session.library_streams.latest
