@@ -12,10 +12,12 @@ the state. The parts of the state do not refer to the machine:
 * :mod:`.profiles` describes the machine by files, which ``streamalloc profile`` makes from other machines.
 * :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` those of several devices.
 
-The way of an allocation, ``cuMemAllocFromPoolAsync``:
+The way of an allocation, ``cuMemAllocFromPoolAsync`` (``cuMemAllocAsync`` takes the device's current pool, and is
+otherwise the same):
 
-1. ``calls.base.driver_call`` converts the arguments, takes the lock, and looks up the objects of the handles. It turns
-   the result, or a ``Fault``, into the tuple that the bindings return.
+1. ``calls.base.driver_call`` converts the arguments, takes the lock, and looks up the objects of the handles: the
+   annotation of a parameter is its conversion (:mod:`.arguments`). It turns the result, or a ``Fault``, into the tuple
+   that the bindings return.
 2. ``calls.pools.PoolCalls._allocate_ordered`` adds a node if the stream is captured. Otherwise it calls
    ``pool.Pool.take``.
 3. ``allocator.PoolAddresses.find_at_hand`` chooses a block with memory that the stream can use at once. If there is

@@ -1,4 +1,4 @@
-"""Live ranges of memory, with a small class per kind; managed memory and the advice on its pages."""
+"""Live ranges of memory, one small class for each kind, and managed memory with the advice on its pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice of cuMemAdvise and of prefetches about a page of managed memory."""
+    """Advice for one page of managed memory, as ``cuMemAdvise`` and prefetches have set it."""
 
     read_mostly: bool = False
     preferred: Place | None = None
@@ -49,7 +49,7 @@ class _Defaults(Extent):
 
 @dataclass(eq=False)
 class LiveMemory(_Defaults):
-    """A live range of memory. ``device`` is None for host memory."""
+    """One live allocation, registration or mapping. ``device``: the ordinal of its device; None for host memory."""
 
     base: int
     size: int
@@ -77,14 +77,14 @@ class LiveMemory(_Defaults):
 
 @dataclass(eq=False)
 class DeviceMemory(LiveMemory):
-    """Device memory of cuMemAlloc."""
+    """Device memory of ``cuMemAlloc``. ``block``: its piece of the heap (:class:`.banks.Heap`)."""
 
     block: Block
 
 
 @dataclass(eq=False)
 class ManagedMemory(LiveMemory):
-    """Memory of cuMemAllocManaged, at the start of a reservation."""
+    """Memory of ``cuMemAllocManaged``. It has a reservation of its own, and begins at its start."""
 
     reservation: ReservedExtent
     managed = True
@@ -100,7 +100,7 @@ class HostMemory(LiveMemory):
 
 @dataclass(eq=False)
 class PoolMemory(LiveMemory):
-    """Memory of a pool of this process, or imported from a pool of another process."""
+    """Memory of a pool: of one that this process made, or that it imported from another process."""
 
     pool: Pool | OpenedPool = field()
     block: Block
@@ -108,15 +108,17 @@ class PoolMemory(LiveMemory):
 
 @dataclass(eq=False)
 class GraphAllocation(LiveMemory):
-    """An allocation of a graph launch that outlives the launch."""
+    """Allocation of a graph that is still live after the launch, because the graph does not free it."""
 
     memory: GraphHeap
 
 
 @dataclass(eq=False)
 class OpenedMemory(LiveMemory):
-    """Memory of ``cuMemAlloc`` in another process. ``device``: the device of the context that opened the memory and may
-    use it. Opening enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
+    """Memory of ``cuMemAlloc`` in another process, opened by ``cuIpcOpenMemHandle``.
+
+    ``device``: the device of the context that opened the memory and may use it. Opening enables peer access (NVIDIA's
+    page on cuIpcOpenMemHandle).
     """
 
     block: ReservedExtent
@@ -130,14 +132,16 @@ class OpenedMemory(LiveMemory):
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
-    """Whether the host has unmapped a part of registered memory within a range."""
+    """Whether the allocation is registered host memory of which the program has since unmapped a part of this range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
 
 def is_reachable(allocation: LiveMemory, context: Context) -> bool:
-    """Whether work in ``context`` may use the memory without staging. It may use memory of its own device, of the host
-    and of an enabled peer, and managed memory. Of pools it may use those to which its device has access.
+    """Whether work in ``context`` may use the memory without staging.
+
+    It may use memory of its own device, of the host and of an enabled peer, and managed memory. It may use memory of a
+    pool if its device has access to the pool.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
@@ -147,10 +151,12 @@ def is_reachable(allocation: LiveMemory, context: Context) -> bool:
 
 
 class AllocationTable(RangeMap[LiveMemory]):
-    """The allocations of a machine by their addresses."""
+    """Live allocations of a machine, found by any address in them."""
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Remove registrations of unmapped host memory in a range that gets a new use."""
+        """Remove registrations of host memory in a range. The program has unmapped that memory, and the range gets a
+        new use.
+        """
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
                 self.remove(allocation)
@@ -166,25 +172,29 @@ def pages_of(allocation: LiveMemory) -> Runs[Advice]:
 
 
 def advise(allocation: LiveMemory, address: int, size: int, change: Callable[[Advice], Advice]) -> None:
-    """Change the advice on the pages that a range touches."""
+    """Apply ``change`` to the advice of each page that a range touches."""
     pages_of(allocation).change(address // PAGE * PAGE, round_up(address + size, PAGE), change)
 
 
 def prefetch(place: Place) -> Callable[[Advice], Advice]:
-    """The change that a prefetch to ``place`` makes to the advice on a page. As documented, queries see it before the
-    prefetch has run.
+    """Return the change that a prefetch to ``place`` makes to the advice on a page.
+
+    It takes effect at the call: as documented, queries see it before the prefetch has run.
     """
     return lambda advice: replace(advice, prefetched=place)
 
 
 def common(places: Iterable[Place | None]) -> Place | None:
-    """The location that several pages share; None if their locations differ, or if they have no location."""
+    """Return the location that all pages share; None if two differ, or if the pages have no location."""
     found = set(places)
     return found.pop() if len(found) == 1 else None
 
 
 def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
-    """Make bytes indeterminate: until they are written they read as :data:`FREED`."""
+    """Overwrite ranges, given as address and size, with :data:`FREED`: their contents are lost until the next write.
+
+    A range without memory is skipped.
+    """
     for address, size in ranges:
         if banks.is_backed(address, size):
             ctypes.memset(address, FREED, size)
@@ -213,6 +223,6 @@ class Managed:
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
-        """Release memory. NumPy arrays that refer to it then read :data:`FREED`."""
+        """Release memory. NumPy arrays over it remain readable, and read :data:`FREED`."""
         self.allocations.remove(memory)
         self.banks.arenas.remove(memory.reservation)

@@ -47,7 +47,11 @@ FREE_FOR_ALL = 0
 
 
 class Block:
-    """A range of the line. If a stream left the block, it is free once operation ``seq`` of the stream has run."""
+    """Range of addresses of a line, linked with the blocks before and behind it.
+
+    ``owner``: :data:`USED`, :data:`FREE_FOR_ALL`, or the number of the stream that left the block. Such a block is free
+    once operation ``seq`` of that stream has run.
+    """
 
     __slots__ = ("next", "owner", "prev", "seq", "since", "size", "stamp", "start")
 
@@ -76,7 +80,7 @@ class Block:
         return rest
 
     def absorb(self, following: Block) -> None:
-        """Add the block that follows to this one."""
+        """Extend this block by the one behind it."""
         self.size += following.size
         self.seq = max(self.seq, following.seq)
         self.next = following.next
@@ -105,7 +109,10 @@ class Shelf:
         del self._sorted[bisect_left(self._sorted, (block.size, block.stamp))]
 
     def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
-        """The first block of at least ``size`` bytes for which ``usable`` is true."""
+        """Return the smallest block of at least ``size`` bytes for which ``usable`` is true; None if there is none.
+
+        Of equal sizes it is the one that has been on the shelf longest.
+        """
         found = self._sorted
         at = bisect_left(found, (size,))
         if usable is None:
@@ -118,7 +125,7 @@ Reach = Callable[[int], int]
 
 
 class PoolAddresses:
-    """The addresses of one pool."""
+    """Line of addresses of one pool: its blocks, the shelves of free ones, and the chunks that have memory."""
 
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
@@ -153,9 +160,10 @@ class PoolAddresses:
         return self._left[stream].best(size) or self._common.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Find a block by rules 3 to 5; None if none is large enough. ``ordered`` (rule 3): for each other stream, the
-        number of its operation that the allocating stream is ordered after; None skips the rule. ``done`` (rule 4): for
-        each stream, the number up to which its frees have run.
+        """Find a block by rules 3 to 5; None if none is large enough.
+
+        ``ordered`` (rule 3): for each other stream, the number of its operation that the allocating stream is ordered
+        after; None skips the rule. ``done`` (rule 4): for each stream, the number up to which its frees have run.
         """
         block = None if ordered is None else self.best_left(size, ordered)
         if block is None:
@@ -168,7 +176,11 @@ class PoolAddresses:
         return block
 
     def best_left(self, size: int, reach: Reach) -> Block | None:
-        """Find a block that a stream left up to ``reach``; None if none is large enough."""
+        """Find a block that a stream left, with an operation number of at most ``reach(stream)``; None if none is large
+        enough.
+
+        The streams are searched in the order of their ranks.
+        """
         for stream, shelf in self._shelves():
             limit = reach(stream)
             block = shelf.best(size, lambda block, limit=limit: block.seq <= limit)  # type: ignore[misc]
@@ -177,7 +189,7 @@ class PoolAddresses:
         return None
 
     def carve(self, block: Block, size: int) -> Block:
-        """Make the first ``size`` bytes of a free block a used block. Returns it."""
+        """Mark the first ``size`` bytes of a free block as used, and return them as a block. The rest stays free."""
         self._take_off(block)
         if block.size > size:
             rest = block.split(size)
@@ -190,8 +202,10 @@ class PoolAddresses:
     # -- freeing ---------------------------------------------------------------------------------------------
 
     def free(self, block: Block, owner: int = FREE_FOR_ALL, seq: int = 0) -> None:
-        """Free a block that is on no shelf: for all streams, or, with ``seq``, once that operation of stream ``owner``
-        has run. Merge the block with neighbours of the same owner.
+        """Free a block that is on no shelf, and merge it with neighbours of the same owner.
+
+        ``owner``: the stream that leaves the block once its operation ``seq`` has run; by default the block is free for
+        all streams.
         """
         block.owner, block.seq, block.since = owner, seq, self._clock
         before, after = block.prev, block.next
@@ -205,7 +219,11 @@ class PoolAddresses:
         self._put(block)
 
     def free_left(self, reach: Reach) -> bool:
-        """Make the blocks that streams left up to ``reach`` free for all streams. Returns whether there were any."""
+        """Make blocks free for all streams: those that a stream left, with an operation number of at most
+        ``reach(stream)``.
+
+        Returns whether there were any.
+        """
         changed = False
         for stream, shelf in self._shelves():
             limit = reach(stream)
@@ -221,12 +239,15 @@ class PoolAddresses:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
-        """The missing chunks under the first ``size`` bytes of a block."""
+        """Return the numbers of the chunks under the first ``size`` bytes of a block that have no memory."""
         last = (block.start + size - 1) // CHUNK
         return [chunk for chunk in range(block.start // CHUNK, last + 1) if chunk not in self.backed]
 
     def spare(self) -> list[int]:
-        """The chunks under blocks that are free for all streams, in the order of their release."""
+        """Return the numbers of the chunks that lie under no used or left block, in the order of their release.
+
+        They are ordered by the time since when they are free, oldest first.
+        """
         found = [(block.since, at) for block in self._common for at in self._inner(block) if at in self.backed]
         if self._last.owner == FREE_FOR_ALL:
             low = -(-self._last.start // CHUNK)
@@ -234,22 +255,22 @@ class PoolAddresses:
         return [at for _, at in sorted(found)]
 
     def spare_besides(self, block: Block, size: int) -> list[int]:
-        """The spare chunks outside of the first ``size`` bytes of a block, lowest first."""
+        """Return the spare chunks that are not under the first ``size`` bytes of a block, lowest number first."""
         low, high = block.start // CHUNK, (block.start + size - 1) // CHUNK
         return sorted(at for at in self.spare() if not low <= at <= high)
 
     def _inner(self, block: Block) -> range:
-        """The chunks that are entirely inside a block."""
+        """Return the numbers of the chunks that lie entirely within a block."""
         return range(-(-block.start // CHUNK), block.end // CHUNK)
 
     def _is_backed(self, block: Block) -> bool:
-        """Whether there is memory under all of a block."""
+        """Whether every chunk that a block touches has memory."""
         return all(at in self.backed for at in range(block.start // CHUNK, (block.end - 1) // CHUNK + 1))
 
     # -- shelves and links -----------------------------------------------------------------------------------
 
     def _shelves(self) -> list[tuple[int, Shelf]]:
-        """The numbers of the streams that left blocks, each with its shelf, in the order of the search."""
+        """Return the number and the shelf of each stream that left blocks, in the order in which they are searched."""
         return sorted(self._left.items(), key=lambda item: self._ranks.get(item[0], -1))
 
     def _put(self, block: Block) -> None:

@@ -90,7 +90,10 @@ def _word(cls: Any, convert: Convert) -> Convert:
 
 
 def host_pointer(value: Any) -> int:
-    """The number of an address: from an int, None, or an object with the buffer protocol."""
+    """Return an address as a number. It is given as an int, None (0), or an object with the buffer protocol.
+
+    Raises ``TypeError`` for any other object, as the bindings do.
+    """
     if value is None:
         return 0
     if isinstance(value, int):
@@ -199,8 +202,10 @@ BY_NAME = {
 
 
 def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """Return two functions for a parameter: its conversion before the call takes the lock, and its look-up or check
-    under the lock. None: the parameter needs no such step.
+    """Return two functions for a parameter of this name and annotation; None for a step that it does not need.
+
+    The first converts the argument before the call takes the lock. The second looks up or checks the object under the
+    lock.
     """
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
@@ -213,7 +218,10 @@ def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
 
 
 def member(name: str, value: Any, cls: Any) -> int:
-    """The number of an enum member for argument ``name``; the bindings read its ``value``."""
+    """Return the number of the enum member that is given as argument ``name``.
+
+    For any other object it raises the bindings' error: ``TypeError``, or ``AttributeError`` if it has no ``value``.
+    """
     if value is None:
         raise TypeError(f"Argument '{name}' must not be None")
     if not isinstance(value, cls):
@@ -224,7 +232,11 @@ def member(name: str, value: Any, cls: Any) -> int:
 
 
 def number(name: str, value: Any, cls: Any) -> int:
-    """The number of an enum member, for calls whose bindings also accept plain numbers (CUDA 13 and newer)."""
+    """Return the number of the enum member that is given as argument ``name``, for calls that also accept plain
+    numbers.
+
+    Bindings from CUDA 13 on accept numbers there; older ones raise as :func:`member` does.
+    """
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
         return member(name, value, cls)
     return int(value)
@@ -246,7 +258,10 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """Check a struct of the bindings. With ``optional`` the bindings accept None, and the driver refuses it."""
+    """Return ``value`` if it is a struct ``cls`` of the bindings; otherwise raise their ``TypeError``.
+
+    With ``optional``, None gives CUDA_ERROR_INVALID_VALUE: the bindings accept it, and the driver refuses it.
+    """
     if optional and value is None:
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
     if not isinstance(value, cls):
@@ -258,20 +273,25 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 
 
 def numbers(values: Any, count: int) -> list[int]:
-    """The first ``count`` sizes of a list. A shorter list is refused."""
+    """Return the first ``count`` values of a list as sizes. Raises ``RuntimeError`` if the list is shorter."""
     return [size_t(one) for one in _enough(list(values), count)[:count]]
 
 
 def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
-    """The value for each of ``count`` entries of a batch. Value ``i`` applies from entry ``begins[i]`` on."""
+    """Return the value for each of ``count`` entries of a batch. Value ``i`` applies from entry ``begins[i]`` on.
+
+    Gives CUDA_ERROR_INVALID_VALUE if ``begins`` does not rise from 0 to a number below ``count``.
+    """
     check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
     given = list(values)
     return [given[bisect_right(begins, at) - 1] for at in range(count)]
 
 
 def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
-    """Check a list that must have at least ``count`` objects of one class of the bindings, and return it. ``comma``:
-    text behind the class in the bindings' error message.
+    """Return a list whose objects are all of class ``cls`` of the bindings.
+
+    Raises ``TypeError`` for an object of another class, and ``RuntimeError`` if there are fewer than ``count``.
+    ``comma``: text behind the class in the bindings' ``TypeError``.
     """
     items = [] if values is None else list(values)
     if not all(isinstance(item, cls) for item in items):
@@ -281,7 +301,7 @@ def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> li
 
 
 def structs(name: str, values: Any, cls: Any, count: int) -> list[Any]:
-    """The first ``count`` structs of the bindings in a list."""
+    """Return the first ``count`` objects of a list, all structs ``cls`` of the bindings. Raises as :func:`members`."""
     return members(name, values, cls, count, ",")[:count]
 
 

@@ -1,4 +1,4 @@
-"""Arrays, and copies of boxes, with or without an array on a side.
+"""Arrays, and copies of boxes to and from arrays.
 
 An ordinary array has all its memory from the start, in rows, as documented. In a sparse array only some tiles have
 memory. A mapped tile is 64 KiB of memory, with its elements in rows. An unmapped tile reads as zero and discards
@@ -62,10 +62,11 @@ class ArrayLayout:
 
     @property
     def required(self) -> int:
-        """Bytes of memory to map for an array of deferred mapping (observed on H200: test_sparse_arrays).
+        """Bytes of memory that an array of deferred mapping needs (observed on H200: test_sparse_arrays).
 
-        Rows are multiples of 64 bytes. They lie in blocks of 8, of up to 16 such blocks in a plane, and in a volume of
-        up to 16 planes; both numbers are powers of two.
+        A row is padded to a multiple of 64 bytes, and the rows to whole groups of 8. In a plane, the number of groups
+        is rounded up to a multiple of a power of two: the smallest one that is not below it, but at most 16. In a
+        volume, the number of planes is rounded up in the same way, and the groups are not.
         """
         total = 0
         for level in range(self.levels):
@@ -77,7 +78,7 @@ class ArrayLayout:
         return round_up(total * max(self.layers, 1), TILE_SIZE)
 
     def start_of(self, level: int) -> int:
-        """Bytes of an ordinary array before a level."""
+        """Return the offset of a level in the memory of an ordinary array, in bytes."""
         return sum(self.bytes_of(above) for above in range(level)) * max(self.layers, 1)
 
     @property
@@ -107,8 +108,10 @@ class ArrayLayout:
         return self.tail_first < self.levels
 
     def check_tail(self) -> None:
-        """Refuse mip tails that no reading shows: a tail larger than a tile, or an array without a level of whole
-        tiles.
+        """Raise :class:`NotModelled` for a mip tail of a shape that no recording shows.
+
+        Such are a tail of more bytes than a tile, a mipmapped array without a level of whole tiles or without a tail,
+        and the tail of a layered or three-dimensional array without mip levels.
         """
         first = self.tail_first
         size = sum(self.bytes_of(level) for level in range(first, self.levels))
@@ -120,7 +123,7 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Storage:
-    """The memory of an array or of all levels of a mipmapped array: one block, or tiles."""
+    """Memory of an array, or of all levels of a mipmapped array: one block, or tiles."""
 
     context: Context
     layout: ArrayLayout
@@ -132,8 +135,9 @@ class Storage:
     """Number of queued operations that use the memory."""
 
     def put(self, tile: Tile, backing: tuple[CreatedMemory, int] | None) -> None:
-        """Set the memory of a tile and its offset there; None removes it. The caller has already counted the tile in
-        the new memory (:attr:`.CreatedMemory.tiles`).
+        """Set the memory under a tile: the physical memory and the offset in it, or None to remove it.
+
+        The caller has already counted the tile in the new memory (:attr:`.CreatedMemory.tiles`).
         """
         before = self.tiles.pop(tile, None)
         if before is not None:
@@ -142,7 +146,7 @@ class Storage:
             self.tiles[tile] = backing
 
     def allocate(self) -> None:
-        """Allocate the memory of an ordinary array, counted in whole blocks."""
+        """Allocate the memory of an ordinary array. The bank of the device counts it in whole blocks of 2 MiB."""
         self.memory = mmap.mmap(-1, self.layout.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.context.device.bank.used += round_up(self.layout.size, BLOCK)
 
@@ -154,8 +158,10 @@ class Storage:
             self.put(tile, None)
 
     def rows(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
-        """Yield the pieces of plane ``z`` of a part: the array's bytes (None for an unmapped tile), the row and the
-        byte in the plane where the piece begins, and its height and width.
+        """Yield the pieces of plane ``z`` of a part.
+
+        A piece is the array's bytes (None for an unmapped tile), the row and the byte in the plane where it begins, and
+        its height and width.
         """
         layout, z = self.layout, part.z + z
         if not layout.sparse:
@@ -179,8 +185,10 @@ class Storage:
                 yield rows_at(memory.window.base + start + offset, pitch, *piece), y, x, piece
 
     def _segments(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """Yield the pieces of plane ``z`` of a part, one for each tile: the tile, the row and the byte in the plane
-        where the piece begins, its height and width, its offset in the tile, and the pitch of the tile's rows.
+        """Yield the pieces of plane ``z`` of a part, one for each tile.
+
+        A piece is the tile, the row and the byte in the plane where it begins, its height and width, its offset in the
+        tile, and the pitch of the tile's rows.
         """
         layout, device, level = self.layout, self.context.device.ordinal, part.array.level
         layer, z = (z, 0) if layout.layers else (0, z)
@@ -227,7 +235,7 @@ class Part:
     z: int
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """The bytes of plane ``z`` of the box. Unmapped tiles read as zero."""
+        """Return the bytes of plane ``z`` of the box, with shape (height, width). Unmapped tiles read as zero."""
         found: Bytes = np.zeros((shape.height, shape.width), np.uint8)
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
@@ -235,7 +243,7 @@ class Part:
         return found
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:
-        """Write plane ``z`` of the box. Unmapped tiles discard their bytes."""
+        """Write ``rows`` to plane ``z`` of the box. Bytes for unmapped tiles are discarded."""
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
                 stored[:] = rows[y : y + height, x : x + width]
@@ -253,17 +261,17 @@ class MipmappedArray:
 
 @dataclass(eq=False)
 class Arrays:
-    """The arrays of a machine by their handles."""
+    """Arrays and mipmapped arrays of a machine, by handle."""
 
     arrays: Handles[Array] = field(default_factory=Handles)
     mipmapped: Handles[MipmappedArray] = field(default_factory=Handles)
 
     def levels_of(self, mipmap: MipmappedArray) -> list[Array]:
-        """The levels of a mipmapped array that calls have made handles for."""
+        """Return the levels of a mipmapped array for which ``cuMipmappedArrayGetLevel`` has made handles."""
         return [one for one in self.arrays.values() if one.mipmap is mipmap]
 
     def destroy(self, one: Array | MipmappedArray) -> None:
-        """Destroy an array and the handles of its levels. For a level of a mipmapped array, only its handle ends."""
+        """Destroy an array and the handles of its levels. For one level of a mipmapped array, only its handle ends."""
         levels = [one] if isinstance(one, Array) else self.levels_of(one)
         for level in levels:
             del self.arrays[level.handle]
@@ -272,7 +280,7 @@ class Arrays:
             one.storage.clear()
 
     def forget(self, context: Context) -> None:
-        """Remove the arrays of a context that ends."""
+        """Destroy the arrays of a context that ends."""
         mipmaps: list[Array | MipmappedArray] = [*self.mipmapped.values()]
         for one in mipmaps + [one for one in self.arrays.values() if one.mipmap is None]:
             if one.storage.context is context:
@@ -280,7 +288,7 @@ class Arrays:
 
 
 class Remap(Operation):
-    """The operation in a stream that gives memory to tiles or takes it away."""
+    """Operation of ``cuMemMapArrayAsync``: it gives memory to tiles, or takes it away, in stream order."""
 
     def __init__(self, changes: list[tuple[Storage, Tile, tuple[CreatedMemory, int] | None]]) -> None:
         self._changes = changes
@@ -297,8 +305,9 @@ class Remap(Operation):
 
 
 class BoxCopy(Operation):
-    """Copies a box between arrays and ordinary memory, a few planes per step. If memory was unmapped since the call,
-    all later calls in the context fail; the process does not crash.
+    """Operation that copies a box from or to an array, a few planes per step.
+
+    If memory was unmapped since the call, all later calls in the context fail; the process does not crash.
     """
 
     def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:

@@ -1,4 +1,4 @@
-"""Memory of all devices and the host: sizes, reserved addresses, memory of pools, and memory of ``cuMemAlloc``."""
+"""Memory of all devices and of the host: sizes, reserved addresses, and the memory of pools and of ``cuMemAlloc``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
 
 
 class Bank:
-    """The physical memory of one device or the host: its size and the bytes taken."""
+    """Physical memory of one device or of the host: its size, and the bytes that are taken."""
 
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
@@ -28,8 +28,10 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Record the bytes of this process in a table that all processes of the machine read. From now on ``free``
-        leaves out the memory of other processes. ``number``: the bank's number in ``usage``.
+        """Record the bytes of this process in ``usage``, a table that all processes of the machine read.
+
+        From then on, :attr:`free` subtracts the bytes of the other processes. ``number``: the bank's number in
+        ``usage``.
         """
         self._shared = (usage, number)
         self.used = self._used
@@ -48,7 +50,7 @@ class Bank:
 
     @property
     def free(self) -> int:
-        """Bytes that neither this machine object nor another process of the machine has taken."""
+        """Bytes that are taken neither by this machine object nor by another process of the machine."""
         if self._released:
             self._collect()
         if self._shared is None:
@@ -57,7 +59,10 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close a file with memory of this bank once no other process has it. Until then the bank counts its bytes."""
+        """Close the file of released memory once no other process has it open.
+
+        Until then the bank counts its bytes as used.
+        """
         self._released.append(physical)
         self._collect()
 
@@ -73,8 +78,9 @@ T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """The reservations of a machine, by address, and all else that it has of the operating system: files and mappings.
-    What the program leaves open is closed here at the end of the machine.
+    """Reservations of a machine, by address, and its other resources of the operating system: files and mappings.
+
+    At the end of the machine, :meth:`close` closes all that the program left open.
     """
 
     def __init__(self) -> None:
@@ -84,7 +90,10 @@ class Arenas(RangeMap[ReservedExtent]):
         self._owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def own(self, made: T) -> T:
-        """Close an object with a method ``close`` at the end of the machine, unless it is gone before. Returns it."""
+        """Remember an object with a method ``close``, and return it.
+
+        :meth:`close` closes it, unless it was collected before.
+        """
         self._owned.add(made)
         return made
 
@@ -106,7 +115,7 @@ class Arenas(RangeMap[ReservedExtent]):
 
 @dataclass(eq=False)
 class Banks:
-    """The memory banks of a machine."""
+    """Banks of all devices and of the host, with the machine's reservations and the memory of its pools."""
 
     host: Bank
     devices: list[Bank]
@@ -123,8 +132,9 @@ class Banks:
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
-        """Release unused memory of other pools until ``needed`` bytes are free (observed on H200: test_placements).
-        Returns whether so many bytes are free.
+        """Release unused memory of pools until the bank has ``needed`` free bytes (observed on H200: test_placements).
+
+        The pool ``asking`` keeps its memory. Returns whether so many bytes are free.
         """
         for space in self.pools.values():
             if bank.free >= needed:
@@ -134,10 +144,11 @@ class Banks:
         return bank.free >= needed
 
     def trim(self, asking: Space) -> None:
-        """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory. A device's
-        pool makes the driver release memory of that device. A pool of a NUMA node makes it release memory of the host.
-        Another host pool makes it release memory of all devices. Observed on H200 (test_placements); the last case on
-        a machine of one device.
+        """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory.
+
+        A device's pool makes the driver release memory of that device. A pool of a NUMA node makes it release memory of
+        the host. Another host pool makes it release memory of all devices. Observed on H200 (test_placements); the last
+        case on a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]
@@ -153,8 +164,10 @@ class Banks:
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """Answer as :meth:`is_mapped` does. ``simulated``: whether a reservation of this machine has the
-        address, which the caller has looked up.
+        """Answer as :meth:`is_mapped`, for a caller that has looked up whether a reservation of this machine has the
+        address.
+
+        ``simulated``: that answer.
         """
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
@@ -170,8 +183,10 @@ class Banks:
 
 
 class Space:
-    """Memory of a pool: an address line, the chunks under it in a file at equal offsets, and the bank that provides
-    them. With ``on_host`` NumPy arrays can refer to it, even after the free: see :data:`.memory.FREED`.
+    """Memory of a pool: its line of addresses, and a file with the memory of the chunks, at equal offsets.
+
+    ``bank`` provides the memory. With ``on_host`` NumPy arrays can refer to it, even after the free: see
+    :data:`.memory.FREED`.
     """
 
     def __init__(
@@ -192,7 +207,7 @@ class Space:
         return self._arenas.own(Physical(self._name, self.line.capacity))
 
     def back(self, chunks: list[int]) -> None:
-        """Map memory at the chunks of the line with these numbers."""
+        """Take memory from the bank, and map it under the chunks with these numbers."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
@@ -202,7 +217,7 @@ class Space:
             self.bank.used += size
 
     def unback(self, chunks: list[int]) -> None:
-        """Unmap and release the memory of the chunks with these numbers."""
+        """Unmap the memory of the chunks with these numbers, and give it back to the bank."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.unmap(self.base + offset, size)
@@ -213,9 +228,10 @@ class Space:
             self.bank.used -= size
 
     def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
-        """Release memory that is free for all streams until the pool has at most ``keep`` bytes. The memory that has
-        been free longest goes first; with ``highest``, the highest addresses. ``among``: numbers of the only chunks
-        that may be released.
+        """Release memory that is free for all streams until the pool has at most ``keep`` bytes.
+
+        The memory that has been free longest goes first; with ``highest``, the highest addresses. ``among``: numbers of
+        the only chunks that may be released.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
@@ -223,7 +239,7 @@ class Space:
             self.unback(sorted(spare)[-excess:] if highest else sorted(spare[:excess]))
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for all streams, but keep at least ``keep`` bytes."""
+        """Release memory that is free for all streams, highest addresses first, but keep at least ``keep`` bytes."""
         self.release(keep + CHUNK - 1, highest=True)
 
     def close(self) -> None:
@@ -244,16 +260,18 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 # -- cuMemAlloc and pinned host memory, outside of stream order ------------------------------------------------
 
-# The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). They are the
-# same on two levels. *Regions* of 32 MiB, or a multiple for a larger allocation, contain large allocations and *blocks*
-# of 2 MiB. Small allocations share blocks. Device and host memory lie side by side in regions. The newest region with
-# room is used. Within a region, and within all blocks of one kind, the smallest sufficient piece is taken; of equal
-# pieces, the piece that has been free longest. Unused blocks and regions are released.
+# The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). *Regions* of 32
+# MiB, or a multiple for a larger allocation, contain large allocations and *blocks* of 2 MiB, which small allocations
+# share. Device and host memory lie side by side in regions. The newest region with room is used. Two searches, within a
+# region and within all blocks of one kind, take the smallest sufficient piece; of equal pieces, the one that has been
+# free longest. Unused blocks and regions are released.
 _REGION = 32 << 20
 
 
 class Pieces:
-    """Ranges of addresses, divided into used and free pieces. Free pieces are found by size."""
+    """Ranges of addresses, divided into used and free pieces. A request takes the smallest free piece that is large
+    enough.
+    """
 
     def __init__(self) -> None:
         self._free = Shelf()
@@ -275,7 +293,7 @@ class Pieces:
         return block
 
     def free(self, block: Block) -> int | None:
-        """Free a used piece. Returns the start of its range if the whole range is then free."""
+        """Free a used piece. Returns the start of its range if nothing in that range is used any more, else None."""
         before, after = block.prev, block.next
         if after is not None and after.owner == FREE_FOR_ALL:
             self._free.remove(after)
@@ -296,8 +314,9 @@ class Pieces:
 
 
 class Regions:
-    """Addresses for cuMemAlloc on a device, and for the pinned memory of its contexts. ``left_by_context``: for each
-    region that begins with the context's own memory, the bytes that are left behind it.
+    """Addresses for ``cuMemAlloc`` on a device, and for the pinned memory of its contexts.
+
+    ``left_by_context``: the first regions begin with the context's own memory; for each of them, the bytes behind it.
     """
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
@@ -322,7 +341,7 @@ class Regions:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block of :meth:`take`, and its region if it is then empty."""
+        """Free a block of :meth:`take`, and its region if nothing else uses that."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
         if pieces.free(block) is not None:
@@ -338,7 +357,10 @@ class Regions:
 
 
 class Heap:
-    """Memory of cuMemAlloc, or pinned memory. File offsets equal offsets in the regions' reservation."""
+    """Memory of ``cuMemAlloc``, or pinned memory, of one bank, in a file.
+
+    File offsets equal offsets in the regions' reservation.
+    """
 
     def __init__(self, name: str, banks: Banks, bank: Bank, regions: Regions) -> None:
         self._name = name
@@ -355,9 +377,10 @@ class Heap:
         return self._banks.arenas.own(Physical(self._name, self._regions.size))
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """Allocate. Returns the address, the piece to free and the flags; None if there is not enough memory.
+        """Allocate ``size`` bytes. Returns the address, the piece to free and the flags; None if there is not enough
+        memory.
 
-        Only allocations of one kind share a block. All allocations in a block have the flags of its first one.
+        Only allocations of one ``kind`` share a block. All allocations in a block have the flags of its first one.
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:
@@ -387,13 +410,13 @@ class Heap:
             self._free_block(block)
 
     def locate(self, address: int) -> tuple[Physical, int]:
-        """File and file offset of the memory at an address."""
+        """Return the file with the memory at an address, and its offset there."""
         return self._physical, address - self._regions.reservation.base
 
     # -- large pieces ----------------------------------------------------------------------------------------
 
     def take(self, size: int) -> Block | None:
-        """Take whole blocks and map memory under them; None if there is not enough memory."""
+        """Take whole blocks of addresses and map memory under them; None if the bank has not enough memory."""
         if not self._banks.make_room(self._bank, size):
             return None
         reservation = self._regions.reservation

@@ -42,7 +42,7 @@ def is_main_thread() -> bool:
 
 @dataclass(eq=False)
 class Caller:
-    """A thread that makes calls of a machine."""
+    """State of a thread that makes calls of a machine: its context stack, its capture mode, and what it is running."""
 
     ident: int = field(default_factory=threading.get_ident)
     is_main: bool = field(default_factory=is_main_thread)
@@ -54,7 +54,7 @@ class Caller:
 
 
 class Threads(ThreadLocal, caller=Caller):
-    """Thread-local data of a machine."""
+    """Holder of the :class:`Caller` of each thread of a machine."""
 
     caller: Caller
     """The thread that reads the attribute."""
@@ -77,7 +77,10 @@ _threshold = gc.get_threshold()[0]  # the collector's first threshold, to be set
 
 
 def enter(is_main: bool = False) -> None:
-    """Wait for the lock and begin a call. It may be nested in another call of the thread."""
+    """Wait for the lock and begin a call, which may be nested in another call of this thread.
+
+    ``is_main``: this is the main thread, so signal handlers are delayed until :func:`leave`.
+    """
     global _depth, _held, _holding, _threshold
     if is_main:
         if not _holding:  # a handler of the program, not yet replaced, can raise in this block
@@ -96,7 +99,10 @@ def enter(is_main: bool = False) -> None:
 
 
 def leave(is_main: bool = False) -> None:
-    """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got."""
+    """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got.
+
+    The end of the main thread's outermost call raises the signals that came during it.
+    """
     global _depth, _held, _holding
     _depth -= 1
     if _held == 1 and not _get_thresholds()[0]:  # otherwise another thread has set it meanwhile, and that stays
@@ -113,8 +119,9 @@ def leave(is_main: bool = False) -> None:
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
-    """Release the lock until another thread releases ``until``, or until the time is over. If a signal handler raises,
-    a call of the main thread ends with :class:`WaitEnded`.
+    """Release the lock until another thread releases ``until``, for ``seconds`` at most.
+
+    Raises :class:`WaitEnded` if a signal handler raises during the wait.
     """
     global _holding
     is_main = _holding > 0 and is_main_thread()
@@ -150,7 +157,10 @@ _late: list[int] = []  # signals that came during a call
 
 
 def _remember_handlers() -> None:
-    """Record the program's signal handlers. Where :func:`_record` is in place, the handler behind it stays recorded."""
+    """Record the program's handlers of :data:`_SIGNALS`.
+
+    For a signal that :func:`_record` handles now, the program's handler recorded earlier stays.
+    """
     global _handlers, _replaced
     known = _replaced
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]
@@ -168,7 +178,7 @@ def _record(number: int, _frame: object) -> None:
 
 
 def _after_fork() -> None:
-    """Replace the lock, because another thread of the parent may have held it."""
+    """Replace the lock in a forked child: a thread that the child does not have may have held it."""
     global _acquire, _depth, _held, _holding, _release, _threshold
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release
@@ -185,8 +195,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _keep_at_exit() -> None:
-    """Hold the lock from now on, except in :func:`sleep`. A daemon thread that the interpreter stops must not
-    hold it.
+    """Hold the lock from now on, except in :func:`sleep`.
+
+    The interpreter stops daemon threads at exit. One that it stops with the lock would block all later calls.
     """
     if _acquire(True, _PATIENCE):
         enter()

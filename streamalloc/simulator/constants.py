@@ -1,4 +1,4 @@
-"""Values of the driver's enums (equal in every version of the bindings), locations and sizes."""
+"""Numbers of the driver's enums, which are equal in every version of the bindings; locations, sizes and handles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HANDLE_BYTES = 64
 
 
 def round_up(size: int, unit: int) -> int:
-    """``size`` rounded up to a multiple of ``unit``."""
+    """Return ``size`` rounded up to a multiple of ``unit``."""
     return -(-size // unit) * unit
 
 
@@ -80,7 +80,7 @@ _handles: Iterator[int] = itertools.count(0x5EED_0000_1000, 0x40)
 
 
 def new_handle() -> int:
-    """A new handle, unique among all machines of the process."""
+    """Return a new handle, unique among all machines of the process."""
     return next(_handles)
 
 
@@ -92,7 +92,7 @@ H = TypeVar("H", bound=_HasHandle)
 
 
 class Handles(dict[int, H]):
-    """Objects by their handles."""
+    """Objects of one kind of a machine, by handle."""
 
     def add(self, made: H) -> H:
         """Register an object, and return it."""

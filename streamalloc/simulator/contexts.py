@@ -1,4 +1,4 @@
-"""Devices, the choice that ``CUDA_VISIBLE_DEVICES`` makes among them, contexts, and events, shared ones included."""
+"""Devices and the choice of ``CUDA_VISIBLE_DEVICES`` among them, contexts, and events of one or several processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _LARGEST = (1 << 63) - 1
 
 
 def inherited() -> str | None:
-    """Value of ``CUDA_VISIBLE_DEVICES`` when this process began; None if it was not set."""
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` when this process began; None if it was not set."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
     return next((os.fsdecode(value) for name, _, value in pairs if name == VISIBLE.encode()), None)
 
 
 def chosen() -> str | None:
-    """Value of ``CUDA_VISIBLE_DEVICES`` that selects among simulated devices; None selects all.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` that selects among simulated devices; None selects all.
 
-    Under :func:`streamalloc.testing.install` the present value counts. Otherwise it counts only for a machine of
+    Under :func:`streamalloc.testing.install` the current value counts. Otherwise it counts only for a machine of
     ``STREAMALLOC_DRIVER``, and only if the program has changed it: the initial value is meant for real devices.
     """
     given, environ = os.environ.get(VISIBLE), os.environ
@@ -48,10 +48,10 @@ def chosen() -> str | None:
 
 
 def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
-    """The numbers of the selected devices, in order. None selects all.
+    """Return the numbers of the selected devices, in order. None selects all.
 
-    The first name without a device ends the list. A repeated device is an error. The first name decides whether all
-    names are numbers or ids (observed on H200: test_visible_devices).
+    The first name without a device ends the list. A repeated device gives CUDA_ERROR_INVALID_DEVICE. The first name
+    decides whether all names are numbers or ids (observed on H200: test_visible_devices).
     """
     if text is None:
         return list(range(len(uuids)))
@@ -67,8 +67,9 @@ def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
 
 
 def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Parse a device number like strtol, cut to 32 bits; None if no device has it. Any characters may follow the
-    digits.
+    """Return the device number at the start of ``name``, read like strtol and cut to 32 bits; None if no device has it.
+
+    Any characters may follow the digits.
     """
     read = re.match(r"\s*([+-]?)0*(\d*)", name, re.ASCII)
     if read is None or not read[0].strip("+-" + string.whitespace):
@@ -78,8 +79,10 @@ def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Find the number of the only device whose id begins with these digits; None if several do, or none. Any characters
-    may follow.
+    """Return the number of the only device whose id begins with the digits of ``name``; None for no such device or
+    several.
+
+    Any characters may follow the digits.
     """
     digits = re.match(r"[0-9a-f-]*", name[4:].lower())
     assert digits is not None
@@ -90,7 +93,7 @@ def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
 
 @dataclass(eq=False)
 class SimulatedDevice:
-    """A device, and the memory that its contexts share. ``attributes``: by enum name without its prefix."""
+    """Device of a machine, and the memory that its contexts share. ``attributes``: by enum name without its prefix."""
 
     ordinal: int
     bank: Bank
@@ -106,7 +109,7 @@ class SimulatedDevice:
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """A context. ``alive``: whether it exists now; a primary context can end and begin again."""
+    """Context of a device. ``alive``: whether it exists now; a primary context can end and begin again."""
 
     device: SimulatedDevice
     _scheduler: Scheduler
@@ -142,7 +145,7 @@ class Context:
         self.alive: bool = not self.primary
 
     def check(self) -> None:
-        """Fail if work has broken the context."""
+        """Raise :class:`Fault` with the result code of the work that broke the context, if any did."""
         if self.error is not None:
             raise Fault(self.error)
 
@@ -194,7 +197,7 @@ class Context:
         self._leave(stream)
 
     def _leave(self, stream: Queue) -> None:
-        """Keep the clock of a stream that ends, for later work in the context."""
+        """Keep the clock of a stream that ends: later work of the context is ordered after it."""
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
@@ -209,7 +212,7 @@ class Context:
         return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
     def clock(self) -> Clock:
-        """Clock of all work ever submitted in the context."""
+        """Return the clock of all work that was ever submitted in the context."""
         clock = dict(self.retired)
         for stream in self.all_streams():
             merge(clock, stream.clock)
@@ -217,14 +220,14 @@ class Context:
         return clock
 
     def unfinished(self) -> Points:
-        """The streams with unfinished work, including destroyed streams, each with its last operation."""
+        """Return the streams with unfinished work, also destroyed ones, each with the number of its last operation."""
         live = self._scheduler.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
         streams = [(stream, stream.seq) for stream in self.all_streams()]
         return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
 
     def end(self) -> None:
-        """Destroy the context. Its streams must be destroyed already."""
+        """Destroy the context: drop its error, peers, limits and stacks. Its streams must be destroyed before."""
         self.alive = False
         self.error = None
         self.peers.clear()
@@ -242,7 +245,7 @@ class Context:
 
 # A process that shares events keeps them in a *table*, an anonymous file. Processes that open such an event map its
 # table. Each recording of an event, by any process, takes the event's next number at the call, and marks that number as
-# done when it runs in its stream. A wait is for one number, so a later recording does not affect it. If a process dies
+# done when its stream reaches it. A wait is for one number, so a later recording does not change it. If a process dies
 # before it marks a number, that number is never done (observed on H200, test_sharing: a waiter for a killed process
 # waits forever).
 
@@ -257,8 +260,9 @@ TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
 
 
 class EventTable:
-    """The events of one process. Owns ``fd``, a separate descriptor of the file, until ``close()`` or the object's
-    end.
+    """Shared events of one process.
+
+    It owns ``fd``, a separate descriptor of the file, until ``close()`` or its own end.
     """
 
     def __init__(self, fd: int) -> None:
@@ -271,8 +275,9 @@ class EventTable:
         finalizer.atexit = False
 
     def take(self) -> SharedEvent | None:
-        """A new event; None if the table is full. The words of a destroyed event are never used again, because its
-        handle still opens (H200: test_sharing).
+        """Return a new event; None if the table is full.
+
+        The words of a destroyed event are never used again, because its handle still opens (H200: test_sharing).
         """
         if self.taken == TABLE_EVENTS:
             return None
@@ -295,9 +300,7 @@ def _close(words: memoryview, fd: int) -> None:
 
 
 class SharedEvent:
-    """One event in a table: the number of its latest recording, and for the last few recordings whether they are
-    done.
-    """
+    """One event in a table: the number of its latest recording, and which of the last few recordings are done."""
 
     def __init__(self, table: EventTable, index: int) -> None:
         self.table = table
@@ -306,18 +309,18 @@ class SharedEvent:
 
     @property
     def latest(self) -> int:
-        """The number of the latest recording; 0 if there is none."""
+        """Number of the latest recording; 0 if there is none."""
         return self.table.words[self._first]
 
     def begin(self) -> int:
-        """Take the number of a new recording."""
+        """Return the number for a new recording, which is then the latest one."""
         with self.table.locked():
             number = self.latest + 1
             self.table.words[self._first] = number
         return number
 
     def finish(self, number: int) -> None:
-        """Mark a recording as done."""
+        """Mark the recording with this number as done: its stream has reached it."""
         with self.table.locked():
             word, words = self._word(number), self.table.words
             words[word] = max(words[word], number)
@@ -329,7 +332,10 @@ class SharedEvent:
         return self._first + 1 + number % _RING
 
     def arrival(self) -> Callable[[], bool]:
-        """Return a function that tells whether the present latest recording has run."""
+        """Return a function that says whether the recording that is the latest now is done.
+
+        Later recordings do not change it.
+        """
         number = self.latest
         return lambda: self.happened(number)
 
@@ -338,8 +344,9 @@ class SharedEvent:
 
 
 class Record(Operation):
-    """One recording of an event: its stream, the number of its operation there, and its time. Other processes see the
-    recording of a shared event.
+    """Operation that records an event: its stream, its number there, and its time.
+
+    Other processes see that of a shared event.
     """
 
     def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
@@ -367,7 +374,7 @@ class Record(Operation):
 
 @dataclass(eq=False)
 class QueueEvent:
-    """An event with its latest recording, in a stream or in a graph under capture."""
+    """Event with its latest recording, in a stream or in a graph under capture."""
 
     context: Context
     flags: int
@@ -386,13 +393,16 @@ class QueueEvent:
 
     @property
     def elsewhere(self) -> SharedEvent | None:
-        """The shared event if another process or handle made its latest recording; else None."""
+        """Shared event whose latest recording was made by another process or handle; None if this object made it."""
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
         return self.shared
 
     def share(self, shared: SharedEvent) -> SharedEvent:
-        """Move the event and its recordings to memory that other processes can map."""
+        """Move the event, with its latest recording, to ``shared``, which other processes can map.
+
+        Returns ``shared``.
+        """
         self.shared = shared
         if self.record is not None:
             self.record.number = shared.begin()
@@ -403,7 +413,7 @@ class QueueEvent:
         return shared
 
     def make_wait(self, stream: Queue) -> None:
-        """Have a stream wait for the latest recording."""
+        """Make a stream wait for the latest recording (``cuStreamWaitEvent``)."""
         elsewhere, record = self.elsewhere, self.record
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
@@ -424,7 +434,7 @@ class QueueEvent:
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
     def record_in(self, stream: Queue, after: Points = ()) -> None:
-        """Record after all work queued on ``stream`` and after ``after``."""
+        """Record the event after all work queued on ``stream``, and after the operations ``after`` of other streams."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:

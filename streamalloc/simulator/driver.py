@@ -34,13 +34,13 @@ class SimulatedDriver(
     def __init__(self, *spec: Any) -> None:
         """``spec``: the fields of :class:`MachineSpec`."""
         self._machine = machine = Machine(MachineSpec(*spec))
-        # Releases the machine's mappings, files and thread when the driver is collected. Not at interpreter exit, when
-        # the system releases them.
+        # Releases the machine's mappings, files and thread when the driver is collected. At interpreter exit the system
+        # releases them, and calls of later finalisers still need the machine.
         weakref.finalize(self, machine.close).atexit = False
 
     @property
     def settings(self) -> str:
-        """Value of STREAMALLOC_DRIVER for the same machine in another process."""
+        """Value of ``STREAMALLOC_DRIVER`` with which another process gets a machine with the same arguments."""
         spec = self._machine.spec
         changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
         pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)

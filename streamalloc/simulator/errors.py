@@ -1,4 +1,4 @@
-"""Exceptions of simulated calls. A :class:`Fault` holds the result code that the call returns."""
+"""Exceptions that end a simulated call, and checks that raise them. A :class:`Fault` becomes the call's result code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """Makes the driver call in which it is raised return this result code."""
+    """Makes the driver call in which it is raised return the result code ``code``."""
 
     def __init__(self, code: Any) -> None:
         super().__init__(code)
@@ -22,14 +22,14 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """The behaviour of the real driver is unknown, or is a crash ("the real driver crashes")."""
+    """Behaviour that is not simulated: that of the real driver is unknown, or is a crash."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")
 
 
 class BrokenMachineError(RuntimeError):
-    """A call of this machine was interrupted midway, so its state may be inconsistent."""
+    """An earlier call of this machine was interrupted midway, so its state may be inconsistent. Use another machine."""
 
 
 class DeadlockError(RuntimeError):
@@ -61,8 +61,9 @@ def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VA
 
 
 def code_of(error: Fault | OSError) -> Any:
-    """The result code of a call that failed or got ``error`` from the operating system. An error without a number came
-    from a signal handler and is raised again.
+    """Return the result code of a call that raised ``error``, its own or the operating system's.
+
+    An OSError without a number came from a signal handler and is raised again.
     """
     if isinstance(error, Fault):
         return error.code
@@ -76,7 +77,7 @@ _NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
 
 @contextlib.contextmanager
 def undo_by(undo: Callable[..., object], *arguments: Any) -> Iterator[None]:
-    """A ``with`` block that calls ``undo`` if the operating system refuses something in it."""
+    """Call ``undo`` if the ``with`` block raises ``OSError``, which it then raises again."""
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""Anonymous files shared by processes: names, access to another process's files, and the memory usage of all
+"""Anonymous files of several processes: their names, access to a file of another process, and the memory usage of all
 processes of a named machine.
 """
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """The parts of a file's name. ``kind``: pool, memory, multicast, heap, events or usage."""
+    """Parts of a file's name. ``kind``: pool, memory, multicast, heap, events or usage."""
 
     kind: str
     machine: str
@@ -40,7 +40,7 @@ class Label(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """The machine's name without the host; machines of one IMEX domain share it."""
+        """Machine's name without the host; machines of one IMEX domain share it."""
         return self.machine[:16]
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Label(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Label | None:
-        """The label of the file behind a /proc link; None for other files."""
+        """Return the label of the file behind a /proc link; None for other files."""
         try:
             found = _NAME.fullmatch(os.readlink(path))
         except OSError:
@@ -61,8 +61,9 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """The label of a descriptor's file. None for other files, for read-only files, and for a file that can still
-    shrink, because a shrunk file makes mappings of it fault.
+    """Return the label of a descriptor's file; None for a file that cannot be used.
+
+    Such are other files, read-only files, and files that can still shrink: after that, mappings would fault.
     """
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
@@ -76,8 +77,9 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """Open a file of another process by its descriptor. Returns None if the descriptor is closed or now names another
-    file.
+    """Open a file of another process by its descriptor there, and return the new descriptor.
+
+    None if the descriptor is closed, names a file whose label does not satisfy ``fits``, or is not accessible.
     """
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
@@ -98,8 +100,9 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
 
 
 class Labels:
-    """Makes the labels of one machine's files, and numbers its devices. ``host``: the machine's name in the IMEX
-    domain, "" if it is in none.
+    """Maker of the labels of one machine's files. It also numbers the machine's devices.
+
+    ``host``: the machine's name in the IMEX domain, "" if it is in none.
     """
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
@@ -112,33 +115,34 @@ class Labels:
         """Random number of this machine object, part of IPC handles."""
 
     def new(self, kind: str, place: Place, compression: int = 0) -> Label:
-        """The label of a new file that can be shared."""
+        """Return the label of a new file that can be shared."""
         there = place if place.device is None else Place(place.type, self.of_machine(place.id))
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """The label of a file with cuMemAlloc memory, events or usage. Other processes open such a file in /proc, by
-        the id of this process and the number of the descriptor.
+        """Return the label of a file with cuMemAlloc memory, events or usage.
+
+        Other processes open such a file in /proc, by the id of this process and the number of the descriptor.
         """
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
     def number(self, ordinal: int) -> int:
-        """The number of a device of this machine, unique in the domain."""
+        """Return the number of a device of this machine, unique in the domain."""
         return self.host << 32 | self.of_machine(ordinal)
 
     def of_machine(self, ordinal: int) -> int:
-        """The machine's number of the device with this ordinal in the process."""
+        """Return the machine's number of the device with this ordinal in the process."""
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 
     def seen(self, number: int) -> int:
-        """The ordinal of a device of the machine; :data:`HIDDEN` if it is not visible to the process."""
+        """Return the ordinal of a device of the machine; :data:`HIDDEN` if it is not visible to the process."""
         return self.numbers.index(number) if number in self.numbers else HIDDEN
 
     def is_own(self, process: int, owner: int) -> bool:
         return owner == self.owner and process == os.getpid()
 
     def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
-        """Open a file of another process of this machine; None if that process has closed it."""
+        """Open a file that the machine object ``owner`` of another process has; None if that process has closed it."""
         expected = (kind, self.machine, f"{owner:016x}")
         return reach(process, fd, lambda label: label[:3] == expected)
 
@@ -156,7 +160,7 @@ _LIST = "/proc/net/unix"
 
 
 class Usage:
-    """The slot of a machine object in the table of its machine, an anonymous file.
+    """Slot of a machine object in the table of its machine, an anonymous file.
 
     A slot has the bytes that the object uses of each device and of the host. A process locks its slot, so that its end
     frees the slot. Others find the table by the name of an abstract socket. The name contains the process and the
@@ -179,7 +183,7 @@ class Usage:
         self._words[self._slot * _BANKS + bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
-        """Bytes of a bank that all other objects of the machine use, in any process."""
+        """Return the bytes of a bank that all other objects of the machine use, in any process."""
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
@@ -188,7 +192,7 @@ class Usage:
         return found
 
     def close(self) -> None:
-        """Leave the slot. A child that was forked meanwhile may hold it, so it counts nothing from now on."""
+        """Leave the slot. A forked child may still hold it, so it counts no bytes from now on."""
         for bank in range(_BANKS):
             self.put(bank, 0)
         self._name.close()
@@ -197,7 +201,10 @@ class Usage:
 
 
 def _bound(name: str) -> socket.socket:
-    """A socket with a unique name, which others can see. Linux closes it when the process ends."""
+    """Return a socket with this name, which other processes can see. Linux closes it when the process ends.
+
+    Raises ``OSError`` (EADDRINUSE) if another socket has the name.
+    """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     with undo_by(made.close):
         made.bind(f"\0{name}")
@@ -206,7 +213,10 @@ def _bound(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone(machine: str) -> Iterator[None]:
-    """A ``with`` block in which no other process creates the table."""
+    """Keep other processes from creating the table within the ``with`` block.
+
+    Raises ``OSError`` after 10 s of waiting.
+    """
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -221,7 +231,7 @@ def _alone(machine: str) -> Iterator[None]:
 
 
 def _open_table(labels: Labels) -> int:
-    """Open the table of another process or object of the machine, or a new one."""
+    """Open the table of another process or object of the machine; if there is none, make a new one."""
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
         found = re.findall(rf"@streamalloc:usage:{labels.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:

@@ -1,9 +1,9 @@
 """Memory of graphs: each graph has its own addresses, and the graphs of a device share physical memory.
 
 The physical memory consists of *chunks*. A launch reserves a number of them, and maps those that it needs at the
-addresses of its graph. It may take a chunk after which it is ordered, or whose last use is done, if no allocation of
-another graph lives there. So a graph that frees all its allocations needs its chunks only while a launch runs. Chunks
-stay until cuDeviceGraphMemTrim, even after the graphs are destroyed.
+addresses of its graph. It can take a chunk in which no allocation of another graph is live, if the last use of the
+chunk is done or precedes the launch. So a graph that frees all its allocations needs its chunks only while a launch
+runs. Chunks stay until cuDeviceGraphMemTrim, even after the graphs are destroyed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
 class LastUses:
-    """The last uses of memory: for each stream, the number of the last operation that uses it."""
+    """Last uses of some memory: for each stream, the number of its last operation that uses the memory."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Queue, int]] = {}
@@ -34,12 +34,12 @@ class LastUses:
         return tuple(self._last.values())
 
     def over_for(self, clock: Clock) -> bool:
-        """Whether all uses are done, or precede all work that is ordered after ``clock``."""
+        """Whether each use is done, or is one of the operations in ``clock``, which work with that clock runs after."""
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
 class GraphChunk:
-    """One chunk of a device's physical memory, which launches map at addresses of their graphs."""
+    """Chunk of a device's physical memory for graphs. Launches map it at addresses of their graphs."""
 
     def __init__(self, offset: int) -> None:
         self.offset: int = offset
@@ -57,8 +57,9 @@ class GraphChunk:
 
 @dataclass(eq=False)
 class DeviceGraphMemory:
-    """Graph memory of a device, with high-water marks. All memory that was mapped at addresses counts as used (observed
-    on H200: test_graph_memory, test_graph_nodes).
+    """Graph memory of a device, with high-water marks in bytes.
+
+    All memory that was mapped at addresses counts as used (observed on H200: test_graph_memory, test_graph_nodes).
     """
 
     banks: Banks
@@ -70,7 +71,9 @@ class DeviceGraphMemory:
     _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
-        """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_physical_memory)."""
+        """Reserve as many addresses as a pool has, so that nothing else gets them (observed on H200:
+        test_physical_memory).
+        """
         if self._set_aside is None:
             whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
             self._set_aside = self.banks.arenas.own(whole)
@@ -95,9 +98,10 @@ class DeviceGraphMemory:
     ) -> list[GraphChunk]:
         """Choose ``mapped`` chunks for a launch that is ordered after ``clock``.
 
-        If fewer than ``reserved`` chunks are usable, make the missing ones. Choose first the chunks that the graph had
-        ``before``, then the oldest ones; if chunks were made, the newest ones. With ``moved``, the chosen chunks count
-        as the newest from now on (observed on H200: test_graph_memory).
+        If fewer than ``reserved`` chunks are usable, make the missing ones; CUDA_ERROR_OUT_OF_MEMORY if the bank has
+        too little memory. Choose first the chunks that the graph had ``before``, then the oldest ones; if chunks were
+        made, the newest ones. With ``moved``, the chosen chunks count as the newest from now on (observed on H200:
+        test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -116,12 +120,12 @@ class DeviceGraphMemory:
         return chosen
 
     def collect(self) -> None:
-        """Release the addresses of graphs that were destroyed while a launch was queued."""
+        """Release the addresses of destroyed graphs whose queued launches have ended since."""
         for memory in list(self.memories):
             memory.close_unless_needed()
 
     def trim(self) -> None:
-        """Release the chunks that no work and no live allocation uses."""
+        """Release the chunks that no work and no live allocation uses (``cuDeviceGraphMemTrim``)."""
         for chunk in list(self.chunks):
             if not chunk.is_live and not chunk.uses.unfinished():
                 self._release(chunk)
@@ -136,7 +140,7 @@ class DeviceGraphMemory:
 
 
 class Hole(NamedTuple):
-    """A range that a node of the graph freed."""
+    """Range of a graph's addresses that the node ``freed_by`` freed."""
 
     size: int
     address: int
@@ -150,7 +154,7 @@ class Hole(NamedTuple):
 
 
 class GraphHeap:
-    """The addresses of a graph's allocations on one device, and the chunks of its latest launch there."""
+    """Addresses of a graph's allocations on one device, and the chunks of its latest launch there."""
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         shared.collect()
@@ -176,8 +180,11 @@ class GraphHeap:
         return 0 <= address - self._reservation.base < self._size
 
     def place(self, size: int, earlier: Container[object]) -> int:
-        """Choose the address of an allocation node: the smallest sufficient hole left by ``earlier`` nodes, and the
-        oldest of equal ones; without one, new addresses (observed on H200: test_graph_memory, test_graph_nodes).
+        """Choose the address of an allocation node. ``earlier``: the nodes that precede it.
+
+        It is that of the smallest sufficient hole that one of them left, of equal ones the oldest. Without such a hole
+        the node gets new addresses (observed on H200: test_graph_memory, test_graph_nodes); CUDA_ERROR_OUT_OF_MEMORY if
+        none are left.
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
@@ -199,9 +206,13 @@ class GraphHeap:
         return address
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
-        """Free the range of a node, and merge it with adjacent holes that ``earlier`` nodes left. Only later nodes can
-        reuse the merged hole. Of two adjacent holes whose nodes have no order, the following one is merged (an H200
-        chooses either: test_graph_nodes).
+        """Make the range of an allocation a hole, at its free node ``freed_by``.
+
+        ``earlier``: the nodes that precede that node.
+
+        The hole is merged with the holes below and above it, if earlier nodes left those. Only nodes after ``freed_by``
+        can reuse the result. If the two neighbours come from nodes without an order, only the one above is merged (an
+        H200 takes either: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         earlier_holes = [hole for hole in self.holes if hole.freed_by in earlier]
@@ -218,8 +229,10 @@ class GraphHeap:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
-        """Choose the chunks of a launch that is ordered after ``clock``. Returns them with their places. ``outlives``:
-        allocations of the launch outlive it. ``moved``: the latest launch was in another stream.
+        """Choose the chunks of a launch that is ordered after ``clock``. Returns them with their places.
+
+        ``outlives``: allocations of the launch outlive it, so it owns the chunks. ``moved``: the latest launch was in
+        another stream.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)
@@ -238,13 +251,16 @@ class GraphHeap:
                 self._mapped[place] = chunk
 
     def in_use(self, stream: Queue, seq: int) -> None:
-        """Record that a stream may use the memory until its operation ``seq`` has run."""
+        """Record that operation ``seq`` of a stream is the last one there that may use the addresses and the chunks."""
         self.uses.add(stream, seq)
         for chunk in self._places:
             chunk.uses.add(stream, seq)
 
     def freed(self, address: int, stream: Queue | None = None) -> None:
-        """Record the free of an allocation that outlived its launch."""
+        """Record the free of an allocation that outlived its launch.
+
+        ``stream``: frees in stream order; None: at once.
+        """
         self.live.pop(address, None)
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
@@ -257,14 +273,14 @@ class GraphHeap:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, chunk: GraphChunk) -> None:
-        """Unmap a chunk that the device releases."""
+        """Unmap a chunk that the device releases, wherever the graph has it mapped."""
         self._places.pop(chunk, None)
         for place in [place for place, one in self._mapped.items() if one is chunk]:
             self._reservation.unmap(self._reservation.base + place * CHUNK, CHUNK)
             del self._mapped[place]
 
     def disown(self) -> None:
-        """Drop a reference to the addresses when its graph or executable graph is destroyed."""
+        """Count one graph or instance less that needs the addresses. If nothing needs them any more, release them."""
         self.owners -= 1
         self.close_unless_needed()
 
@@ -273,7 +289,7 @@ class GraphHeap:
             self.close()
 
     def close(self) -> None:
-        """Release the addresses, and give the chunks to other graphs."""
+        """Release the addresses, and let other graphs use the chunks."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
         self._leave_chunks()

@@ -1,4 +1,4 @@
-"""Captures of streams, and the graphs they make."""
+"""Graphs, their instances and launches, and the captures of streams that make graphs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ Work = dict[str, Any]
 
 @dataclass(eq=False)
 class GraphNode:
-    """A node. A launch submits ``operation``, or calls ``enter`` with its stream. An allocation or free node
-    has an address instead.
+    """Node of a graph. A launch submits ``operation``, or calls ``enter`` with its stream.
+
+    An allocation or free node has an address instead.
     """
 
     kind: str
@@ -57,7 +58,7 @@ class GraphNode:
 
 @dataclass(eq=False)
 class NodeGraph:
-    """A graph, with its nodes in the order of capture or addition."""
+    """Graph with its nodes, in the order of capture or addition."""
 
     graphs: Graphs
     handle: int = field(default_factory=new_handle)
@@ -98,7 +99,10 @@ class NodeGraph:
         return made
 
     def ordered(self) -> list[GraphNode]:
-        """The nodes in dependency order; ties in the order of their addition."""
+        """Return the nodes in dependency order; those without an order as they were added.
+
+        Gives CUDA_ERROR_INVALID_VALUE if the edges form a cycle.
+        """
         order: dict[GraphNode, None] = {}
         todo = self.nodes
         while todo:
@@ -111,20 +115,18 @@ class NodeGraph:
         return list(order)
 
     def flat(self) -> list[GraphNode]:
-        """The nodes in dependency order, with each child graph replaced by its nodes."""
+        """Return the nodes in dependency order, with each child graph replaced by its nodes."""
         found = []
         for node in self.ordered():
             found += [node] if node.child is None else node.child.flat()
         return found
 
     def contains(self, address: int) -> bool:
-        """Whether an address belongs to one of the graph's allocations."""
+        """Whether an address is one of those that the graph has for its allocations."""
         return any(memory.contains(address) for memory in self.memories.values())
 
     def covers(self, address: int, size: int, freed: bool = False) -> bool:
-        """Whether an allocation of this graph contains a range. Allocations with a free node count only if
-        ``freed``.
-        """
+        """Whether an allocation of this graph contains a range. With ``freed``, those with a free node count, too."""
         own = [node for node in self.nodes if node.kind == "MEM_ALLOC"] if freed else self.open.values()
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
@@ -139,7 +141,10 @@ class NodeGraph:
         return node
 
     def free(self, address: int, after: list[GraphNode]) -> GraphNode:
-        """Add a free node, for memory that this or another graph allocates without freeing it."""
+        """Add a free node, for memory that this or another graph allocates without freeing it.
+
+        Gives CUDA_ERROR_INVALID_VALUE for any other address, and for one that this graph frees already.
+        """
         self.frees = True
         allocation = self.open.pop(address, None)
         if allocation is None:
@@ -160,7 +165,7 @@ class EmptyLaunch(Operation):
 
 @dataclass(eq=False)
 class GraphExec:
-    """An instance of a graph. It keeps copies of the nodes, which only updates of the instance change."""
+    """Instance of a graph. It keeps copies of the nodes, which only updates of the instance change."""
 
     graph: NodeGraph
     flags: int
@@ -176,15 +181,16 @@ class GraphExec:
         self.unfreed = [*self.graph.open.values()]
 
     def adopt(self, graph: NodeGraph) -> None:
-        """Become an instance of another graph with allocations. From now on it counts for that graph (observed on H200:
-        test_graph_nodes).
+        """Become an instance of another graph with allocations, as ``cuGraphExecUpdate`` makes it.
+
+        From now on it counts for that graph (observed on H200: test_graph_nodes).
         """
         self.release()
         self.graph, self.unfreed = graph, [*graph.open.values()]
         self.keep()
 
     def keep(self) -> None:
-        """Count as an instance of the graph. The graph's addresses stay while an instance exists."""
+        """Count as an instance of the graph, whose addresses stay while an instance exists."""
         self.graph.instances += 1
         for memory in self.graph.memories.values():
             memory.owners += 1
@@ -195,7 +201,11 @@ class GraphExec:
             memory.disown()
 
     def launch(self, allocations: AllocationTable, stream: Queue) -> None:
-        """Submit all nodes one after another, which is one of the orders that the edges of the graph allow."""
+        """Submit all nodes one after another (``cuGraphLaunch``): this is one of the orders that the edges allow.
+
+        Gives CUDA_ERROR_INVALID_VALUE if allocations of an earlier launch are live, unless the graph frees them at its
+        launch.
+        """
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
         others = [allocations.at.get(node.address) for node in self.nodes if node.is_other]
@@ -225,7 +235,11 @@ class GraphExec:
             memory.live[node.address] = node.size
 
     def upload(self, stream: Queue) -> None:
-        """Map memory for the allocations after all earlier launches, since launches of a graph do not overlap."""
+        """Queue on ``stream`` the mapping of the graph's memory (``cuGraphUpload``, and the first part of a launch).
+
+        The mapping runs after all earlier launches of the graph, since these may use other chunks at the same
+        addresses.
+        """
         moved = self.last is not None and self.last[0] is not stream
         if self.graph.memories:
             stream.scheduler.rank(stream)
@@ -255,7 +269,7 @@ class GraphExec:
 
 
 class GraphCapture:
-    """A running capture: its streams, and for each the nodes that its next node depends on."""
+    """Running capture: its streams, and for each stream the nodes that its next node depends on."""
 
     def __init__(
         self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
@@ -273,7 +287,11 @@ class GraphCapture:
         graphs.captures.append(self)
 
     def forbids(self, caller: Caller) -> bool:
-        """Whether this capture forbids unsafe calls of a thread, given the thread's capture mode."""
+        """Whether this capture forbids unsafe calls of a thread.
+
+        One in relaxed mode forbids nothing, nor does any capture to a thread in relaxed mode. Otherwise it forbids them
+        to its own thread; if capture and thread are in global mode, to other threads, too.
+        """
         if caller.capture_mode == RELAXED:
             return False
         if self._caller is caller and self.mode != RELAXED:
@@ -290,7 +308,7 @@ class GraphCapture:
         return self in self._graphs.captures
 
     def behind(self, stream: Queue) -> list[GraphNode]:
-        """The nodes that the next node of ``stream`` will depend on."""
+        """Return the nodes that the next node of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
 
     def put_behind(self, stream: Queue, nodes: list[GraphNode], instead: bool) -> None:
@@ -316,7 +334,7 @@ class GraphCapture:
         return node.address
 
     def free(self, address: int, stream: Queue) -> None:
-        """Free memory in the capture. A wrong address does not invalidate the capture."""
+        """Add a free node to the capture. A wrong address does not invalidate the capture."""
         self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
@@ -326,7 +344,11 @@ class GraphCapture:
         event.nodes = list(self._frontier[stream])
 
     def join(self, stream: Queue, event: QueueEvent) -> None:
-        """Add ``stream`` to the capture, because it waits for an event recorded there."""
+        """Add ``stream`` to the capture, because it waits for an event that was recorded there.
+
+        Fails if the capture is invalid, and for the legacy stream. A capture that ``stream`` already has becomes
+        invalid.
+        """
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         if stream.capture is not None and stream.capture is not self:
@@ -339,7 +361,10 @@ class GraphCapture:
         self.put_behind(stream, event.nodes, False)
 
     def leave(self, stream: Queue) -> None:
-        """Remove a stream that is destroyed. Without its origin stream the capture ends, and its graph with it."""
+        """Remove a stream that is destroyed.
+
+        If it is the stream in which the capture began, the capture ends without a graph.
+        """
         if stream is self.origin:
             self._finish()
             self._graphs.destroy(self.graph)
@@ -348,7 +373,11 @@ class GraphCapture:
             stream.capture = None
 
     def end(self) -> NodeGraph:
-        """End the capture and return the graph. Fails if the capture is invalid or another stream has unjoined work."""
+        """End the capture and return the graph.
+
+        Fails if the capture is invalid, if another stream has work that the first stream does not wait for, or on
+        another thread than the first one's, except in relaxed mode.
+        """
         if self.mode != RELAXED:
             check(self._caller is self.origin.scheduler.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         joined = ancestors(self._frontier[self.origin])
@@ -367,7 +396,7 @@ class GraphCapture:
 
 
 def ancestors(nodes: Iterable[GraphNode]) -> set[GraphNode]:
-    """The nodes and all nodes that they depend on."""
+    """Return the nodes and all nodes that they depend on."""
     found: set[GraphNode] = set()
     todo = list(nodes)
     while todo:
@@ -380,7 +409,7 @@ def ancestors(nodes: Iterable[GraphNode]) -> set[GraphNode]:
 
 @dataclass(eq=False)
 class Graphs:
-    """The graphs and running captures of a machine."""
+    """Graphs, instances and running captures of a machine."""
 
     devices: list[SimulatedDevice]
     graphs: Handles[NodeGraph] = field(default_factory=Handles)
@@ -390,7 +419,7 @@ class Graphs:
     capture_count: int = 0
 
     def is_left(self, address: int) -> bool:
-        """Whether a graph, or an instance of a destroyed one, allocates this address without freeing it."""
+        """Whether a graph, or an instance even of a destroyed graph, allocates this address without freeing it."""
         left = (node.address for one in self.executables.values() for node in one.unfreed)
         return address in left or any(address in graph.open for graph in self.graphs.values())
 
@@ -398,7 +427,7 @@ class Graphs:
         return self.graphs.add(NodeGraph(self))
 
     def destroy(self, graph: NodeGraph) -> None:
-        """Remove a graph. Its executable graphs stay."""
+        """Remove a graph and its child graphs. Its instances stay."""
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:
             self.nodes.pop(node.handle, None)

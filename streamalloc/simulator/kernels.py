@@ -1,4 +1,4 @@
-"""Kernels as Python functions, by name; modules and libraries, with their kernels and variables.
+"""Python functions in place of kernels, by name; modules and libraries, with their kernels and variables.
 
 Module images are accepted and not executed. From PTX, only kernel names, kernel parameters and global variables are
 read; from other formats nothing.
@@ -44,11 +44,13 @@ class RegisteredKernel:
 
     @property
     def declares(self) -> bool:
-        """Whether the registration tells the memory that the kernel uses."""
+        """Whether the registration says which memory the kernel uses."""
         return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
-        """Address, size, write flag and atomic flag of each use of memory; None if unknown."""
+        """Return address, size in bytes, write flag and atomic flag of each use of memory; None if the uses are
+        unknown.
+        """
         if not self.declares:
             return None
         kinds = ((self.reads, False, False), (self.writes, True, False), (self.atomics, True, True))
@@ -133,7 +135,8 @@ def unregister_kernel(name: str) -> None:
 def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
     """Register a global variable of modules, for ``cuModuleGetGlobal`` and ``cuLibraryGetGlobal``.
 
-    Variables of PTX modules are read from the PTX. Those of other modules must be registered.
+    Variables of PTX modules are read from the PTX. Those of other modules must be registered. Raises ``ValueError`` if
+    ``nbytes`` is less than 1 or than the bytes of ``initial``.
 
     Parameters
     ----------
@@ -154,7 +157,9 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
 
 
 def find_kernel(name: str) -> RegisteredKernel | None:
-    """The kernel registered under a name, or under a matching pattern."""
+    """Return the kernel that is registered under a name, else under the latest pattern that matches it; None if none
+    is.
+    """
     if name in _kernels:
         return _kernels[name]
     patterns = (one for one in reversed(_kernels) if "*" in one and fnmatch.fnmatchcase(name, one))
@@ -162,7 +167,7 @@ def find_kernel(name: str) -> RegisteredKernel | None:
 
 
 def _c_type(given: Any) -> CType:
-    """Return the ctypes type of a ctypes or NumPy type."""
+    """Return the ctypes type for a ctypes or NumPy type. Raises ``TypeError`` for any other object."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return given
     # int and float have no size, and NumPy would treat unknown classes as objects.
@@ -174,7 +179,7 @@ def _c_type(given: Any) -> CType:
 
 
 def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
-    """The types in a function's annotations; None unless each is a ctypes or NumPy type."""
+    """Return the types in a function's annotations; None unless each is a ctypes or NumPy type."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         return tuple(_c_type(one.annotation) for one in parameters)
@@ -202,7 +207,7 @@ _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Contents:
-    """The kernels of a module with parameter types, and its variables with sizes in bytes."""
+    """Kernels of a module with the types of their parameters, and variables with their sizes in bytes."""
 
     kernels: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     variables: dict[str, int] = field(default_factory=dict)
@@ -211,7 +216,7 @@ class Contents:
 
 
 def _read(text: str) -> Contents:
-    """The contents of a module in PTX."""
+    """Return the contents of a module, read from its PTX."""
     text = _COMMENTS.sub("", text)
     kernels = {name: tuple(map(_type, _PARAMETER.finditer(given))) for name, given in _ENTRY.findall(text)}
     variables, initialised = {}, set()
@@ -239,8 +244,9 @@ class VariableMemory(LiveMemory):
 
 
 def load(given: Any) -> Contents | None:
-    """The contents of an image, given as bytes or as an address. None if the image is not PTX: then any name
-    may exist.
+    """Return the contents of an image, given as bytes or as an address.
+
+    None if the image is not PTX: then any name may exist. Gives CUDA_ERROR_INVALID_IMAGE for a text that is not PTX.
     """
     check(given is not None and not (isinstance(given, int) and not given))
     text = _text(given)
@@ -248,7 +254,7 @@ def load(given: Any) -> Contents | None:
 
 
 def _text(given: Any) -> str | None:
-    """The PTX text of a buffer object or address; None for code in another format."""
+    """Return the PTX text of a buffer object or address; None for code in another format."""
     if not isinstance(given, int):
         data = memoryview(given).tobytes()
         check(data)
@@ -265,7 +271,7 @@ def _text(given: Any) -> str | None:
 
 @dataclass(eq=False)
 class Module:
-    """A module of a context, or a library, which has no context."""
+    """Module of a context, or a library, which has no context."""
 
     contents: Contents | None
     context: Context | None
@@ -283,7 +289,11 @@ class Module:
         return found
 
     def initial(self, name: str) -> bytes:
-        """The initial bytes of a variable."""
+        """Return the initial bytes of a variable.
+
+        Raises :class:`NotModelled` if they are unknown, and gives CUDA_ERROR_NOT_FOUND for a name that is not in the
+        PTX.
+        """
         given = _globals.get(name)
         if given is not None:
             return given
@@ -304,12 +314,15 @@ class Function:
 
     @property
     def kernel(self) -> RegisteredKernel | None:
-        """The Python function that runs in its place."""
+        """Python function that runs in the function's place; None if none is registered."""
         return find_kernel(self.name)
 
     @property
     def types(self) -> tuple[Any, ...] | None:
-        """The parameter types; None if unknown."""
+        """ctypes types of the parameters, in order; None if unknown.
+
+        They are those given to :func:`kernel`, else those that were read from the PTX.
+        """
         if self.kernel is not None and self.kernel.types is not None:
             return self.kernel.types
         return None if self.module.contents is None else self.module.contents.kernels.get(self.name)
@@ -330,7 +343,7 @@ class Linker:
 
 @dataclass(eq=False)
 class Modules:
-    """The modules and libraries of a machine."""
+    """Modules, libraries and functions of a machine, by handle."""
 
     ignore: bool
     """Whether kernels without a registered function do nothing."""
@@ -342,12 +355,12 @@ class Modules:
         return self.functions.add(module.function(name))
 
     def in_context(self, library: Module, context: Context) -> Module:
-        """The module of a library in a context; made at the first request."""
+        """Return the module of a library in a context, made at the first request."""
         made = (one for one in self.modules.values() if one.library is library and one.context is context)
         return next(made, None) or self.modules.add(Module(library.contents, context, library))
 
     def variable(self, module: Module, name: str, context: Context, allocations: AllocationTable) -> VariableMemory:
-        """The memory of a variable, allocated at the first call."""
+        """Return the memory of a variable, allocated at the first call."""
         found = module.variables.get((name, context))
         if found is None:
             initial = module.initial(name)
@@ -360,7 +373,7 @@ class Modules:
         return found
 
     def unload(self, module: Module, allocations: AllocationTable) -> None:
-        """Remove a module or a library with its contents."""
+        """Remove a module or a library, with its functions and variables."""
         for own in [one for one in self.modules.values() if one.library is module]:
             self.unload(own, allocations)
         self.modules.pop(module.handle, None)
@@ -373,6 +386,6 @@ class Modules:
         module.variables.clear()
 
     def forget(self, context: Context, allocations: AllocationTable) -> None:
-        """Remove the modules of a context that ends."""
+        """Unload the modules of a context that ends."""
         for module in [one for one in self.modules.values() if one.context is context]:
             self.unload(module, allocations)

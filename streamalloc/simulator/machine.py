@@ -1,4 +1,4 @@
-"""The state of a simulated machine: its parts by area, and what concerns several of them."""
+"""State of a simulated machine: its parts, and the steps that concern several of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _share_usage(self) -> Usage:
-        """Share the memory counts of each bank between all processes of the machine."""
+        """Let all processes of the machine count the memory of each bank together."""
         usage = Usage(self.labels)
         self.banks.host.share(usage, HOST_BANK)
         for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
@@ -104,7 +104,11 @@ class Machine:
         return SimulatedDevice(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
     def see_devices(self) -> None:
-        """Find the devices visible to this process. Files, links and attributes use the machine's device numbers."""
+        """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``.
+
+        Files, links and attributes use the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
+        visible.
+        """
         found = visible(chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
         self.labels.numbers[:] = found
@@ -142,7 +146,7 @@ class Machine:
         return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events, modules and cuMemAlloc memory."""
+        """Destroy a context with its streams, events, modules, arrays and cuMemAlloc memory."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -165,7 +169,10 @@ class Machine:
         return stack[-1] if stack else None
 
     def current(self) -> Context:
-        """The current context of the calling thread. Fails if there is none or it is broken."""
+        """Return the current context of the calling thread.
+
+        Raises :class:`Fault` if there is none, or if it is broken.
+        """
         context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
             raise Fault(Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)
@@ -175,7 +182,10 @@ class Machine:
     # -- what the devices can do -----------------------------------------------------------------------------
 
     def link(self, source: int, target: int) -> Link:
-        """The link from a device to the memory of another device."""
+        """Return the link from a device to the memory of another device.
+
+        Raises :class:`NotModelled` if the profile does not have it.
+        """
         found = self.profile.link(self.labels.of_machine(source), self.labels.of_machine(target))
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
@@ -184,14 +194,17 @@ class Machine:
         return source == target or self.link(source, target).access
 
     def supports(self, name: str, device: int | None = None) -> bool:
-        """Whether a device, or all devices, have a nonzero attribute."""
+        """Whether a device attribute is not 0. ``device``: None for all devices."""
         devices = self.devices if device is None else [self.devices[device]]
         return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
     def stream(self, handle: int) -> Queue:
-        """The stream of a handle, including the three special handles."""
+        """Return the stream of a handle, also of the three special ones (0, legacy, per thread).
+
+        Raises :class:`Fault` for an unknown handle, and for a stream of a broken context.
+        """
         found = self.streams.get(handle)
         if found is not None:
             if found.context.error is not None:
@@ -217,7 +230,10 @@ class Machine:
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
-        """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock and release memory of pools."""
+        """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock and release memory of pools.
+
+        ``told``: the host synchronised, so pools release memory above their thresholds.
+        """
         if not finished():
             self.scheduler.wait(finished)
         host = self.scheduler.host
@@ -229,7 +245,7 @@ class Machine:
             host.pop(gone, None)
 
     def drain(self, device: int | None = None) -> None:
-        """Wait for the submitted work of all streams (of ``device``), without changing the host's clock."""
+        """Wait for the submitted work of all streams, or of those of ``device``, without changing the host's clock."""
         goals = [
             (stream, stream.seq)
             for stream in self.scheduler.streams.values()
@@ -248,7 +264,7 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: allocations.LiveMemory) -> None:
-        """Release cuMemAlloc, pinned or managed memory at once."""
+        """Release cuMemAlloc, pinned or managed memory at once, without a wait for work that uses it."""
         if isinstance(allocation, allocations.ManagedMemory):
             self.managed.free(allocation)
             return
@@ -264,7 +280,7 @@ _machines: weakref.WeakSet[Machine] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In the child, refuse all calls if the driver was initialised, as on hardware."""
+    """Refuse all calls in a forked child if the driver was initialised before the fork, as on hardware."""
     for machine in list(_machines):
         if machine.ready:
             machine.forked, machine.ready = True, False

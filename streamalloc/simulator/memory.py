@@ -1,4 +1,4 @@
-"""Real memory at simulated addresses: anonymous files, address reservations, look-ups by address.
+"""Real memory at simulated addresses: anonymous files, address reservations, tables by address.
 
 Physical memory is a ``memfd``: it can be mapped several times, in several processes, and uses no memory until it is
 written. An address range is reserved as an inaccessible mapping. To back a segment, the file is mapped over it. To
@@ -76,14 +76,14 @@ class Physical:
 
     @classmethod
     def adopt(cls, fd: int) -> Physical:
-        """Wrap an existing file. The new object owns the descriptor."""
+        """Make an object for an existing file. It owns the descriptor ``fd``."""
         physical = cls.__new__(cls)
         physical.fd = fd
         physical.size = os.fstat(fd).st_size
         return physical
 
     def seal(self) -> None:
-        """Seal the size of the file, so that a mapping of it can never fault."""
+        """Keep the file from shrinking, so that a mapping of it can never fault."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def lend(self) -> int:
@@ -101,7 +101,7 @@ class Physical:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a lent descriptor is still in use."""
+        """Whether a lent descriptor, or a mapping made by it, still exists in any process."""
         if not self.lent:
             return False
         try:
@@ -112,14 +112,16 @@ class Physical:
         return False
 
     def extend(self, size: int) -> int:
-        """Extend the file. Returns the offset of the new part."""
+        """Extend the file by ``size`` bytes. Returns the offset of the new part."""
         offset = self.size
         os.ftruncate(self.fd, offset + size)
         self.size += size
         return offset
 
     def discard(self, offset: int, size: int) -> None:
-        """Discard the contents of a range and return its pages to the system."""
+        """Discard the contents of a range and return its pages to the system, unless other processes' mappings need
+        them.
+        """
         if self.kept:
             return
         _libc.fallocate(self.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, size)
@@ -134,14 +136,14 @@ V = TypeVar("V")
 
 
 class Runs(Generic[V]):
-    """A value for each address, kept once for each run of addresses with equal values."""
+    """Value for each address, stored once for each run of adjacent addresses with equal values."""
 
     def __init__(self, value: V) -> None:
         self._starts = [0]
         self._values = [value]
 
     def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
-        """Replace each value from ``start`` to ``end`` by ``change`` of it."""
+        """Replace each value from ``start`` up to ``end`` by the result of ``change`` for it."""
         first, last = self._split(start), self._split(end)
         self._values[first:last] = map(change, self._values[first:last])
         for at in range(last, max(first - 1, 0), -1):
@@ -157,12 +159,12 @@ class Runs(Generic[V]):
         return number
 
     def over(self, start: int, end: int) -> list[V]:
-        """The values from ``start`` to ``end``, one for each run."""
+        """Return the values from ``start`` up to ``end``, one for each run."""
         return self._values[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
 
 
 class Intervals(Runs[bool]):
-    """A set of addresses. Iteration yields its ranges in order: the first address, and the first address after it."""
+    """Set of addresses. Iteration yields its ranges in order: the first address, and the first address after it."""
 
     def __init__(self) -> None:
         super().__init__(False)
@@ -183,8 +185,9 @@ class Intervals(Runs[bool]):
 
 
 class Addresses:
-    """Addresses of large ranges, shared by all machines of the process. Each range gets the lowest free addresses
-    (observed on H200: test_physical_memory).
+    """Addresses for large ranges, shared by all machines of the process.
+
+    Each range gets the lowest free addresses (observed on H200: test_physical_memory).
     """
 
     def __init__(self) -> None:
@@ -193,8 +196,9 @@ class Addresses:
         self._taken.add(*_KEPT_BY_DRIVER)
 
     def take(self, size: int, alignment: int) -> int:
-        """Reserve the lowest free range and return its address; 0 if there is none. The range is inaccessible, except
-        for freed memory in it that stays readable.
+        """Reserve the lowest free range and return its address; 0 if there is none.
+
+        The range is inaccessible, except for freed memory in it that stays readable.
         """
         taken, looked = self._taken, False
         while True:
@@ -224,7 +228,7 @@ _KEPT_BY_DRIVER = (1 << 40, (1 << 40) + (64 << 20))
 
 
 def _lowest(taken: Intervals, size: int, alignment: int) -> int:
-    """The lowest address of a free range."""
+    """Return the lowest address of ``size`` bytes that are not in ``taken``, a multiple of ``alignment`` or 0."""
     base = 0
     for start, end in taken:
         if base + size <= start:
@@ -234,7 +238,10 @@ def _lowest(taken: Intervals, size: int, alignment: int) -> int:
 
 
 def _claim(base: int, size: int) -> bool:
-    """Reserve a range; returns False if another mapping overlaps it. Kept freed memory in the range stays readable."""
+    """Reserve a range; returns False if another mapping overlaps it.
+
+    Freed memory in the range that was kept readable stays so.
+    """
     end = base + size
     gaps: list[tuple[int, int]] = []
     at = base
@@ -263,7 +270,7 @@ def _place(base: int, size: int) -> bool:
 
 
 def _mapped_now(taken: Intervals) -> Intervals:
-    """The ``taken`` ranges and all mappings of this process, because other code may map addresses, too."""
+    """Return the ``taken`` ranges with all mappings of this process, because other code may map addresses, too."""
     found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
@@ -279,7 +286,7 @@ _USER_END = 1 << 63
 
 
 def _process_maps(rights: str = "") -> Intervals:
-    """The ranges mapped in this process with these permissions: "r", "rw", "x", or any."""
+    """Return the ranges that this process has mapped with these permissions: "r", "rw", "x", or "" for any."""
     found = Intervals()
     for start, end, given in mapped_ranges():
         if rights in given:
@@ -320,8 +327,10 @@ _code = Intervals()
 
 
 class ReservedExtent(Extent):
-    """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
-    lowest free addresses with ``low``, else by the system. With a file, all of it is mapped, from ``offset`` on.
+    """Range of reserved addresses, parts of which can be mapped.
+
+    It is placed at ``hint`` if that is free, with ``low`` at the lowest free addresses, else by the operating system.
+    If a file ``fd`` is given, all of the range is mapped to it, from ``offset`` on.
     """
 
     def __init__(
@@ -349,12 +358,16 @@ class ReservedExtent(Extent):
                 self.map(self.base, size, fd, offset)
 
     def map(self, start: int, size: int, fd: int, offset: int) -> None:
-        """Map a file at address ``start``, readable and writable."""
+        """Map ``size`` bytes of a file, from ``offset`` on, at address ``start``, readable and writable."""
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, fd, offset)
         self.mapped.add(start, start + size)
 
     def map_again(self, other: ReservedExtent) -> None:
-        """Map the start of this reservation to the part of the file at the start of ``other``."""
+        """Map all of this reservation to the file of ``other``, beginning with the part at the start of ``other``.
+
+        The file's descriptor is not needed. Raises ``OSError`` if the operating system refuses; the reservation is then
+        closed.
+        """
         # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
         with undo_by(self.close):
             if _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base) == _MAP_FAILED:
@@ -368,7 +381,10 @@ class ReservedExtent(Extent):
         self.mapped.remove(start, start + size)
 
     def close(self) -> None:
-        """Release the addresses, except those that stay readable."""
+        """Unmap the range (``munmap``). Its first :attr:`readable` bytes stay mapped, and read as :data:`FREED`.
+
+        They end when newer closed ranges exceed the limits for such bytes. Idempotent.
+        """
         if not self._open:
             return
         self._open, readable = False, self.readable
@@ -411,8 +427,9 @@ def _freed_file() -> Physical:
 
 
 def keep_readable(start: int, end: int) -> None:
-    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process. If the operating
-    system has no room for that, the addresses stay as they are.
+    """Let addresses without memory read as :data:`FREED`, so that a read of a NumPy array does not kill the process.
+
+    If the operating system has no room for that, the addresses stay as they are.
     """
     with contextlib.suppress(OSError):
         for at in range(start, end, _FREED_BYTES):
@@ -425,7 +442,7 @@ _kept: deque[tuple[int, int, int]] = deque()
 
 
 def _forget_kept(start: int, end: int) -> None:
-    """Remove a range from the kept ranges, because it was reserved again."""
+    """Remove a range from the kept ranges, because it is reserved again."""
     for _ in range(len(_kept)):
         base, size, reserved = _kept.popleft()
         for low, high in ((base, min(base + size, start)), (max(base, end), base + size)):
@@ -437,12 +454,12 @@ _addresses = Addresses()
 
 
 def window(fd: int, offset: int, size: int) -> ReservedExtent:
-    """Map bytes of a file where no simulated allocation lies, for work that has no simulated address."""
+    """Map bytes of a file outside of all simulated allocations, for work that has no simulated address."""
     return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
 
 
 def view_address(source: Any) -> int:
-    """The address of a contiguous buffer of any shape, which may be read-only."""
+    """Return the address of a contiguous buffer of any shape, which may be read-only."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)
 
 
@@ -452,7 +469,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Shape(NamedTuple):
-    """The shape of a copy: bytes of a row, rows of a plane, planes."""
+    """Shape of a copy: bytes of a row, rows of a plane, planes."""
 
     width: int
     height: int = 1
@@ -464,7 +481,7 @@ class Shape(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Ordinary memory on one side of a copy."""
+    """Ordinary memory, not an array, on one side of a copy."""
 
     address: int
     pitch: int = 0
@@ -479,7 +496,7 @@ class Side(NamedTuple):
     """The bytes at ``address``, if the call has read them; None if the operation reads them when it runs."""
 
     def span(self, shape: Shape) -> int:
-        """Bytes from the first to the last byte of a copy, with the gaps between rows and planes."""
+        """Return the bytes from the first to the last byte of a copy, with the gaps between rows and planes."""
         return (shape.depth - 1) * self.plane + (shape.height - 1) * self.pitch + shape.width
 
     def read(self, shape: Shape) -> Side:
@@ -488,7 +505,7 @@ class Side(NamedTuple):
         return self._replace(address=view_address(data), data=data)
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """Plane ``z`` of the memory, as rows of bytes."""
+        """Return plane ``z`` of the memory as rows of bytes, without a copy."""
         return rows_at(self.address + z * self.plane, self.pitch, shape.height, shape.width)
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:
@@ -496,7 +513,7 @@ class Side(NamedTuple):
 
 
 def rows_at(address: int, pitch: int, height: int, width: int) -> Bytes:
-    """Memory at an address as rows of bytes."""
+    """Return memory as an array of ``height`` rows of ``width`` bytes. ``pitch``: bytes from a row to the next one."""
     memory = memoryview((ctypes.c_ubyte * ((height - 1) * pitch + width)).from_address(address))
     rows: Bytes = np.ndarray((height, width), np.uint8, memory, strides=(pitch, 1))
     return rows

@@ -74,7 +74,7 @@ def _word(number: int) -> Any:
 
 
 class MulticastTable:
-    """The table of a multicast object: an anonymous file that all processes with the object map.
+    """Table of a multicast object: an anonymous file that all processes with the object map.
 
     Every handle of the object, in any process, is a *holder* of the table. A holder opens the file again (``physical``)
     and locks bytes of it. The bytes mean nothing but their locks, and most lie beyond the end of the file:
@@ -116,8 +116,9 @@ class MulticastTable:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """A ``with`` block in which no other holder changes the table. Reentrant. The death of a holder releases its
-        lock.
+        """Keep other holders from changing the table within the ``with`` block. Reentrant.
+
+        Linux releases the lock of a holder that dies.
         """
         if not self._locked:
             lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
@@ -131,14 +132,14 @@ class MulticastTable:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another holder exists, or a descriptor from which one can be made."""
+        """Whether another holder exists, or a descriptor from which a process can make one."""
         return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
         return holder == self.holder or is_locked(self.physical.fd, _FIRST_HOLDER + holder)
 
     def export(self) -> int:
-        """Return a descriptor for another process. While it is open, a new holder may come (:attr:`is_elsewhere`)."""
+        """Return a descriptor for another process. While it is open, :attr:`is_elsewhere` is true."""
         fd = self.physical.lend()
         with undo_by(os.close, fd):
             lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)
@@ -154,12 +155,13 @@ class MulticastTable:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The added devices, by any process, in the order of their addition."""
+        """Numbers of the devices that any process has added, in the order of their addition."""
         return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
 
     def add(self, device: int, has_slot: bool) -> bool:
-        """Add a device. Returns False if it was added before or is one too many. The last device completes the team, if
-        the switch has a free slot.
+        """Add a device. Returns False if it was added before or is one too many.
+
+        The last device completes the team: it is formed if ``has_slot``, the switch has a free slot.
         """
         with self.locked():
             added = self.devices
@@ -174,14 +176,16 @@ class MulticastTable:
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bindings(self) -> list[TeamBinding]:
-        """Bindings of live processes, by offset."""
+        """Return the bindings of live processes, in the order of their offsets."""
         with self.locked():
             found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
         alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in found}}
         return sorted((one for one in found if alive[one.holder]), key=lambda binding: binding.offset)
 
     def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> TeamBinding | None:
-        """Record a binding; None if the table is full."""
+        """Record a binding of ``size`` bytes, from ``start`` in file ``fd``, at ``offset`` of the object; None if the
+        table is full.
+        """
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
@@ -226,9 +230,7 @@ _OF_A_TEAM = Place(Location.DEVICE, -1)
 
 
 class Segment(NamedTuple):
-    """Bytes at ``address`` that a step of an operation reads or writes. ``at``: their offset in the range of the
-    step.
-    """
+    """Bytes that a step of an operation reads or writes. ``at``: their offset in the range of the step."""
 
     address: int
     at: int
@@ -247,7 +249,7 @@ class Backing(NamedTuple):
 
 
 class MulticastMemory(Mappable):
-    """One handle's view of a multicast object.
+    """View that one handle has of a multicast object.
 
     The object and its bindings exist until each returned handle is released and nothing is mapped. Handles of other
     processes or other imports are independent.
@@ -284,8 +286,9 @@ class MulticastMemory(Mappable):
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """Check a part that is to be mapped. It can be smaller than the object, but must start at offset 0 (mscclpp
-        does so).
+        """Check a part that is to be mapped.
+
+        It can be smaller than the object, but must start at offset 0, as mscclpp maps it.
         """
         check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
@@ -310,8 +313,10 @@ class MulticastMemory(Mappable):
             backing.memory.bindings += 1
 
     def unbind(self, device: int, offset: int, size: int) -> None:
-        """Remove the binding at an offset. The documentation leaves sizes other than the binding's undefined, and the
-        kernel module ignores the size.
+        """Remove the binding of a device at an offset.
+
+        The documentation leaves sizes other than the binding's undefined, and the kernel module ignores the size.
+        Another size here raises :class:`NotModelled`.
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
@@ -332,7 +337,7 @@ class MulticastMemory(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """By number of each device of the team: the bound parts of a range of the object."""
+        """Return the bound parts of a range of the object, for each device of the team by its number."""
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()
         live = {binding.number for binding in bindings}
@@ -347,7 +352,7 @@ class MulticastMemory(Mappable):
         return found
 
     def _window(self, binding: TeamBinding) -> ReservedExtent | None:
-        """A mapping of the bytes of a binding; None if the bound memory was released."""
+        """Return a mapping of the bytes of a binding; None if the bound memory was released."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._owner.allocations.is_live(allocation):
@@ -364,13 +369,13 @@ class MulticastMemory(Mappable):
 
 
 def _open_elsewhere(binding: TeamBinding) -> int | None:
-    """The file that another holder bound; None if its process has released the memory."""
+    """Open the file that another holder bound; None if its process has released the memory."""
     return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
 
 @dataclass(eq=False)
 class Multicast:
-    """The multicast objects of a machine."""
+    """Multicast objects of a machine, and the work that is done on them."""
 
     labels: Labels
     allocations: AllocationTable
@@ -380,7 +385,7 @@ class Multicast:
     objects: set[MulticastMemory] = field(default_factory=set)
 
     def fits(self, *sizes: int) -> bool:
-        """Whether sizes, offsets and addresses are multiples of the granularity."""
+        """Whether all these sizes, offsets and addresses are multiples of the granularity."""
         of_teams = self.spec.profile.granularity("MULTICAST")
         granularity = of_teams.minimum if of_teams else self.spec.profile.page
         return not any(size % granularity for size in sizes)
@@ -395,7 +400,7 @@ class Multicast:
         return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastMemory:
-        """The object of a descriptor. The caller keeps the descriptor."""
+        """Return the object of a descriptor, with a new handle. The caller keeps the descriptor."""
         return self._adopt(MulticastTable.open(fd), imported=True)
 
     def _adopt(self, table: MulticastTable, imported: bool) -> MulticastMemory:
@@ -411,7 +416,11 @@ class Multicast:
     # -- waiting for the team --------------------------------------------------------------------------------
 
     def formed(self, wanted: MulticastMemory, call: str) -> None:
-        """Block until all devices are added, as the real driver does. If nobody adds them, block forever."""
+        """Block until all devices are added, as the real driver does.
+
+        Raises :class:`DeadlockError` once nobody can add the others, or after the machine's ``patience``. Gives
+        CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that waits.
+        """
         wanted.mappings += 1  # keeps the object if other threads release its handles during the wait
         try:
             if wanted.table.state == WAITING:
@@ -474,7 +483,10 @@ class Multicast:
         return mapping, mapping.memory
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """By device number: the bytes behind a range of one mapping. None unless every device has bound all of it."""
+        """Return the bytes behind a range of one mapping, by device number.
+
+        None unless every device has bound all of it.
+        """
         found = self.mapping_at(address)
         if found is None or address + size > found[0].end:
             return None
@@ -483,8 +495,9 @@ class Multicast:
         return None if _incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """The bytes that a write to a range reaches, in multicast mappings and ordinary mappings. ``at`` of a segment
-        counts from ``address``. None if a part of the range is unmapped or has no memory.
+        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
+
+        ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
         """
         targets: list[Segment] = []
         end = address + size
@@ -508,7 +521,8 @@ class Multicast:
     def check_bound(self, address: int, size: int) -> None:
         """Check, when work is submitted, that every device of the team has memory under a range of one mapping.
 
-        If one has none, users report memory errors, but not which ones (NVIDIA developer forum, 356726).
+        Raises :class:`NotModelled` if one has none: users report memory errors, but not which ones (NVIDIA developer
+        forum, 356726).
         """
         found = self.mapping_at(address)
         assert found is not None
@@ -525,5 +539,5 @@ class Multicast:
 
 
 def _incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
-    """The devices without memory under a part of the range."""
+    """Return the devices that lack memory under a part of the range."""
     return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

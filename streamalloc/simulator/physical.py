@@ -16,7 +16,7 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange
 
 @dataclass(frozen=True)
 class Properties:
-    """The properties of physical memory, as the driver returns them."""
+    """Properties of physical memory, as the driver returns them."""
 
     place: Place
     handle_types: int = 0
@@ -32,7 +32,7 @@ class Properties:
 
 
 class Mappable:
-    """The object of a CUmemGenericAllocationHandle, with counts of handles and mappings."""
+    """Object of a CUmemGenericAllocationHandle, with the numbers of its handles and mappings."""
 
     def __init__(self, size: int, properties: Properties) -> None:
         self.handle: int = new_handle()
@@ -53,8 +53,9 @@ class Mappable:
         """Whether the leader became the leader by its first access; False if it did when it was made."""
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
-        """Make a mapping that is new or gets its first access the leader, if there is none. Fails if the present
-        leader forbids it.
+        """Make a mapping the leader if there is none, because it is new or gets its first access (``by_access``).
+
+        Gives CUDA_ERROR_UNKNOWN if another mapping leads by access.
         """
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
@@ -70,8 +71,9 @@ class Mappable:
         raise NotImplementedError
 
     def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """Map the bytes from ``offset`` on at ``start``. Nothing is mapped for a multicast object, which has no bytes
-        of its own.
+        """Map the bytes from ``offset`` on at address ``start`` of a reservation.
+
+        A multicast object has no bytes of its own, so nothing is mapped for it.
         """
 
     def leave(self) -> None:
@@ -80,7 +82,7 @@ class Mappable:
 
 
 class CreatedMemory(Mappable):
-    """One handle's view of physical memory: ``size`` bytes of a file, from ``offset`` on.
+    """View that one handle has of physical memory: ``size`` bytes of a file, from ``offset`` on.
 
     The memory exists until each returned handle is released, and no mapping or multicast binding is left. Then its
     bytes return to ``bank``; None if they came from another process's bank.
@@ -101,7 +103,7 @@ class CreatedMemory(Mappable):
 
     @functools.cached_property
     def window(self) -> ReservedExtent:
-        """Map the whole memory, for work without addresses."""
+        """Mapping of the whole memory, for work without simulated addresses."""
         return self._arenas.own(window(self.physical.fd, self.offset, self.size))
 
     def check_part(self, offset: int, size: int) -> None:
@@ -152,8 +154,10 @@ class MappedExtent(Extent):
             self.memory.lose_leader(self)
 
     def right_of_host(self) -> int:
-        """The access that a query of HOST returns: the right of device 0 or of the host, whichever was set last.
-        Observed on H200 (test_mapping_access), even for device memory, which the host can never use.
+        """Return the access that a query of HOST returns: the right of device 0 or of the host, whichever was set last.
+
+        Observed on H200 (test_mapping_access), even for device memory, which the host can never use. Raises
+        :class:`NotModelled` if a device other than 0 has access.
         """
         if any(place.type == Location.DEVICE and place.id for place in self.rights):
             raise NotModelled("cuMemGetAccess for HOST where a device other than 0 has access")
@@ -161,13 +165,14 @@ class MappedExtent(Extent):
 
 
 def connected(mappings: list[MappedExtent]) -> list[MappedExtent]:
-    """The mappings before the first hole. Only these get access, without an error (observed on H200:
-    test_mapping_access).
+    """Return the mappings before the first hole.
+
+    Only these get access, and the call reports no error (observed on H200: test_mapping_access).
     """
     hole = (at for at, (one, two) in enumerate(itertools.pairwise(mappings), 1) if one.end != two.base)
     return mappings[: next(hole, len(mappings))]
 
 
 def least_right(mappings: Iterable[MappedExtent], place: Place) -> int:
-    """The access right that a location has to every one of some mappings."""
+    """Return the smallest access right that a location has among these mappings, of which there is at least one."""
     return min(mapping.right(place) for mapping in mappings)

@@ -1,4 +1,4 @@
-"""A memory pool: the allocator's address line with real memory, limits, policies, statistics and access rights."""
+"""Memory pools with real memory, limits, policies, statistics and access rights, and imported pools."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ _VIEW = 16 << 30
 
 
 class Freed(QueuedCall):
-    """The operation in a stream after which a pool allocation is free."""
+    """Operation of a stream after which a pool allocation is free."""
 
     is_command = False
 
 
 class Accessible:
-    """A pool of this process or an imported one, as far as access is concerned."""
+    """Access rights of a pool, which this process has made or imported."""
 
     device: int | None
     access: dict[int, int]
     managed: bool
 
     def accessible(self, device: int) -> bool:
-        """Whether ``device`` has access to this memory."""
+        """Whether ``device`` has access to the pool's memory."""
         return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
     def usable(self, device: int) -> bool:
-        """Whether work of ``device`` may use this memory. Any device may use memory of a device that is not visible to
-        the process (observed on H200: test_visible_devices).
+        """Whether work of ``device`` may use the pool's memory.
+
+        Any device may use memory of a device that is not visible to the process (observed on H200:
+        test_visible_devices).
         """
         return self.accessible(device) or self.device == constants.HIDDEN
 
 
 @dataclass(eq=False)
 class Pool(Accessible):
-    """One memory pool. ``device``: None for host memory."""
+    """Memory pool that this process made. ``device``: None for host memory."""
 
     owner: PoolTable
     place: Place
@@ -96,7 +98,10 @@ class Pool(Accessible):
     # -- allocation ------------------------------------------------------------------------------------------
 
     def take(self, size: int, stream: Queue) -> tuple[int, Block]:
-        """Allocate ``size`` bytes, first used in ``stream``. Returns address and block."""
+        """Allocate ``size`` bytes, to be used first in ``stream``. Returns the address and the block.
+
+        Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block with memory.
+        """
         line, number = self.line, stream.id
         if number not in self._scheduler.ranks:
             self._scheduler.rank(stream)
@@ -112,8 +117,9 @@ class Pool(Accessible):
         return self.space.base + block.start, block
 
     def _find_further(self, size: int, stream: Queue) -> Block:
-        """Find a block by rules 3 to 5 or by a wait for another stream's free, with memory under its first ``size``
-        bytes.
+        """Find a block with memory under its first ``size`` bytes, by rules 3 to 5.
+
+        If these find none, ``stream`` waits for the free of another stream, if the policy allows that.
         """
         line, scheduler, ordered = self.line, self._scheduler, None
         if self.follow_events:  # else the legacy stream's order is not merged (observed on H200: test_placements)
@@ -131,8 +137,9 @@ class Pool(Accessible):
         return block
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
-        """Free a block in stream order. ``stream`` can reuse it at once, other streams by rules 3 and 4 of
-        :mod:`.allocator`.
+        """Free a block in the order of ``stream``. ``size``: the bytes that were requested.
+
+        ``stream`` can reuse the block at once, other streams by rules 3 and 4 of :mod:`.allocator`.
         """
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self.returned))
@@ -140,8 +147,10 @@ class Pool(Accessible):
             self.line.free(block, stream.id, seq)
 
     def free_now(self, block: Block) -> None:
-        """Free as cuMemFree does: at once for all streams, even with queued work. It releases only chunks under the
-        block. The statistics do not change: USED_MEM_CURRENT still counts the block (H200: test_pool_sizes).
+        """Free as cuMemFree does: at once for all streams, even with queued work.
+
+        It releases only chunks under the block. The statistics do not change: USED_MEM_CURRENT still counts the block
+        (H200: test_pool_sizes).
         """
         under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
@@ -163,8 +172,9 @@ class Pool(Accessible):
         return grown
 
     def _grow(self, missing: list[int], had: int) -> bool:
-        """Put memory under these chunks; returns False if some of them get none. ``had``: the number of chunks that the
-        pool has just released elsewhere, for this growth.
+        """Put memory under these chunks; returns False if some of them get none.
+
+        ``had``: the number of chunks that the pool has just released elsewhere, for this growth.
         """
         bank = self.space.bank
         most, needed = len(missing), len(missing) * CHUNK
@@ -186,7 +196,7 @@ class Pool(Accessible):
         return False
 
     def _wait_for(self, block: Block, stream: Queue) -> None:
-        """Make a stream wait for the last free of the stream that left a block. Clocks do not record this wait."""
+        """Make ``stream`` wait for the last free of the stream that left a block. Clocks do not record this wait."""
         other = self._scheduler.streams.get(block.owner)
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
@@ -194,8 +204,9 @@ class Pool(Accessible):
     # -- releasing memory ------------------------------------------------------------------------------------
 
     def free_left(self, clock: Clock) -> bool:
-        """Make blocks freed up to ``clock`` free for all streams. If there are any, release memory above the
-        threshold.
+        """Make blocks free for all streams whose frees are in ``clock``. Returns whether there were any.
+
+        If so, release memory above the threshold.
         """
         news = self.line.free_left(lambda stream: clock.get(stream, 0))
         if news:
@@ -212,8 +223,10 @@ class Pool(Accessible):
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for all streams, but keep at least ``keep`` bytes. A number that overflows in
-        the driver counts as 0."""
+        """Release memory that is free for all streams, but keep at least ``keep`` bytes (``cuMemPoolTrimTo``).
+
+        A number that overflows in the driver counts as 0.
+        """
         self.space.trim(keep if keep <= _MOST_KEPT else 0)
 
     def destroy(self) -> None:
@@ -221,7 +234,7 @@ class Pool(Accessible):
         self._dispose()
 
     def returned(self) -> None:
-        """Count a free that has run in its stream."""
+        """Count a free that has run in its stream. The last one of a destroyed pool closes it."""
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -239,7 +252,7 @@ class Pool(Accessible):
     # -- sharing ---------------------------------------------------------------------------------------------
 
     def export(self) -> Physical:
-        """Return the pool's file for other processes. From now on released memory keeps its contents for them."""
+        """Return the pool's file for other processes. From then on released memory keeps its contents for them."""
         physical = self.space.physical
         physical.kept = True
         physical.seal()
@@ -247,12 +260,12 @@ class Pool(Accessible):
 
     @property
     def granted(self) -> bool:
-        """Whether any device has access. If none has, the driver treats host pool memory like any other host memory."""
+        """Whether any device has access. Without one, the driver treats host pool memory like any other host memory."""
         return self.managed or READ_WRITE in self.access.values()
 
 
 class OpenedPool(Accessible):
-    """A pool of another process. Its allocations have the same offsets here, at this process's addresses."""
+    """Pool of another process. Its allocations have the same offsets here, at this process's addresses."""
 
     managed = False
     granted = True  # the memory's own device always has access
@@ -272,11 +285,17 @@ class OpenedPool(Accessible):
         """By stream number: the stream, and the number of its last operation that freed an imported allocation."""
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
-        # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
+        # ranges of full size. The sparse file is as large as the pool can become, so :meth:`address` can map more
+        # later.
         self._views = [self._arenas.add(ReservedExtent(min(self._whole, _VIEW), CHUNK, fd))]
 
     def address(self, offset: int, size: int) -> int:
-        """Return the address of the imported memory; the same memory always has the same address."""
+        """Return the address of ``size`` bytes at ``offset`` of the pool.
+
+        The same memory always has the same address.
+
+        Gives CUDA_ERROR_INVALID_VALUE for bytes beyond the pool.
+        """
         check(offset + size <= self._whole)
         if offset + size > self._views[-1].size:
             view = ReservedExtent(self._whole, CHUNK)
@@ -285,7 +304,7 @@ class OpenedPool(Accessible):
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
-        """Free an imported allocation in stream order. This affects only this process."""
+        """Free an imported allocation in the order of ``stream``. This affects only this process."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))
 
@@ -300,7 +319,7 @@ class OpenedPool(Accessible):
 
 @dataclass(eq=False)
 class PoolTable:
-    """The pools of a machine."""
+    """Pools that this process made, and the default and current pool of each location."""
 
     labels: Labels
     banks: Banks
@@ -316,8 +335,9 @@ class PoolTable:
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`. Devices without pools refuse it with the result
-        code that users report (openvdb#2255, rapidsai/cuvs#2528).
+        """Create a pool with the fields of :class:`Pool`.
+
+        Devices without pools refuse it with the result code that users report (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -330,8 +350,9 @@ class PoolTable:
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """The key by which default and current pools are found: location type, id and allocation type. The id is 0 for
-        location types whose locations share one pool.
+        """Return the key of a location's default and current pool: location type, id and allocation type.
+
+        The id is 0 for location types whose locations share one pool.
         """
         return (place.type, 0 if place.type not in (Location.DEVICE, Location.HOST_NUMA) else place.id, allocation_type)
 
@@ -347,9 +368,10 @@ class PoolTable:
         return self.default(place, allocation_type) if pool is None else pool
 
     def host_has_seen(self, clock: Clock, told: bool) -> None:
-        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised. In that case all
-        pools release memory above their thresholds if blocks of any pool became free for all streams, or if
-        :attr:`to_release` is set (observed on H200: test_placements).
+        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised.
+
+        In that case all pools release memory above their thresholds if blocks of any pool became free for all streams,
+        or if :attr:`to_release` is set (observed on H200: test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.free_left(clock) for pool in pools]
@@ -360,5 +382,5 @@ class PoolTable:
             self.to_release = False
 
     def pending_streams(self) -> set[int]:
-        """The numbers of the streams with frees that the host has not seen."""
+        """Return the numbers of the streams with frees that the host has not seen."""
         return {number for pool in self.pools.values() for number in pool.line.pending_streams()}

@@ -29,7 +29,7 @@ _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
 
 
 class Limit(NamedTuple):
-    """A context limit: default, minimum, maximum and step. A minimum of None means that the range was not read."""
+    """Context limit: default, minimum, maximum and step. A minimum of None means that the range was not read."""
 
     default: int
     least: int | None = None
@@ -46,7 +46,7 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """Access of a device to another device's memory."""
+    """Access of a device to another device's memory, and the attributes of the pair."""
 
     access: bool
     attributes: Mapping[str, int | None]
@@ -57,7 +57,7 @@ class Link:
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used; the message names the file and the field."""
+    """Profile that cannot be used. The message names the file and the field."""
 
 
 Check = Callable[[str, Any], Any]
@@ -96,8 +96,9 @@ def _list(one: Check, least: int = 0, most: int = 64) -> Check:
 
 
 def _table(one: Check) -> Check:
-    """Make the check of a JSON object whose keys are names of the driver. ``one`` checks each value except null, which
-    marks a name that the driver does not know.
+    """Make the check of a JSON object whose keys are names of the driver.
+
+    ``one`` checks each value except null, which marks a name that the driver does not know.
     """
 
     def check(at: str, value: Any) -> dict[str, Any]:
@@ -156,7 +157,7 @@ _LINK = {"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "at
 
 
 def _read(check: Check, repr: bool = True) -> Any:
-    """Declare a field of a profile that its file contains."""
+    """Declare a field of :class:`Profile` that a profile's file has. ``check`` converts its value."""
     return field(repr=repr, metadata={"check": check})
 
 
@@ -206,7 +207,12 @@ class Profile:
     """Built-in name, or digest of the file; equal for equal machines."""
 
     def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
-        """The granularity of memory that can be shared in all of these ways. None if the driver refuses such memory."""
+        """Return the granularity of memory that can be shared in all of these ways.
+
+        None if the driver refuses such memory.
+
+        ``place``: DEVICE, HOST, HOST_NUMA or MULTICAST. ``handle_types``: bits of :data:`HANDLE_TYPES`.
+        """
         table = self.granularities[place]
         kinds = [name for name, bit in HANDLE_TYPES.items() if handle_types & bit]
         found = [table.get(name) for name in kinds or ["NONE"]]
@@ -219,8 +225,9 @@ class Profile:
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
     def device_attributes(self, ordinal: int) -> dict[str, int]:
-        """The attributes of a device, without those that its driver does not know. A device beyond those of the profile
-        has the attributes of the last one, and the next PCI device numbers.
+        """Return the attributes of a device, without those that its driver does not know.
+
+        A device beyond those of the profile has the attributes of the last one, and the next PCI device numbers.
         """
         read = self.devices[min(ordinal, len(self.devices) - 1)]
         found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
@@ -228,8 +235,9 @@ class Profile:
         return found
 
     def link(self, source: int, target: int) -> Link | None:
-        """The link between two devices. Devices that were not read have the common link of all others; None if these
-        differ.
+        """Return the link between two devices; None if it is unknown.
+
+        Devices that were not read have the common link of all others, if these are equal.
         """
         found = self.links.get((source, target))
         others = list(self.links.values())
@@ -254,7 +262,7 @@ _NEEDED = {
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """The fields of a file, without those of its base."""
+    """Return the fields of a file, without those of its base. Raises :class:`ProfileError`."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -295,8 +303,9 @@ def parse(data: bytes, identity: str) -> Profile:
 
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables of one field: entries of ``given`` replace those of ``base``, inner tables entry by entry. A
-    limit without a range keeps the limit of ``base``, range included, if both have the same default.
+    """Merge two tables of one field: entries of ``given`` replace those of ``base``, inner tables entry by entry.
+
+    A limit without a range keeps the limit of ``base``, range included, if both have the same default.
     """
     found = dict(base)
     for name, one in given.items():
@@ -370,7 +379,7 @@ def load(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """The arguments of :func:`streamalloc.driver.simulated`, documented there."""
+    """Arguments of :func:`streamalloc.driver.simulated`, documented there."""
 
     devices: int = 1
     memory: int | None = None
@@ -396,17 +405,17 @@ class MachineSpec:
 
     @functools.cached_property
     def given_name(self) -> str:
-        """Name given by the user; "" if none."""
+        """Name that the user gave, as an argument or by ``STREAMALLOC_MACHINE``; "" if none."""
         return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
 
     @property
     def host_name(self) -> str:
-        """Name of the machine in its IMEX domain; "" if it is alone."""
+        """Name of the machine in its IMEX domain, from the argument or ``STREAMALLOC_HOST``; "" if it is alone."""
         return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:
-        """Identity of the machine: its name, or its arguments without a name. Equal identities mean one machine."""
+        """Name of the machine, or its arguments if it has no name. Equal identities mean one machine."""
         return self.given_name or (
             f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
             f"fabric={self.fabric}"

@@ -1,4 +1,4 @@
-"""The functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
+"""Functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
 
 A function with the same effect as one driver call is translated: a table names the call, and the parameters and results
 are read from the bindings' documentation and converted. :class:`Functions` implements all other functions.
@@ -35,7 +35,7 @@ _PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemH
 
 
 def driver_call(name: str) -> str | None:
-    """The name of the driver call behind a function of the runtime; None if there is none."""
+    """Return the name of the driver call behind a function of the runtime; None if there is none."""
     names = [_RENAMED.get(name, f"cu{name.removeprefix('cuda')}")]
     names += [ours + name.removeprefix(theirs) for theirs, ours in _PREFIXES.items() if name.startswith(theirs)]
     return next((one for one in names if hasattr(cuda, one)), None)
@@ -64,7 +64,7 @@ list outside of the struct, so a copy of the struct's bytes lacks it.
 
 
 def _members(enum: Any, prefix: str) -> dict[str, Any]:
-    """The members of an enum as runtime fields name them: without prefix and underscores."""
+    """Return the members of an enum as runtime fields name them: without prefix and underscores."""
     return {name.removeprefix(prefix).replace("_", ""): member for name, member in enum.__members__.items()}
 
 
@@ -100,14 +100,14 @@ _EXTENTS = ("WIDTH", "HEIGHT", "DEPTH", "LAYERS", "PITCH")
 
 
 def function_attributes() -> dict[str, Any]:
-    """Fields of cudaFuncAttributes with their function attributes, without those of clusters."""
+    """Return the driver's function attribute for each field of cudaFuncAttributes, without those of clusters."""
     found = {name: _FUNCTION_ATTRIBUTES.get(name.upper()) for name in dir(runtime().cudaFuncAttributes)}
     last = _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"]
     return {name: member for name, member in found.items() if member is not None and member <= last}
 
 
 def properties() -> dict[str, list[Any]]:
-    """Fields of cudaDeviceProp with their device attributes, one for each number in a field."""
+    """Return the device attributes for each field of cudaDeviceProp, one for each number in a field."""
     found = {name: _attributes(name) for name in dir(runtime().cudaDeviceProp)}
     return {name: members for name, members in found.items() if members}
 
@@ -128,7 +128,10 @@ Convert = Callable[[Any], Any]
 
 
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
-    """Copy a struct's bytes into another class. ``source`` and ``target`` are the modules of the two classes."""
+    """Return a struct of class ``cls`` with the bytes of ``value``.
+
+    ``source`` and ``target``: the modules of the classes of ``value`` and of the result, which know their sizes.
+    """
     made = cls()
     ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
     return made
@@ -139,7 +142,7 @@ def _is_struct(cls: Any) -> bool:
 
 
 def address(value: Any) -> Any:
-    """A pointer or handle in the driver's form. Buffer objects give their address."""
+    """Return a pointer or handle in the driver's form: of a buffer object its address, for None 0."""
     if value is None or isinstance(value, int) or hasattr(value, "getPtr"):
         return 0 if value is None else value
     try:
@@ -149,7 +152,11 @@ def address(value: Any) -> Any:
 
 
 class Argument:
-    """Conversion of one argument. ``back`` copies the driver's changes back into a struct."""
+    """Conversion of one argument of the runtime to the driver's class.
+
+    ``theirs`` and ``ours``: its class in the runtime and in the driver. ``make``: a conversion for structs whose
+    layouts differ. ``back`` copies the driver's changes back into a struct.
+    """
 
     def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
         self._name, self._is_pointer, self._make = name, not theirs, make
@@ -200,7 +207,7 @@ class Argument:
 
 
 def result(kind: str) -> Convert:
-    """The conversion of a result that the runtime documents as ``kind``."""
+    """Return the conversion of a result that the runtime documents as ``kind``."""
     if kind.startswith("[]"):
         convert = result(kind[2:])
         return lambda values: [convert(one) for one in values]
@@ -214,7 +221,7 @@ def result(kind: str) -> Convert:
 
 
 def _made(cls: Any, value: Any) -> Any:
-    """A handle or a struct of the runtime."""
+    """Return a driver's handle or struct as the runtime's class ``cls``."""
     return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())
 
 
@@ -223,10 +230,11 @@ _LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
 
 @functools.cache
 def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
-    """The signature of a function of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``, and the types of its values
-    after the result code.
+    """Return the signature of a function of the driver or the runtime, and the types of its values after the result
+    code.
 
-    An annotation is a class of the bindings, a C type, or empty for other types. ``"[]"`` marks lists.
+    ``module``: ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is a class of the bindings, a C
+    type, or empty for other types. ``"[]"`` marks lists.
     """
     return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
 
@@ -263,7 +271,7 @@ _PITCH_ELEMENT = 4
 
 
 class Failed(Exception):
-    """The function of the runtime returns the error with this code, mostly that of a driver call."""
+    """Makes the function of the runtime return the error with this code, mostly that of a driver call."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -271,13 +279,14 @@ class Failed(Exception):
 
 
 class Forgotten(Failed):
-    """An error that is not stored as the last error: a query returned it, or the call read the last error itself."""
+    """Error that is not stored as the last error: a query returned it, or the call read the last error itself."""
 
 
 def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
-    """Make a function of the runtime that copies several rows or, without ``rows``, bytes of one row. ``target`` and
-    ``source``: the number of arguments for each side. An array has three: its handle, and offsets in bytes and rows. A
-    pointer has one, and a pitch if ``rows``. The driver refuses bytes that extend into the next row.
+    """Make a function of the runtime that copies several rows or, without ``rows``, bytes of one row.
+
+    ``target`` and ``source``: the number of arguments for each side. An array has three: its handle, and offsets in
+    bytes and rows. A pointer has one, and a pitch if ``rows``. The driver refuses bytes that extend into the next row.
     """
 
     def copy_rows(functions: Functions, *args: Any) -> None:
@@ -298,7 +307,7 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
 
 
 class Functions:
-    """The functions over a driver. They return values and raise :class:`Failed`."""
+    """Functions of the runtime over a driver. They return values and raise :class:`Failed`."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -308,20 +317,22 @@ class Functions:
         """For each thread: ``device``, the ordinal that it chose, and ``last``, the code of its last error."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """The first value of a driver call; None if it has none."""
+        """Make a driver call and return its first value; None if it has none. Raises :class:`Failed`."""
         values = self.values(name, *args)
         return values[0] if values else None
 
     def values(self, name: str, *args: Any) -> Any:
-        """All values of a driver call."""
+        """Make a driver call and return all its values. Raises :class:`Failed`."""
         code, *values = getattr(self._driver, name)(*args)
         if code:
             raise (Forgotten if int(code) == _NOT_READY else Failed)(int(code))
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """Make a function that is one driver call. The call may need further arguments: flags, which are 0, or the
-        current context.
+        """Return a function of the runtime that makes one driver call.
+
+        The call may need further arguments: flags, which are 0, or the current context. For a function that cannot be
+        translated the result raises :class:`NotModelled`.
         """
         call, (taken, kinds) = driver_call(name), signature(runtime(), name)
         theirs = list(taken.parameters.values())
@@ -350,7 +361,10 @@ class Functions:
     # -- devices and contexts --------------------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Make sure that a context is current: the present one, or the primary one of the thread's device."""
+        """Make sure that the thread has a current context.
+
+        If it has none, the primary one of its device becomes current.
+        """
         code, context = self._driver.cuCtxGetCurrent()
         if code:
             self.initialise()
@@ -401,7 +415,7 @@ class Functions:
         self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
     def _attribute(self, attribute: Any, device: int) -> int:
-        """A device attribute; 0 if the driver lacks it."""
+        """Return a device attribute; 0 if the driver lacks it."""
         code, value = self._driver.cuDeviceGetAttribute(attribute, _number(device))
         return 0 if code else int(value)
 
@@ -483,7 +497,7 @@ class Functions:
     cudaMemcpy2D = _copies(2, 2)
 
     def _box(self, given: Any, peer: Any = None) -> Any:
-        """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. If a side is an array, x and width count its elements."""
+        """Return a cudaMemcpy3DParms as a CUDA_MEMCPY3D. If a side is an array, x and width count its elements."""
         copy, arrays = peer or cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
         element = next((self.element(one) for one in arrays if one), 1)
         kinds = ENDS[_DEFAULT if peer else copy_kind(given.kind)]
@@ -499,14 +513,14 @@ class Functions:
         return copy
 
     def _peer_box(self, given: Any) -> Any:
-        """A cudaMemcpy3DPeerParms as a CUDA_MEMCPY3D_PEER."""
+        """Return a cudaMemcpy3DPeerParms as a CUDA_MEMCPY3D_PEER."""
         copy = self._box(given, cuda.CUDA_MEMCPY3D_PEER())
         for side in ("src", "dst"):
             setattr(copy, f"{side}Context", self._primary(int(getattr(given, f"{side}Device"))))
         return copy
 
     def _node(self, given: Any) -> Any:
-        """A cudaGraphNodeParams as a CUgraphNodeParams. Copies and fills use the current context."""
+        """Return a cudaGraphNodeParams as a CUgraphNodeParams. Copies and fills use the current context."""
         made, kinds = copied(given, cuda.CUgraphNodeParams, runtime(), cuda), runtime().cudaGraphNodeType
         if given.type == kinds.cudaGraphNodeTypeMemcpy:
             made.memcpy.copyParams = self._box(given.memcpy.copyParams)
@@ -516,7 +530,7 @@ class Functions:
         return made
 
     def element(self, array: int) -> int:
-        """Bytes of an array's element."""
+        """Return the size of an array's element in bytes."""
         described = self.call("cuArray3DGetDescriptor", cuda.CUarray(array))
         return BITS[int(described.Format)][1] // 8 * int(described.NumChannels)
 
@@ -595,14 +609,14 @@ def copy_kind(kind: Any) -> int:
 
 
 def set_end(copy: Any, side: str, memory: int, pointer: int, pitch: int) -> None:
-    """Set a side of a row copy. An array has no pitch."""
+    """Set memory type, pointer and pitch of a ``side`` ("src" or "dst") of a row copy. An array has no pitch."""
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
     setattr(copy, side + {_HOST: "Host", ARRAY: "Array"}.get(memory, "Device"), pointer)
     setattr(copy, f"{side}Pitch", pitch)
 
 
 def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
-    """A cudaMemcpy3DParms for bytes in a row."""
+    """Return a cudaMemcpy3DParms that copies ``size`` bytes in one row."""
     made = runtime().cudaMemcpy3DParms()
     for pointer, memory in ((made.dstPtr, dst), (made.srcPtr, src)):
         pointer.ptr, pointer.pitch, pointer.xsize, pointer.ysize = address(memory), size, size, 1
@@ -615,7 +629,10 @@ _FORMATS = {pair: number for number, pair in BITS.items()}
 
 
 def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
-    """The CUDA_ARRAY3D_DESCRIPTOR of an array."""
+    """Return the CUDA_ARRAY3D_DESCRIPTOR of an array.
+
+    Raises ``NotImplementedError`` for a format that is not simulated.
+    """
     made = cuda.CUDA_ARRAY3D_DESCRIPTOR()
     bits = [int(getattr(desc, one)) for one in "xyzw"]
     kind = int(desc.f), bits[0]
@@ -638,7 +655,7 @@ OWN: dict[str, Callable[..., Any]] = {name: body for name, body in vars(Function
 
 
 class Runtime:
-    """The functions of ``cuda.bindings.runtime`` over a driver, with the bindings' own classes.
+    """Functions of ``cuda.bindings.runtime`` over a driver, with the bindings' own classes.
 
     Like the runtime, it uses the thread's current context. If there is none, it makes the primary context of the
     thread's device current.
@@ -661,7 +678,10 @@ class Runtime:
 
 
 def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """A function of the runtime, from a body that raises :class:`Failed`."""
+    """Return a function of the runtime, from a body that raises :class:`Failed`.
+
+    It returns the result code and the values, and stores the code of an error as the thread's last error.
+    """
     taken, results = signature(runtime(), name)
     count, success = len(results), runtime().cudaError_t.cudaSuccess
     prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current

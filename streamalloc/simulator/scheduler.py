@@ -1,8 +1,8 @@
-"""Queues of operations, their clocks, and the worker thread that runs the operations. Each stream is a :class:`Queue`.
+"""Streams as queues of operations, their clocks, and the worker thread that runs the operations.
 
-Every stream numbers its operations. Each stream has a vector clock: for each other stream, the highest number of an
-operation that certainly runs before the stream's next one. The host also has such a clock, which only synchronising
-calls advance.
+Every stream (:class:`Queue`) numbers its operations. Each stream has a vector clock: for each other stream, the highest
+number of an operation that certainly runs before the stream's next one. The host also has such a clock, which only
+synchronising calls advance.
 
 If nothing delays its stream, an operation runs on the submitting thread. Otherwise it is queued, and a daemon thread
 runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
@@ -51,7 +51,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 class Operation:
-    """Work in a stream. Subclasses define when it may start, and do it in one or several steps."""
+    """Work in a stream. Subclasses define when it can start, and do it in one or several steps."""
 
     heavy = False
     """Whether the operation is too long for the submitting thread. Then the worker thread runs it in steps, between
@@ -75,16 +75,16 @@ class Operation:
         return False
 
     def step(self) -> bool:
-        """Do some of the work; True when all is done."""
+        """Do a part of the work. Returns True once all is done."""
         return True
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether it still has to read or write a part of a simulated address range."""
+        """Whether the operation still has to read or write a part of a simulated address range."""
         return False
 
 
 class QueuedCall(Operation):
-    """Work done in one step by a function."""
+    """Operation whose work is one call of a function."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
@@ -95,7 +95,7 @@ class QueuedCall(Operation):
 
 
 class Mark(Operation):
-    """A place in a stream without work: a wait for other streams, or the place from which on the stream can use an
+    """Place in a stream without work: a wait for other streams, or the place from which on the stream can use an
     allocation.
     """
 
@@ -103,7 +103,7 @@ class Mark(Operation):
 
 
 class Until(Operation):
-    """Delays its stream until a polled condition is true."""
+    """Operation that delays its stream until a condition is true. The scheduler asks the condition again and again."""
 
     polled = True
 
@@ -115,8 +115,9 @@ class Until(Operation):
 
 
 def start_thread(function: Callable[[], None], name: str) -> threading.Thread | None:
-    """Start a daemon thread and return it; None if the process may not start one now. While the interpreter exits, no
-    new thread would run.
+    """Start a daemon thread and return it; None if the process may not start one now.
+
+    While the interpreter exits, no new thread would run.
     """
     thread = threading.Thread(target=function, name=name, daemon=True)
     with contextlib.suppress(RuntimeError):
@@ -127,7 +128,7 @@ def start_thread(function: Callable[[], None], name: str) -> threading.Thread | 
 
 
 class HostFunction(Operation):
-    """Runs a function on a separate thread, and delays its stream until the function returns."""
+    """Operation that runs a function on a separate thread, and delays its stream until the function returns."""
 
     def __init__(self, scheduler: Scheduler, function: Callable[[], object]) -> None:
         self._scheduler = scheduler
@@ -157,7 +158,7 @@ class HostFunction(Operation):
 
 
 class Queue:
-    """A stream: a queue of operations. ``context``: the owner, which gets errors of operations."""
+    """Stream of a context: a queue of operations. An operation that fails breaks ``context``."""
 
     def __init__(self, scheduler: Scheduler, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.scheduler = scheduler
@@ -196,7 +197,7 @@ class Queue:
 
     @property
     def known(self) -> int:
-        """The number up to which other streams see the operations of this stream as done.
+        """Number up to which other streams see the operations of this stream as done.
 
         They see it by a mark. The stream sends a mark only with its next command, behind the operations that this
         command waits for. So operations at the end of a queue can be done without being seen. All operations of an idle
@@ -210,9 +211,10 @@ class Queue:
         return self.done if reached else self.marked
 
     def done_with(self) -> Clock:
-        """The clock of a host that has waited for all work of the stream. For the legacy stream it contains the work of
-        the blocking streams. A blocking stream learns of the legacy stream's work only at its next submission (observed
-        on H200: test_placements).
+        """Return the clock of a host that has waited for all work of the stream.
+
+        For the legacy stream it contains the work of the blocking streams. A blocking stream learns of the legacy
+        stream's work only at its next submission (observed on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -221,7 +223,8 @@ class Queue:
         return clock
 
     def catch_up(self, clock: Clock | None = None) -> Points:
-        """Merge the order that the legacy stream implies into ``clock``, by default into the clock of this stream.
+        """Merge the order that the legacy stream implies into ``clock``; None: into the clock of this stream.
+
         Returns the unfinished operations of the streams concerned.
         """
         if clock is None:
@@ -240,8 +243,9 @@ class Queue:
         return tuple(pending)
 
     def look(self) -> None:
-        """Merge the order that the legacy stream implies into this stream's clock, without an operation. The legacy
-        stream itself takes an operation number for it.
+        """Merge the order that the legacy stream implies into this stream's clock, without an operation.
+
+        If this is the legacy stream, it takes an operation number for that: ``seq`` grows by 1.
         """
         self.catch_up()
         if self.peers is not None:
@@ -252,8 +256,12 @@ class Queue:
                 self.done = self.seq
 
     def submit(self, operation: Operation, after: Points = (), clock: Clock | None = None, joins: bool = True) -> int:
-        """Submit an operation, which also waits for ``after``. It may run before this returns. ``clock`` gets the order
-        of the legacy stream in place of the stream's clock. ``joins``: whether that order applies.
+        """Submit an operation, which also waits for ``after``, and return its number.
+
+        It may run before this returns.
+
+        ``clock`` gets the order of the legacy stream in place of the stream's clock. ``joins``: whether that order
+        applies.
         """
         if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
@@ -279,7 +287,12 @@ class Queue:
         return seq
 
     def step(self, operation: Operation) -> bool:
-        """Do some of the work of an operation; True when all is done, or the operating system refuses something."""
+        """Do a part of the work of an operation.
+
+        Returns True once all is done, or if the operating system refuses something.
+
+        A refusal breaks the context.
+        """
         try:
             return operation.step()
         except OSError as error:
@@ -288,14 +301,14 @@ class Queue:
 
 
 def learn(clock: Clock, other: Queue) -> None:
-    """Merge the clock of ``other`` and all its operations into ``clock``."""
+    """Merge the clock of ``other``, and the number of its last operation, into ``clock``."""
     if clock.get(other.id, 0) < other.seq:
         merge(clock, other.clock)
         clock[other.id] = other.seq
 
 
 class Scheduler:
-    """All streams of a machine, the host's clock, and the worker thread."""
+    """Streams of one machine, the vector clock of the host, and the thread that runs queued operations."""
 
     def __init__(self, seed: int | None) -> None:
         self.host: Clock = {}
@@ -322,17 +335,19 @@ class Scheduler:
         self.seeded: bool = seed is not None
 
     def rank(self, stream: Queue) -> None:
-        """Rank a stream at its first use of a pool."""
+        """Give a stream the first free rank, unless it has one: pools search the blocks of streams in this order."""
         if stream.id not in self.ranks:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """The number up to which a stream is seen as done (:attr:`Queue.known`); :data:`ALL` for a removed stream."""
+        """Return the number up to which a stream is seen as done (:attr:`Queue.known`); :data:`ALL` for a removed
+        stream.
+        """
         found = self.streams.get(stream)
         return ALL if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """:data:`ALL` for a removed stream, whose frees count as run (H200: test_reuse); 0 for any other stream."""
+        """Return :data:`ALL` for a removed stream, whose frees count as run (H200: test_reuse); 0 for all others."""
         return 0 if stream in self.streams else ALL
 
     def retire(self, stream: Queue) -> None:
@@ -357,7 +372,7 @@ class Scheduler:
     # -- progress --------------------------------------------------------------------------------------------
 
     def add_busy(self, stream: Queue) -> None:
-        """Register a stream with queued work for the worker."""
+        """Let the worker run the queued operations of a stream. Starts the worker if none runs."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
             # The thread refers only to the scheduler, so that the program's last reference still ends the driver.
@@ -381,8 +396,10 @@ class Scheduler:
             self._asleep.remove(woken)
 
     def pump(self, heavy: bool = False) -> bool:
-        """Run the operations that can run now. Returns whether there were any. With ``heavy``, make only one pass, with
-        one step of each heavy operation; without it, leave these operations to the worker.
+        """Run the operations that can run now. Returns whether there were any.
+
+        With ``heavy``, make only one pass, with one step of each heavy operation; without it, leave these operations to
+        the worker.
         """
         progress = False
         again = True
@@ -397,8 +414,9 @@ class Scheduler:
         return progress
 
     def run_down(self) -> None:
-        """Release the lock and wait until no queued operation can run. With a seed, wait only for operations that run
-        already.
+        """Release the lock and wait until no queued operation can run.
+
+        With a seed, wait only for operations that run already.
         """
 
         def is_down() -> bool:
@@ -463,7 +481,9 @@ class Scheduler:
         return any(one.operations and one.operations[0].polled for one in self._busy.values())
 
     def _run_random(self, chance: random.Random) -> bool:
-        """Run an operation of a random stream, or none for a short time. Either is a legal order."""
+        """Run an operation of a random stream, or none for a short time: each choice is an order that the streams
+        allow.
+        """
         ready = [s for _, s in sorted(self._busy.items()) if s.operations and self._may_run(s.operations[0])]
         if not ready:
             return False
@@ -476,8 +496,9 @@ class Scheduler:
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
-        """Block the calling thread, without the lock, until ``finished()`` is true. ``polled``: ask it often, because
-        nothing announces the change.
+        """Block the calling thread, without the lock, until ``finished()`` is true.
+
+        ``polled``: ask it often, because nothing announces the change. Raises :class:`DeadlockError` in a kernel.
         """
         caller = self.caller
         self._waiters += 1
@@ -500,7 +521,7 @@ class Scheduler:
             self._waiters -= 1
 
     def close(self) -> None:
-        """Stop. ``on_close`` is called once no operation can run any more."""
+        """Stop the worker. ``on_close`` is called once no operation can run any more."""
         if self.closed:
             return
         self.closed = True

@@ -35,20 +35,22 @@ from streamalloc.simulator.scheduler import Scheduler
 
 
 def pack(kind: str, *words: int) -> bytes:
-    """Pack integers and their checksum, with zeros up to 64 bytes."""
+    """Return integers and their checksum as 64 bytes, padded with zeros. ``kind`` enters the checksum."""
     data = struct.pack(f"<{len(words)}Q", *words)
     return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """Unpack what :func:`pack` returned; None if it is damaged or of another kind."""
+    """Return the ``count`` integers that :func:`pack` packed; None if the bytes are damaged or of another kind."""
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Pack five integers as an IPC memory handle. The driver reads no bytes 0-7 and 32-39 of such a handle (observed on
-    H200: test_sharing's test_bytes_that_are_not_looked_at).
+    """Pack five integers as an IPC memory handle, around bytes that the driver does not read.
+
+    It reads no bytes 0-7 and 32-39 of such a handle (observed on H200: test_sharing's
+    test_bytes_that_are_not_looked_at).
     """
     data = pack("memory", *words)
     unread = struct.pack("<Q", serial)
@@ -56,8 +58,9 @@ def pack_memory(serial: int, *words: int) -> bytes:
 
 
 def _block_of(words: tuple[int, ...]) -> tuple[int, int, int]:
-    """Identity of the first block of the memory of an IPC memory handle: process and descriptor in one number, owner,
-    and the block's number in the file.
+    """Return the identity of the first block of the memory that an IPC memory handle names.
+
+    It is process and descriptor in one number, the machine object, and the block's number in the file.
     """
     where, _, offset, owner, _ = words
     return where, owner, offset // BLOCK
@@ -80,8 +83,11 @@ class Sharing:
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """The label of a descriptor of a pool or memory of this machine, or, with ``fabric``, of its domain. Multicast
-        objects count as memory.
+        """Return the label of a descriptor of a pool or memory (``kind``) of this machine; with ``fabric``, of its
+        domain.
+
+        Multicast objects count as memory. Gives CUDA_ERROR_UNKNOWN for other files, and CUDA_ERROR_NOT_SUPPORTED for
+        the other kind.
         """
         label = recognise(fd)
         if label is None or label.kind not in ("pool", "memory", "multicast"):
@@ -100,12 +106,15 @@ class Sharing:
     # -- fabric handles --------------------------------------------------------------------------------------
 
     def fabric_handle(self, kind: str, physical: Physical) -> bytes:
-        """A fabric handle. ``kind``: pool or memory; memory for multicast objects too."""
+        """Return a fabric handle of a file. ``kind``: pool, or memory, also for multicast objects."""
         label = need(Label.of(f"/proc/self/fd/{physical.fd}"))
         return pack(f"fabric {kind}", os.getpid(), physical.fd, int(label.serial, 16))
 
     def open_fabric(self, kind: str, data: bytes) -> int:
-        """Open the file behind a fabric handle, which any process of the domain may have exported."""
+        """Open the file behind a fabric handle, which any process of the domain may have exported.
+
+        Raises :class:`NotModelled` if that process has given the memory up.
+        """
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         wanted = (self.labels.domain, f"{words[2]:016x}")
@@ -117,7 +126,7 @@ class Sharing:
     # -- pools -----------------------------------------------------------------------------------------------
 
     def import_pool(self, fd: int, fabric: bool) -> OpenedPool:
-        """Import a pool. Each import gives the same pool (observed on H200: test_sharing)."""
+        """Import a pool by its descriptor. Each import gives the same pool (observed on H200: test_sharing)."""
         label = self.recognise(fd, "pool", fabric=fabric)
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
@@ -126,7 +135,10 @@ class Sharing:
         return pool
 
     def destroy_pool(self, pool: OpenedPool) -> None:
-        """Destroy an imported pool. Allocations that were freed stay until the work before the free has run."""
+        """Destroy an imported pool, after a wait for the work before the frees of its allocations.
+
+        Gives CUDA_ERROR_INVALID_VALUE while an allocation of it is imported.
+        """
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(not pool.imports and self.pools.pop(pool.handle, None))  # another thread may have done so meanwhile
@@ -136,8 +148,9 @@ class Sharing:
         return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)
 
     def import_pointer(self, pool: OpenedPool, data: bytes) -> int:
-        """Import an allocation. Repeated imports give the same address, and one free ends them all (H200:
-        test_sharing).
+        """Import an allocation and return its address.
+
+        Repeated imports give the same address, and one free ends them all (H200: test_sharing).
         """
         words = need(unpack("pointer", data, 5))
         check(words[2] == pool.serial)
@@ -154,7 +167,7 @@ class Sharing:
     # -- plain memory ----------------------------------------------------------------------------------------
 
     def memory_handle(self, allocation: LiveMemory) -> bytes:
-        """The IPC handle of an allocation, equal for all addresses in it."""
+        """Return the IPC handle of an allocation, equal for all addresses in it."""
         assert allocation.device is not None
         physical, offset = self.devices[allocation.device].heap.locate(allocation.base)
         physical.seal()
@@ -164,8 +177,9 @@ class Sharing:
         return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
     def withdraw(self, allocation: LiveMemory) -> None:
-        """Record a free of cuMemAlloc memory. Other processes can no longer open its IPC handle, unless they have
-        memory of the same block open.
+        """Record a free of cuMemAlloc memory. Other processes can no longer open it by its IPC handle.
+
+        Those that have memory of the same block open still can.
         """
         if allocation.device is not None:
             physical, _ = self.devices[allocation.device].heap.locate(allocation.base)
@@ -173,8 +187,10 @@ class Sharing:
                 lock(physical.fd, allocation.id, fcntl.F_UNLCK)
 
     def open_memory(self, data: bytes, context: Context) -> int:
-        """Open memory of another process, and count the open. The whole block is mapped. Memory in an open block can be
-        opened even after its owner has freed it (H200: test_sharing).
+        """Open memory of another process, count the open, and return the address.
+
+        The whole block is mapped. Memory in an open block can be opened even after its owner has freed it (H200:
+        test_sharing). Gives CUDA_ERROR_INVALID_CONTEXT for memory of this process.
         """
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
@@ -205,7 +221,11 @@ class Sharing:
         return [one for one in self.allocations.at.values() if isinstance(one, OpenedMemory)]
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
-        """Open the file with the cuMemAlloc memory of another process."""
+        """Open the file with the cuMemAlloc memory of another process, and return the descriptor.
+
+        Gives CUDA_ERROR_INVALID_HANDLE if the process has ended, CUDA_ERROR_INVALID_VALUE if all memory in the file is
+        freed.
+        """
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
@@ -216,7 +236,7 @@ class Sharing:
         return need_a(OpenedMemory, self.allocations.at.get(address))
 
     def forget_memory(self, opened: OpenedMemory) -> None:
-        """Unmap opened memory, regardless of the number of opens."""
+        """Unmap opened memory, regardless of the number of opens. The block stays while other memory in it is open."""
         self.allocations.remove(opened)
         if not any(one.block is opened.block for one in self._opened()):
             self.banks.arenas.remove(opened.block)

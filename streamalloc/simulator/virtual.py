@@ -29,7 +29,7 @@ _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: te
 
 @dataclass(eq=False)
 class VirtualMemory:
-    """The physical memory, address ranges and mappings of a machine."""
+    """Physical memory, address ranges and mappings of a machine."""
 
     labels: Labels
     banks: Banks
@@ -60,7 +60,10 @@ class VirtualMemory:
     def adopt(
         self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
     ) -> CreatedMemory:
-        """Make a handle for ``size`` bytes of a file, from ``offset`` on."""
+        """Make a handle for ``size`` bytes of a file, from ``offset`` on.
+
+        ``bank``: the bank that counts them; None for memory of another process.
+        """
         arenas = self.banks.arenas
         memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
         self.handles.add(memory)
@@ -78,8 +81,9 @@ class VirtualMemory:
         return need(self.handles.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
-        """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
-        test_mappings).
+        """Return the memory of a handle that can be mapped.
+
+        Released memory counts while it is mapped (H200: test_mappings).
         """
         mappings = (one.mapping for one in self.allocations.at.values())
         mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
@@ -95,8 +99,9 @@ class VirtualMemory:
             found.leave()
 
     def retain(self, found: Mappable) -> int:
-        """Add a reference by the same handle, even if all earlier references were released (H200:
-        test_physical_memory).
+        """Add a reference and return the handle, which is the same one.
+
+        That is possible even if all earlier references were released (H200: test_physical_memory).
         """
         found.handles += 1
         return self.handles.add(found).handle
@@ -132,8 +137,9 @@ class VirtualMemory:
         return found if isinstance(found, ReservedRange) else None
 
     def _segments(self, start: int, end: int) -> list[tuple[ReservedRange, int, int]]:
-        """The adjacent reservations from ``start`` on, each with its part of the range, up to ``end`` or the first
-        unreserved address.
+        """Return the adjacent reservations from ``start`` on, each with its part of the range.
+
+        They reach up to ``end`` or to the first unreserved address.
         """
         segments = []
         while start < end:
@@ -152,7 +158,7 @@ class VirtualMemory:
         return None if found is None else found.mapping
 
     def mappings(self, start: int, end: int) -> list[MappedExtent]:
-        """The mappings that overlap a range, in order."""
+        """Return the mappings that overlap a range, in the order of their addresses."""
         return [one.mapping for one in self.allocations.overlapping(start, end) if one.mapping is not None]
 
     def map(self, address: int, size: int, offset: int, memory: Mappable) -> None:
@@ -174,8 +180,9 @@ class VirtualMemory:
         made.mapping = mapping
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings; holes between them are allowed. The call waits for running work. Queued work runs
-        later and fails, because its memory is gone (observed on H200: test_mappings).
+        """Unmap whole mappings; holes between them are allowed. The call waits for running work.
+
+        Queued work runs later and fails, because its memory is gone (observed on H200: test_mappings).
         """
         end = address + size
         check(size)  # any alignment is accepted (observed on H200: test_mappings)
@@ -197,14 +204,20 @@ class VirtualMemory:
         mapping.memory.lose_leader(mapping)
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings under a range without holes. Its start and end may lie inside a mapping."""
+        """Return the mappings under a range without holes. Its start and end may lie inside a mapping.
+
+        Gives CUDA_ERROR_INVALID_VALUE if a part of the range is not mapped.
+        """
         mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
         return mappings
 
     def whole_span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings of a range that begins where a mapping begins and ends where one ends. It may contain holes."""
+        """Return the mappings of a range that begins where a mapping begins and ends where one ends.
+
+        The range may contain holes. Gives CUDA_ERROR_INVALID_VALUE for any other range.
+        """
         mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
         return mappings

@@ -1,1 +1,1 @@
-"""The driver calls, one module per area. :class:`~..driver.SimulatedDriver` combines them."""
+"""Functions of the driver, one module for each area. :class:`~..driver.SimulatedDriver` combines their classes."""

@@ -1,4 +1,4 @@
-"""Array calls. Sparse arrays follow readings of an H200, other arrays the documentation."""
+"""Driver calls for arrays. Sparse arrays follow readings of an H200, other arrays the documentation."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ in a CUDA_MEMCPY3D, and its memory type.
 
 
 def _field(copy: Any, name: str) -> Any:
-    """A field of a copy. If the struct lacks it, as those for planes and lines do, ``Depth`` is 1 and others are 0."""
+    """Return a field of a copy's struct. Structs for planes and lines lack some: ``Depth`` is 1 there, and others are
+    0.
+    """
     return getattr(copy, name, name == "Depth")
 
 
 def _kinds(copy: Any) -> tuple[int, int]:
-    """Memory types of source and target of a box copy."""
+    """Return the memory types (``CUmemorytype``) of source and target of a box copy."""
     return arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType")
 
 
@@ -48,7 +50,7 @@ Change = tuple[Storage, Tile, "tuple[CreatedMemory, int] | None"]
 
 
 class ArrayCalls(CopyCalls):
-    """The calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync; the copies of planes, boxes and arrays."""
+    """Calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and the copies of planes, boxes and arrays."""
 
     # -- making and ending -----------------------------------------------------------------------------------
 
@@ -83,12 +85,14 @@ class ArrayCalls(CopyCalls):
         return self._machine.current()
 
     def _largest(self, kind: str, *parts: str) -> list[int]:
-        """The largest extents of a texture or surface kind; 0 for an extent that the kind lacks."""
+        """Return the device's largest extents of a texture or surface ``kind``; 0 for one that the kind lacks."""
         attributes = self._array_context().device.attributes
         return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> ArrayLayout:
-        """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
+        """Return the layout that a descriptor asks for, after its checks. A CUDA_ARRAY_DESCRIPTOR has neither depth nor
+        flags.
+        """
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
         check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA looks at the width before the format
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
@@ -206,7 +210,10 @@ class ArrayCalls(CopyCalls):
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Queue) -> list[Change]:
-        """The changes that one entry asks for, one per tile. x changes fastest, then y, then z, as in the memory."""
+        """Return the changes that one entry asks for, one for each tile.
+
+        x changes fastest, then y, then z, which is the order of the tiles in the memory.
+        """
         device = stream.context.device.ordinal
         storage = self._resource(info)
         whole = storage.layout.deferred
@@ -314,9 +321,11 @@ class ArrayCalls(CopyCalls):
     def _copy_line(
         self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
     ) -> None:
-        """Copy a row between one-dimensional arrays and memory. ``target`` and ``source``: A for an array, D for device
-        and H for host memory. The other arguments are the function's own: both sides, target first and an array with
-        its offset, then the bytes, and a stream for an asynchronous call.
+        """Copy a row between one-dimensional arrays and memory.
+
+        ``target`` and ``source``: A for an array, D for device and H for host memory. The other arguments are those of
+        the driver call: both sides, target first and an array with its offset, then the bytes, and a stream for an
+        asynchronous call.
         """
         given = iter((first, second, third, fourth, fifth))
         values: dict[str, Any] = {"Height": 1, "Depth": 1}

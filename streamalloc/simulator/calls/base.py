@@ -82,8 +82,10 @@ def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. The annotations of the method say how its arguments are converted, before the call takes the lock, and
-    which objects are looked up under the lock.
+    are None. The annotations of the method say how its arguments are converted, and which objects are looked up.
+
+    The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
+    up the objects, run the method, release the lock, make the tuple.
     """
     count, values = len(method.__annotations__) - ("return" in method.__annotations__), value_count(name)
     conversions, finders = _conversions(method)
@@ -132,7 +134,10 @@ def driver_call(name: str, method: Method) -> Method:
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
-    """The result code of a call on a machine that is not ready; None if the call may be made."""
+    """Return the result code of a call on a machine that is not ready; None if the call may be made.
+
+    Raises :class:`BrokenMachineError` if a signal handler interrupted an earlier call in the middle.
+    """
     if machine.cut_call is not None:
         what = f"{machine.cut_call} was interrupted in the middle"
         raise BrokenMachineError(f"{what}; make another machine with driver.simulated()")
@@ -145,8 +150,10 @@ _names_of_lock = vars(call_lock)
 
 
 def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
-    """Whether calls can still be made while the interpreter exits: the names of modules must exist, and no stopped
-    thread may hold the lock. The real driver answers to the end (observed on H200: tests/simulator/test_life).
+    """Whether calls can still be made while the interpreter exits.
+
+    The names of modules must exist, and no stopped thread may hold the lock. The real driver answers to the end
+    (observed on H200: tests/simulator/test_life).
     """
     acquire = names["_acquire"]
     if acquire is None or not acquire(False):
@@ -158,7 +165,8 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
 class Calls:
     """Base class of the groups of driver calls: it has the machine and common look-ups.
 
-    Methods named like driver functions become driver calls; those that the installed bindings lack are removed.
+    Methods named like driver functions become driver calls; those that the installed bindings lack are removed. The
+    annotation of a parameter is its conversion (:mod:`..arguments`).
     """
 
     _machine: Machine
@@ -171,7 +179,10 @@ class Calls:
                 delattr(cls, name)
 
     def _find(self, kind: Any, handle: Any) -> Any:
-        """Look up the object of a handle that is no parameter with a kind, such as a field of a struct."""
+        """Return the object of a handle that is not a parameter of the call, such as a field of a struct.
+
+        ``kind``: an annotated type of :mod:`..arguments`, which has the conversion and the look-up.
+        """
         convert, find = kind.__metadata__
         return find(self._machine, convert(handle))
 
@@ -182,7 +193,7 @@ class Calls:
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """Return an operation that calls a host function or a stream callback."""
+        """Return an operation that calls a host function or a stream callback. It may make few driver calls."""
         thread = self._machine.thread
 
         def run() -> None:
@@ -192,14 +203,19 @@ class Calls:
         return HostFunction(self._machine.scheduler, run)
 
     def _check_launch(self, stream: Queue, name: str) -> None:
-        """Refuse a call (``name``) whose capture into a graph is not modelled, if ``stream`` is being captured."""
+        """Raise :class:`NotModelled` if ``stream`` is being captured: the capture of this call, ``name``, is not
+        simulated.
+        """
         not_modelled(self._captured(stream), f"{name} during stream capture")
 
     def _submit(
         self, stream: Queue, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
     ) -> None:
-        """Submit work to a stream, or add it to the graph that is being captured from the stream, as a node of this
-        ``kind``. ``values`` is called only for a node, and returns its parameters.
+        """Submit work to a stream.
+
+        If the stream is being captured, add it to the graph instead, as a node of this ``kind``.
+
+        ``values`` is called only for a node, and returns its parameters.
         """
         if self._captured(stream):
             stream.capture.add(kind, operation, stream, None if values is None else values())
@@ -207,7 +223,10 @@ class Calls:
             stream.submit(operation)
 
     def _captured(self, stream: Queue) -> bool:
-        """Whether ``stream`` is being captured. Raises if the work is not allowed in the stream or in the graph."""
+        """Whether ``stream`` is being captured.
+
+        Raises :class:`Fault` if the work is not allowed in the stream or in the graph.
+        """
         if not self._machine.graphs.captures:
             return False
         capture = stream.capture
@@ -218,15 +237,17 @@ class Calls:
         return True
 
     def _not_behind_captures(self, stream: Queue) -> None:
-        """Make a call on the legacy stream fail while a blocking stream of its context is being captured, and
-        invalidate these captures: work in the legacy stream would have to wait for captured work, which never runs.
+        """Make a call on the legacy stream fail while a blocking stream of its context is being captured.
+
+        The captures become invalid. Work in the legacy stream would have to wait for captured work, which never runs.
         """
         if self._machine.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
-        """Make a call that reports whether work of ``stream`` is done fail if the stream is being captured, or if
-        another capture forbids unsafe calls. These captures become invalid.
+        """Make a call fail that reports whether work of ``stream`` is done, while a capture forbids it.
+
+        Such captures are that of the stream itself, and any that forbids unsafe calls. They become invalid.
         """
         if self._machine.graphs.captures:
             self._spoil([stream.capture])
@@ -234,8 +255,9 @@ class Calls:
             self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
-        """Make the call fail if a running capture forbids unsafe calls of this thread, and invalidate each such
-        capture.
+        """Make the call fail if a running capture forbids unsafe calls of this thread.
+
+        Each such capture becomes invalid.
         """
         captures = self._machine.graphs.captures
         if captures:

@@ -1,4 +1,6 @@
-"""Devices, driver version, error names; contexts: primary and created ones, the current one, and peer access."""
+"""Driver calls for devices, the driver's version and error names, and for contexts: primary and created ones, the
+current one, peer access and limits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from streamalloc.simulator.profiles import Limit
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
-    """The names of an enum's members without ``prefix``, by number. Of two names for one number, the last one."""
+    """Return the names of an enum's members without ``prefix``, by number.
+
+    Of two names for one number, the last one counts.
+    """
     return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
 
@@ -69,8 +74,9 @@ class ContextCalls(Calls):
         return self._error(error)[1].encode()
 
     def _error(self, error: Any) -> tuple[str, str]:
-        """The name and the text of an error. Refused for an error that only newer drivers know, even if the bindings
-        name it.
+        """Return the name and the text of an error code.
+
+        A code that only newer drivers know gives CUDA_ERROR_INVALID_VALUE, even if the bindings name it.
         """
         try:
             name = str(Result(int(error)).name)
@@ -122,7 +128,7 @@ class ContextCalls(Calls):
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        """Accepts the name that cuDeviceGetPCIBusId returns, or a documented shorter form without the domain or the
+        """Return the device with a PCI name: the one from cuDeviceGetPCIBusId, or one without the domain or the
         function.
         """
         read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
@@ -235,7 +241,10 @@ class ContextCalls(Calls):
     cuCtxSynchronize_v2 = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
-        """Refuse a call on all streams of a context while one is captured, and invalidate these captures."""
+        """Make a call on all streams of a context fail while one of them is captured.
+
+        Each such capture becomes invalid.
+        """
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
@@ -303,8 +312,9 @@ class ContextCalls(Calls):
         context.limits[name] = value
 
     def _resize_stacks(self, context: Context, before: int, after: int) -> None:
-        """Change the memory of the context's stacks: one for each thread that can run concurrently (observed on H200:
-        test_limits).
+        """Change the memory of a context's stacks, from ``before`` to ``after`` bytes for each thread.
+
+        There is a stack for each thread that can run concurrently (observed on H200: test_limits).
         """
         machine, device = self._machine, context.device
         streams = context.all_streams()
@@ -339,8 +349,9 @@ class ContextCalls(Calls):
     # -- events of all streams -------------------------------------------------------------------------------
 
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
-        """Make all later work of the context wait, also in streams that are created later. A stream without later work
-        counts as idle (observed on H200: test_limits).
+        """Make all later work of the context wait, also in streams that are created later.
+
+        The wait alone is no work: a stream that gets no later work counts as idle (observed on H200: test_limits).
         """
         context, event = hCtx, hEvent
         self._no_stream_captures(context)

@@ -30,8 +30,10 @@ before, number of bytes to write.
 
 
 class PlannedCopy(Operation):
-    """Writes bytes step by step. If memory was unmapped since the call, all later calls in the context fail
-    (CUDA_ERROR_ILLEGAL_ADDRESS); the process does not crash.
+    """Operation that writes bytes step by step.
+
+    If memory was unmapped since the call, all later calls in the context fail (CUDA_ERROR_ILLEGAL_ADDRESS); the process
+    does not crash.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class PlannedCopy(Operation):
         return True
 
     def _targets(self, size: int) -> list[Segment] | None:
-        """The targets of the next ``size`` bytes: one, or one per replica of multicast memory. None if memory is
-        missing there.
+        """Return the places for the next ``size`` bytes: one, or one for each replica of multicast memory.
+
+        None if memory is missing there.
         """
         target = self._target + self._done
         if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
@@ -78,7 +81,7 @@ class PlannedCopy(Operation):
 
 
 def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
-    """The operation that copies between two sides that are not arrays."""
+    """Return the operation that copies between two sides, neither of which is an array."""
     if shape.size > shape.width:
         return _rows(machine, context, shape, target, source)
 
@@ -92,7 +95,10 @@ def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, so
 def make_fill(
     machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
 ) -> Operation:
-    """The operation that fills ``rows`` rows of ``count`` elements. ``pitch``: bytes from a row to the next one."""
+    """Return the operation that fills ``rows`` rows of ``count`` elements.
+
+    ``pitch``: bytes from a row to the next one.
+    """
     if rows > 1:
         row = pattern * count
         every_row = Side(view_address(row), data=row)
@@ -204,7 +210,10 @@ class CopyCalls(Calls):
     cuMemcpyPeer, cuMemcpyPeerAsync = with_async("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
-        """Copy between two sides that are not arrays."""
+        """Copy ``depth`` planes between two sides, neither of which is an array.
+
+        ``contexts``: those of target and source; None: the current one for both.
+        """
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
         if not shape.size:  # a copy of no bytes succeeds whatever its addresses and pitches
             self._copy(Side(0), Side(0), shape, hStream)
@@ -214,7 +223,7 @@ class CopyCalls(Calls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
-        """The target and the source of a copy without arrays, and the pair of their memory types, target first."""
+        """Return target and source of a copy without arrays, and the pair of their memory types, target first."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         return self._side(copy, "dst", kinds[0], shape), self._side(copy, "src", kinds[1], shape), kinds
@@ -241,11 +250,13 @@ class CopyCalls(Calls):
         contexts: Contexts | None = None,
         values: Values | None = None,
     ) -> None:
-        """Check a copy and submit it, or add it to a captured graph. ``device``: the sides that the caller declared as
-        device memory, ``dst``, ``src`` or both. ``hStream``: None for a synchronous call. ``values``: the parameters of
-        a graph node; None for one row.
+        """Check a copy and submit it, or add it to a captured graph.
 
-        Pool memory must be accessible from the device of the current context. Memory of cuMemAlloc can be copied from
+        ``device``: the sides that the caller declared as device memory, ``dst``, ``src`` or both. ``hStream``: None for
+        a synchronous call. ``contexts``: those of target and source; None: the current one for both. ``values``: the
+        parameters of a graph node; None for one row.
+
+        Pool memory must be accessible from the device of its side's context. Memory of cuMemAlloc can be copied from
         any context (observed on H200: test_two_devices; the driver stages such copies).
         """
         machine = self._machine
@@ -278,8 +289,10 @@ class CopyCalls(Calls):
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.scheduler.seeded
 
     def _finish(self, stream: Queue) -> None:
-        """Wait for the submitted copy. Unlike a synchronising call, it shows pools no frees (observed on H200:
-        test_reuse's test_another_stream_reuses_after).
+        """Wait for the submitted copy, without the effect that a synchronising call has on pools.
+
+        Frees that have run before it do not become reusable for other streams (observed on H200: test_reuse's
+        test_another_stream_reuses_after).
         """
         seq = stream.seq
         if stream.done < seq:
@@ -289,8 +302,11 @@ class CopyCalls(Calls):
     def _check_copy(
         self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: NodeGraph | None
     ) -> tuple[LiveMemory | None, LiveMemory | None]:
-        """Check both sides of a copy. Returns the allocations of target and source; None for memory that the host
-        copies. ``graph``: the graph that gets the copy, else None. The graph's own addresses have no allocation yet.
+        """Check both sides of a copy.
+
+        Returns the allocations of target and source; None for memory that the host copies.
+
+        ``graph``: the graph that gets the copy, else None. The graph's own addresses have no allocation yet.
         """
         found: list[LiveMemory | None] = []
         lost = ""
@@ -316,8 +332,10 @@ class CopyCalls(Calls):
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
     ) -> LiveMemory | None:
-        """Return the allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes from the start
-        of the side, as the caller named it, to its first copied byte at ``address``.
+        """Return the allocation of one side of a copy; None for pageable host memory.
+
+        ``address``: that of the side's first copied byte. ``skipped``: bytes before it, from the address that the
+        caller named. ``must_be_device``: the call's name or struct says that the side is device memory.
         """
         start = address - skipped
         allocation = self._machine.allocations.find(start)
@@ -338,8 +356,9 @@ class CopyCalls(Calls):
         return allocation
 
     def _lost(self, address: int, size: int, end: LiveMemory | None, write: bool, now: bool = True) -> str:
-        """The reason why host memory on one side of a copy cannot be used; "" if it can. ``now`` is False for a copy in
-        a graph, which uses the memory later: then pageable memory need not exist yet.
+        """Return the reason why host memory on one side of a copy cannot be used; "" if it can.
+
+        ``now`` is False for a copy in a graph, which uses the memory later: then pageable memory need not exist yet.
         """
         machine = self._machine
         if end is None:
@@ -348,8 +367,10 @@ class CopyCalls(Calls):
         return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: LiveMemory | None, needed: int, context: Context) -> bool:
-        """Check that a copy in ``context`` can access one side, if that is mapped memory. Returns False if only the
-        host has access: then the host copies it like pageable memory (observed on H200: test_planes).
+        """Check that a copy in ``context`` can access one side, if that is mapped memory.
+
+        Returns False if only the host has access: then the host copies it like pageable memory (observed on H200:
+        test_planes).
         """
         if end is None or end.mapping is None:
             return True
@@ -364,8 +385,10 @@ class CopyCalls(Calls):
         return False
 
     def _check_team(self, address: int, size: int) -> None:
-        """Check that all devices of the teams have memory under a range of multicast mappings. The PTX manual defines
-        only writes by multimem instructions; users report that copies reach every device (NVIDIA/Fuser#5620).
+        """Check that all devices of the teams have memory under a range of multicast mappings.
+
+        The PTX manual defines only writes by multimem instructions; users report that copies reach every device
+        (NVIDIA/Fuser#5620).
         """
         for mapping in self._machine.virtual.span(address, size):
             if mapping.is_multicast:
@@ -417,8 +440,9 @@ class CopyCalls(Calls):
 
     @staticmethod
     def _box_of(one: Any) -> tuple[Side, Side, Shape, int]:
-        """Target, source, shape and source access order of a CUDA_MEMCPY3D_BATCH_OP. A row length of 0 means the width
-        of the box, a layer height of 0 its height.
+        """Return target, source, shape and source access order of a CUDA_MEMCPY3D_BATCH_OP.
+
+        A row length of 0 means the width of the box, a layer height of 0 its height.
         """
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
@@ -447,8 +471,9 @@ whether the call reads the source before it returns, and whether it waits for th
 
 
 def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
-    """Whether the call reads the source before it returns, and whether it waits for the copy (observed on H200:
-    test_copies).
+    """Return two answers about a call: does it read the source before it returns, and does it wait for the copy?
+
+    Observed on H200 (test_copies):
 
     * In stream order it reads nothing early. It waits for a copy from pageable memory to a device.
     * In the other orders it reads a pageable source early.
@@ -466,13 +491,13 @@ def _waits_for_box(order: int, destination: LiveMemory | None, origin: LiveMemor
 
 
 def copy_values(copy: Any, shape: Shape) -> Values:
-    """The fields of a copy of any dimension, by the names of a CUDA_MEMCPY3D."""
+    """Return the fields of a copy struct of any dimension, by the names of a CUDA_MEMCPY3D."""
     values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
     return {**values, "Height": shape.height, "Depth": shape.depth}
 
 
 def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
-    """The parameters of a graph node (fields of a CUDA_MEMCPY3D) that copies one row."""
+    """Return the parameters of a graph node that copies one row: fields of a CUDA_MEMCPY3D."""
     values: Values = {"WidthInBytes": size, "Height": 1, "Depth": 1}
     for side, at in (("dst", target), ("src", source)):
         kind = UNIFIED if not device else DEVICE if device in (side, "both") else OF_HOST

@@ -68,12 +68,15 @@ def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
 
 
 def _edge_data(count: int) -> tuple[Any, ...]:
-    """The edge data of ``count`` edges in a call's result: a tuple of one list, or empty for bindings without it."""
+    """Return the edge data of ``count`` edges as part of a call's result.
+
+    That is a tuple of one list; for bindings whose calls have no edge data it is empty.
+    """
     return ([cuda.CUgraphEdgeData() for _ in range(count)],) if EDGE_DATA else ()
 
 
 def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
-    """The node kind of a CUgraphNodeParams, and its parameters."""
+    """Return the node kind of a CUgraphNodeParams, and the arguments of the call that adds such a node."""
     kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
     not_modelled(kind not in _IN_PARAMS, f"a graph node of kind {kind}")
     check(kind != "MEMCPY" or not params.memcpy.flags)
@@ -94,7 +97,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _without_memory(graph: NodeGraph) -> NodeGraph:
-        """Return the graph. Refuse one with allocation or free nodes, for a call that does not allow them."""
+        """Return the graph, or fail with CUDA_ERROR_NOT_SUPPORTED if it has allocation or free nodes."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
@@ -186,7 +189,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
-        """Check the access grants of an allocation node: only read and write, and at most one grant for each device."""
+        """Check the access grants of an allocation node: each is for reading and writing, and there are no more than
+        devices.
+        """
         places = [arguments.place(one.location) for one in grants]
         check(len(places) <= len(self._machine.devices))
         for place, grant in zip(places, grants, strict=True):
@@ -231,7 +236,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             self._check_fill(address, span, context)
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """Return the given context, else the current one, else that of device 0: a node needs no context."""
+        """Return the given context, else the current one, else the primary one of device 0: a node needs no context."""
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
@@ -329,7 +334,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
-        """The arguments of the call that changes a fill, copy or kernel node, from a CUgraphNodeParams."""
+        """Return the arguments of the call that changes a fill, copy or kernel node, read from a CUgraphNodeParams."""
         kind = given.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         check(kind == node.kind)
         not_modelled(kind not in _CHANGEABLE, f"other parameters for a node of kind {kind}")
@@ -348,8 +353,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """Return the handles that the caller asked for, and their number. For a count of 0, return no handles and the
-        number of all nodes.
+        """Return the handles that the caller asked for, and their number.
+
+        For a count of 0, return no handles and the number of all nodes.
         """
         wanted = arguments.size_t(count)
         return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
@@ -494,7 +500,10 @@ class GraphCalls(GraphBuildingCalls):
 
     @staticmethod
     def _instantiated(instance: GraphExec, node: Node, *kinds: str) -> int:
-        """The index in ``instance.nodes`` of a node of its graph. ``kinds``: the node kinds that the call allows."""
+        """Return the index in ``instance.nodes`` of a node of its graph.
+
+        ``kinds``: the node kinds that the call allows.
+        """
         check(node.kind in kinds)
         found = [number for number, one in enumerate(instance.nodes) if one.origin is node]
         check(found)

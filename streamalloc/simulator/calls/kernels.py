@@ -1,4 +1,4 @@
-"""Modules, libraries and functions, their launches and their occupancy.
+"""Driver calls for modules, libraries and functions, their launches and their occupancy.
 
 Launch limits and occupancy follow NVIDIA's documentation (CUDA C++ Programming Guide, "Compute Capabilities", and the
 occupancy calculator). The values of a kernel without registers and shared memory were read from an H200: test_modules.
@@ -97,7 +97,7 @@ class Launch(HostFunction):
         return any(address < end and start < address + size for address, size, *_ in self._uses or ())
 
     def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Memory as an array, read-only if the kernel may not write it (:func:`device_view`)."""
+        """Return memory as an array, read-only if the kernel may not write it. Raises as :func:`device_view`."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
         if (address, size) in self._whole:
@@ -125,8 +125,10 @@ _CODES = {AssertionError: Result.CUDA_ERROR_ASSERT, NoAccess: Result.CUDA_ERROR_
 
 
 def _may_use(machine: Machine, context: Context, address: int, size: int, write: bool) -> bool:
-    """Whether a kernel in a context may use memory. Memory freed after the launch was queued has no allocation, so it
-    only needs to be mapped. A device never accesses pageable host memory.
+    """Whether a kernel in a context may use memory.
+
+    Memory freed after the launch was queued has no allocation, so it only needs to be mapped. A device never accesses
+    pageable host memory.
     """
     at, end, there = address, address + size, machine.banks.arenas.find(address) is not None
     while at < end:
@@ -157,7 +159,7 @@ _WORD = 8
 
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
-    """The arguments of a launch of the kernel ``name``. ``types``: its parameter types; None if unknown.
+    """Return the arguments of a launch of the kernel ``name``. ``types``: its parameter types; None if unknown.
 
     The bindings pack the arguments into memory, as for a real driver, and this function reads that memory.
     """
@@ -181,8 +183,10 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
 
 
 def packed(params: Any, extra: Any) -> tuple[Any, int]:
-    """Have the bindings pack the arguments of a launch. Returns the struct that owns the packed ``params``, and the
-    address that ``extra`` gives, or 0. The driver accepts only one of ``params`` and ``extra``.
+    """Let the bindings pack the arguments of a launch.
+
+    Returns the struct that owns the packed ``params``, and the address that ``extra`` gives, or 0. The driver accepts
+    only one of ``params`` and ``extra``.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
     node.kernelParams = params  # the bindings check the arguments here, and raise
@@ -196,7 +200,7 @@ def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 
 def _addresses(slots: int, count: int) -> tuple[int, ...]:
-    """The addresses of the arguments, read from a ``void**``."""
+    """Return the addresses of ``count`` arguments. ``slots``: address of the ``void**`` that lists them."""
     return tuple(_read(slots, ctypes.c_uint64 * count, "arguments")) if count else ()
 
 
@@ -241,8 +245,10 @@ def _word(address: int) -> int:
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
-    """The arguments in a buffer. ``extra``: address of the list of CU_LAUNCH_PARAM_* names and their values, which give
-    the address and the size of the buffer.
+    """Return the arguments that a launch passes in a buffer.
+
+    ``extra``: address of the list of CU_LAUNCH_PARAM_* names and their values, which give the address and the size of
+    the buffer.
     """
     settings, at = {}, extra
     while name := _word(at):
@@ -259,7 +265,7 @@ def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
 
 
 def offsets(types: tuple[Any, ...]) -> list[int]:
-    """Byte offsets of the parameters, each aligned to its type."""
+    """Return the byte offset of each parameter, aligned to its type."""
     found, at = [], 0
     for kind in types:
         alignment = ctypes.alignment(kind)
@@ -393,7 +399,7 @@ class KernelCalls(Calls):
     cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """Address and size of a variable of a module, or of a library's variable in the current context."""
+        """Return address and size of a variable of a module, or of a library's variable in the current context."""
         module = module.library or module
         context = module.context or self._machine.current()
         found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
@@ -462,7 +468,7 @@ class KernelCalls(Calls):
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
 
     def _ignored(self, *unused: Any) -> None:
-        """A call without effect here: caches and lazy loading are not simulated."""
+        """Do nothing: caches and lazy loading are not simulated."""
 
     cuFuncLoad = call("function", _ignored)
     cuFuncSetCacheConfig = call("hfunc config", _ignored)
@@ -490,7 +496,7 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """Return a device attribute that limits kernels, by default of the current context's device."""
+        """Return a device attribute that limits kernels. ``device``: None for that of the current context."""
         found = device or self._machine.current().device
         return int(found.attributes[name])
 
@@ -535,7 +541,9 @@ class KernelCalls(Calls):
     # -- occupancy -------------------------------------------------------------------------------------------
 
     def _blocks(self, function: Function, block: int, dynamic: int, *flags: int) -> int:
-        """Number of blocks that can run concurrently on a multiprocessor."""
+        """Return how many blocks of ``block`` threads, with ``dynamic`` bytes of shared memory each, fit into a
+        multiprocessor.
+        """
         check(block > 0)
         limit = self._bound
         registers, static = (int(function.registered.get(one, 0)) for one in ("NUM_REGS", "SHARED_SIZE_BYTES"))
@@ -559,8 +567,10 @@ class KernelCalls(Calls):
     cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(f"{_BLOCK} flags", _blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
-        """The number of blocks that fills the device, and the block size with the most concurrent threads.
-        ``shared_of``: address of a host function that maps a block size to bytes of shared memory; 0 for none.
+        """Return the number of blocks that fills the device, and the block size with the most concurrent threads.
+
+        ``shared_of``: address of a host function that maps a block size to bytes of shared memory; 0: each block has
+        ``dynamic`` bytes. ``most``: the largest block size to try; 0: no such limit.
         """
         address = int(shared_of or 0)
         shared = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_int)(address) if address else lambda block: dynamic
@@ -603,8 +613,9 @@ class KernelCalls(Calls):
     def _launch_of(
         self, context: Context, function: Function, shape: LaunchShape, params: Any, extra: Any
     ) -> tuple[Operation, Cells]:
-        """The operation that runs a launch in its stream, and the launch's arguments. A kernel that is ignored gets an
-        operation without work.
+        """Return the operation that runs a launch in its stream, and the launch's arguments.
+
+        A kernel that is ignored gets an operation without work.
         """
         own = function.module.context
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
@@ -633,7 +644,7 @@ class KernelCalls(Calls):
     cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
-        """Launch attributes other than clusters and cooperation are ignored: the simulated order is stricter."""
+        """Launch with attributes. All but clusters and cooperation are ignored: the simulated order is stricter."""
         sizes = extents_of(config)
         attributes = {one.id.name: one.value for one in list(config.attrs or ())[: int(config.numAttrs)]}
         if _CLUSTER in attributes:
@@ -645,8 +656,9 @@ class KernelCalls(Calls):
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
-        """Return address, size, write flag and atomic flag of each use of a launch; None if unknown. This is not a
-        driver function. Bytes that are read and written count as written.
+        """Return address, size, write flag and atomic flag of each use of a launch; None if unknown.
+
+        This is not a driver function: the checker calls it. Bytes that are read and written count as written.
         """
         function = self._machine.modules.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel
@@ -689,13 +701,14 @@ class KernelCalls(Calls):
 
 
 def extents_of(struct: Any) -> tuple[int, ...]:
-    """The extents of a launch's grid and blocks."""
+    """Return x, y and z of a launch's grid, then of its blocks."""
     return tuple(int(getattr(struct, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
 
 
 def node_values(function: Function, shape: LaunchShape, cells: Cells) -> Values:
-    """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells``, which keeps the memory alive
-    that ``kernelParams`` refers to.
+    """Return the parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells``.
+
+    ``cells`` keeps the memory alive that ``kernelParams`` refers to.
     """
     slots = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(one) for one in cells if isinstance(one, CELLS)))
     values: Values = {"func": cuda.CUfunction(function.handle), "sharedMemBytes": shape.shared_bytes}

@@ -1,5 +1,5 @@
-"""Memory outside of pools: device memory, pinned and registered host memory, managed memory with prefetches and advice;
-and pointer attributes.
+"""Driver calls for memory outside of pools: device memory, pinned and registered host memory, managed memory with
+prefetches and advice; and pointer attributes.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def _has_rdma(allocation: allocations.LiveMemory) -> bool:
 
 
 def _range_start(allocation: allocations.LiveMemory) -> int:
-    """RANGE_START_ADDR of an allocation. For memory of a host pool the driver returns no address, but the offset in the
-    pool's chunk (observed on H200: test_plain_memory).
+    """Return RANGE_START_ADDR of an allocation.
+
+    For memory of a host pool that is no address, but the offset in the pool's chunk (observed on H200:
+    test_plain_memory).
     """
     if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
         return allocation.block.start % CHUNK
@@ -64,9 +66,10 @@ def _range_start(allocation: allocations.LiveMemory) -> int:
 
 
 def _ordinal(allocation: allocations.LiveMemory) -> int:
-    """DEVICE_ORDINAL of an allocation: the device of its memory, else that of its context. For memory of a device that
-    is not visible to the process it is 0; for memory of ``cuIpcOpenMemHandle``, the device that opened it. These values
-    were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
+    """Return DEVICE_ORDINAL of an allocation: the device of its memory, else that of its context.
+
+    For memory of a device that is not visible to the process it is 0; for memory of ``cuIpcOpenMemHandle``, the device
+    that opened it. These values were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
     """
     if allocation.device is not None:
         return max(allocation.device, 0)
@@ -236,7 +239,9 @@ class MemoryCalls(Calls):
         return values
 
     def _read_attribute(self, attribute: Any, allocation: allocations.LiveMemory | None, address: int) -> Any:
-        """The value of an attribute; None if the driver refuses, as it does for an address without an allocation."""
+        """Return the value of an attribute; None if the driver refuses, as it does for an address without an
+        allocation.
+        """
         name = attribute.name.removeprefix(_PREFIX)
         check_readable("CUpointer_attribute", attribute)
         not_modelled(name not in _POINTER_ATTRIBUTES, f"cuPointerGetAttribute({attribute.name})")
@@ -249,8 +254,10 @@ class MemoryCalls(Calls):
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
-        """Store SYNC_MEMOPS, the only attribute that can be set. It has no effect on copies: the host still does not
-        wait for asynchronous ones (observed on H200: test_plain_memory).
+        """Store SYNC_MEMOPS, the only attribute that can be set.
+
+        It has no effect on copies: the host still does not wait for asynchronous ones (observed on H200:
+        test_plain_memory).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
         allocation = need(self._machine.allocations.find(ptr))
@@ -281,8 +288,9 @@ class MemoryCalls(Calls):
         return allocation
 
     def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:
-        """Check a location. ``allowed``: location types that the call accepts besides devices. The nearest NUMA node
-        (HOST_NUMA_CURRENT) is node 0.
+        """Return a location after its checks. ``allowed``: location types that the call accepts besides devices.
+
+        The nearest NUMA node (HOST_NUMA_CURRENT) is node 0.
         """
         place = arguments.place(location)
         if place.type == Location.DEVICE:
@@ -314,8 +322,10 @@ class MemoryCalls(Calls):
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
-        """Prefetch or discard several ranges of managed memory. ``name``: the call. ``more``: the remaining arguments:
-        for a prefetch the three that name its locations, then flags and a stream.
+        """Prefetch or discard several ranges of managed memory.
+
+        ``name``: the call. ``more``: its remaining arguments: for a prefetch the three that name its locations, then
+        flags and a stream.
         """
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
@@ -410,5 +420,5 @@ the change of the advice on a page.
 
 
 def _number(place: Place | None) -> int:
-    """The device id of a location; all host locations have the CPU's id."""
+    """Return the device id of a location: that of the CPU for every host location, CU_DEVICE_INVALID for none."""
     return _NONE if place is None else place.id if place.type == Location.DEVICE else _CPU

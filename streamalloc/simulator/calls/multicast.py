@@ -1,4 +1,4 @@
-"""Multicast objects, and multimem operations for Python functions that replace kernels."""
+"""Driver calls for multicast objects, and multimem operations for Python functions that replace kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(PlannedCopy):
-    """Updates each replica of a range. During a step no other process or operation updates the same object."""
+    """Operation that updates each replica of a range.
+
+    It holds the object's lock during a step, so that no other process or operation updates the object meanwhile.
+    """
 
     def step(self) -> bool:
         found = self._machine.multicast.mapping_at(self._target)
@@ -36,8 +39,9 @@ class Update(PlannedCopy):
 
 
 class Gather(PlannedCopy):
-    """Stores the result of a function of all replicas of a range. The function gets them in the order in which their
-    devices were added.
+    """Operation that stores the result of a function of all replicas of a range.
+
+    ``combine`` gets the replicas in the order in which their devices were added.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 
 
 class MulticastLaunch:
-    """Multimem operations in a stream, for Python functions that replace kernels."""
+    """Multimem operations that a Python function in the place of a kernel can queue on its stream."""
 
     def __init__(self, calls: MulticastCalls, stream: Queue) -> None:
         self._calls = calls
@@ -81,12 +85,19 @@ class MulticastLaunch:
         self._stream = stream
 
     def update(self, address: int, size: int, apply: Put) -> None:
-        """Call ``apply(where, offset, size)`` for the bytes of each replica of a range, step by step."""
+        """Queue calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
+
+        Raises ``ValueError`` if the range is not in one mapping of a multicast object, and :class:`Fault` without
+        access to it.
+        """
         self._check(address, size, READ_WRITE)
         self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))
 
     def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
-        """Combine the bytes of all replicas of a range and store the result at ``target``, step by step."""
+        """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
+
+        ``combine`` gets the bytes of the replicas. Raises as :meth:`update`.
+        """
         self._check(address, size, READ)
         if self._machine.banks.arenas.find(target) is not None:
             self._calls._check_fill(target, size, self._stream.context)
@@ -125,7 +136,7 @@ class MulticastCalls(CopyCalls):
         return cuda.CUmemGenericAllocationHandle(self._machine.multicast.create(devices, size, handle_types).handle)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
-        """Number of devices, size in bytes, and handle types."""
+        """Return the number of devices, the size in bytes, and the handle types, after their checks."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
@@ -137,8 +148,10 @@ class MulticastCalls(CopyCalls):
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: MulticastMemory, dev: Device) -> None:
-        """Add a device. NVIDIA's kernel module refuses a device that was added before, and a surplus device. The
-        driver's result code is unknown.
+        """Add a device to the team.
+
+        NVIDIA's kernel module refuses a device that was added before, and a surplus device. The driver's result code is
+        unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         multicast = self._machine.multicast
@@ -204,8 +217,9 @@ class MulticastCalls(CopyCalls):
         mcHandle.unbind(number, mcOffset, size)
 
     def _launch(self, stream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
-        """Submit a Python function that replaces a kernel (:mod:`streamalloc.testing`). This is not a driver
-        function.
+        """Call a Python function that replaces a kernel (:mod:`streamalloc.testing`), so that it queues its operations.
+
+        This is not a driver function.
         """
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(MulticastLaunch(self, stream))

@@ -1,4 +1,4 @@
-"""Memory pools and stream-ordered allocation."""
+"""Driver calls for memory pools and for stream-ordered allocation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class PoolCalls(Calls):
         return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
-        """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
+        """Raise :class:`NotModelled` for a kind of pool that this profile's devices lack: the real driver's answer is
+        unknown.
+        """
         devices = self._machine.devices if place.device is None else [self._machine.devices[place.device]]
         unable = [one for one in devices if handle_types & ~one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0)]
         not_modelled(unable, "cuMemPoolCreate with handle types that this profile's device lacks")
@@ -189,8 +191,10 @@ class PoolCalls(Calls):
         self._set_current(self._device_place(dev), PINNED, pool)
 
     def _device_place(self, ordinal: int) -> Place:
-        """The location of a device. In these calls an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE
-        (observed on H200: test_contexts).
+        """Return the location of a device.
+
+        In these calls an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE (observed on H200:
+        test_contexts).
         """
         check(0 <= ordinal < len(self._machine.devices))
         return Place(Location.DEVICE, ordinal)

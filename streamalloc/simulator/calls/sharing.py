@@ -1,4 +1,6 @@
-"""Sharing between processes: exported and imported pools and memory, IPC handles of cuMemAlloc memory and of events."""
+"""Driver calls for sharing between processes: exported and imported pools and memory, IPC handles of cuMemAlloc memory
+and of events.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,15 @@ class SharingCalls(Calls):
     """The calls cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable* and cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        """Refuse the call as not modelled while a capture forbids unsafe calls of this thread: it is unknown whether
-        the call is unsafe.
+        """Raise :class:`NotModelled` while a capture forbids unsafe calls of this thread: it is unknown whether this
+        call is one.
         """
         caller = self._machine.scheduler.caller
         forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
-        """Refuse fabric handles without an IMEX channel. The default is no channel, as on the observed machine."""
+        """Refuse fabric handles if the machine has no IMEX channel. By default it has none, as the observed machine."""
         check(kind != HandleType.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
@@ -81,7 +83,7 @@ class SharingCalls(Calls):
         return self._export("memory", kind, memory.table.physical, memory.table.export)
 
     def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
-        """Export a file. Returns the descriptor from ``lend``, or a fabric handle. ``name``: pool or memory."""
+        """Export a file. Returns a new descriptor, made by ``lend``, or a fabric handle. ``name``: pool or memory."""
         if kind == HandleType.POSIX_FD:
             return lend()
         physical.lent = True
@@ -97,8 +99,9 @@ class SharingCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | CreatedMemory | MulticastMemory:
-        """Import a pool or memory (``kind``). ``given``: a file descriptor, which the caller keeps, or the address of a
-        fabric handle.
+        """Import a pool or memory (``kind``).
+
+        ``given``: a file descriptor, which the caller keeps, or the address of a fabric handle.
         """
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
@@ -114,8 +117,9 @@ class SharingCalls(Calls):
             os.close(fd)
 
     def _import_memory(self, fd: int, fabric: bool) -> CreatedMemory | MulticastMemory:
-        """Import physical memory or a multicast object. Each import has a separate handle, and takes no memory from the
-        device (H200: test_physical_memory).
+        """Import physical memory or a multicast object.
+
+        Each import has a separate handle, and takes no memory from the device (H200: test_physical_memory).
         """
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)
@@ -165,8 +169,9 @@ class SharingCalls(Calls):
         return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
-        """Undo one open; undoing the last one unmaps the memory. The call waits for queued work first, as cuMemFree
-        does.
+        """Undo one open; undoing the last one unmaps the memory.
+
+        The call waits for queued work first, as cuMemFree does.
         """
         sharing = self._machine.sharing
         self._machine.current()

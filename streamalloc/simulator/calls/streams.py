@@ -1,4 +1,6 @@
-"""Streams, events, host functions, and stream memory operations (waits for and writes of values in memory)."""
+"""Driver calls for streams, events, host functions, and stream memory operations (waits for and writes of values in
+memory).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
 class Batch(Operation):
-    """Several stream memory operations in sequence."""
+    """Operation of ``cuStreamBatchMemOp``: several stream memory operations in sequence."""
 
     def __init__(self, parts: list[Operation]) -> None:
         self._parts = parts
@@ -118,9 +120,10 @@ class StreamCalls(Calls):
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
-        """Return a property of a stream, as ``describe`` reads it. The call fails for the legacy stream while a
-        blocking stream is captured. With ``breaks`` it also fails for a captured stream. Both invalidate the capture
-        (observed on H200: test_capture).
+        """Return a property of a stream, as ``describe`` reads it.
+
+        The call fails for the legacy stream while a blocking stream is captured. With ``breaks`` it also fails for a
+        captured stream. Either failure invalidates the capture (observed on H200: test_capture).
         """
         self._not_behind_captures(stream)
         if breaks:
@@ -207,8 +210,9 @@ class StreamCalls(Calls):
     cuEventRecord = call("hEvent:QueueEvent hStream:Queue", _record)
 
     def _check_captured(self, event: QueueEvent) -> None:
-        """Refuse queries of an event whose last recording was in a capture, even if the capture has ended or is
-        invalid. A valid running capture becomes invalid.
+        """Make a query of an event fail whose last recording was in a capture, even if that has ended or is invalid.
+
+        A valid running capture becomes invalid.
         """
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
@@ -307,8 +311,9 @@ class StreamCalls(Calls):
         return Batch([self._batched(context, one, in_graph) for one in wanted])
 
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
-        """The operation of one CUstreamBatchMemOpParams. This union begins with the kind of the operation. Its structs
-        for waits and for writes have the same layout.
+        """Return the operation of one CUstreamBatchMemOpParams.
+
+        This union begins with the kind of the operation. Its structs for waits and for writes have the same layout.
         """
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
@@ -355,8 +360,9 @@ class StreamCalls(Calls):
         return Until(arrived)
 
     def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
-        """Check an aligned address in device, pinned, registered or mapped memory. Pool and graph memory is refused
-        (observed on H200: test_stream_words).
+        """Check an aligned address in device, pinned, registered or mapped memory.
+
+        Pool and graph memory is refused (observed on H200: test_stream_words).
         """
         allocation = need(self._machine.allocations.find(address))
         check(not isinstance(allocation, (PoolMemory, GraphAllocation)))

@@ -1,5 +1,6 @@
-"""Virtual memory management. These calls need no context and leave stream captures valid (observed on H200:
-test_physical_memory's test_no_call_needs_a_context, test_mappings' TestCapture).
+"""Driver calls for virtual memory management. They need no context and leave stream captures valid.
+
+Observed on H200: test_physical_memory's test_no_call_needs_a_context, test_mappings' TestCapture.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class VirtualMemoryCalls(Calls):
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_supported(self, properties: Properties) -> None:
-        """Refuse properties that the profile's devices lack. Raise if the driver's result code for them is unknown."""
+        """Refuse properties that the profile's devices lack.
+
+        Raises :class:`NotModelled` if the driver's result code for them is unknown.
+        """
         self._check_vmm(properties.device)
         kinds = (
             (properties.handle_types & HandleType.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
@@ -80,8 +84,9 @@ class VirtualMemoryCalls(Calls):
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
-        """Refuse the call on a device without virtual memory management, with the result code that users report of
-        virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
+        """Refuse the call on a device without virtual memory management. ``device``: None for all devices.
+
+        Users report the result code for virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
         """
         able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -113,7 +118,9 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAllocationGranularity(
         self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
     ) -> int:
-        """Even invalid properties have a granularity (observed on H200: test_physical_memory)."""
+        """Return the granularity, even for properties that cuMemCreate refuses (observed on H200:
+        test_physical_memory).
+        """
         self._check_vmm()
         return self._granularity(int(prop.location.type), read_handle_types(prop))[int(option)]
 
@@ -165,8 +172,9 @@ class VirtualMemoryCalls(Calls):
                 mapping.grant(place, flags)
 
     def _check_teams(self, mappings: list[MappedExtent], wanted: list[tuple[Place, int]]) -> None:
-        """Refuse access to a multicast object for a device that was not added to its team. Users report the result code
-        ILLEGAL_STATE (NVIDIA developer forum, 356726).
+        """Refuse access to a multicast object for a device that was not added to its team.
+
+        Users report the result code ILLEGAL_STATE (NVIDIA developer forum, 356726).
         """
         number = self._machine.multicast.labels.number
         for mapping in mappings:
@@ -205,8 +213,9 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetHandleForAddressRange(
         self, dptr: DevicePointer, size: Size, handleType: cuda.CUmemRangeHandleType, flags: UnsignedLongLong
     ) -> int:
-        """Return a file of the right size without the bytes, because the devices that could use it are not
-        simulated.
+        """Return the descriptor of a file that has the size of the range, but not its bytes.
+
+        The devices that could use the bytes are not simulated.
         """
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
@@ -233,7 +242,7 @@ class VirtualMemoryCalls(Calls):
 
 
 def _unreadable_file(size: int) -> int:
-    """A descriptor with a size, for other processes. Reading, writing and mapping it fail."""
+    """Return the descriptor of a new file of this size, for other processes. Reading, writing and mapping it fail."""
     file = os.memfd_create("streamalloc:dmabuf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)
@@ -247,7 +256,12 @@ def _unreadable_file(size: int) -> int:
 
 
 def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
-    """The access right of the current context's device to mapped memory. ``name``: the attribute that asks for it."""
+    """Return the access right of the current context's device to mapped memory.
+
+    ``name``: the attribute that asks for it.
+
+    Raises :class:`NotModelled` without a current context.
+    """
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
