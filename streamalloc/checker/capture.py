@@ -1,5 +1,6 @@
-"""Graphs, captured or built explicitly, and the events that a capture can record. A graph is checked once by itself,
-and again at each launch.
+"""Graphs, captured or built node by node, and the events that a capture can record.
+
+A graph is checked once by itself, and again at each launch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """The memory that a kernel without declared uses, or a node of an unknown kind, may use."""
+    """Memory that a kernel without declared uses, or a node of an unknown kind, may use."""
 
     named: frozenset[Bytes] | None
     """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
@@ -24,7 +25,7 @@ class Unseen(NamedTuple):
 
 @dataclass(eq=False)
 class TrackedNode:
-    """One operation of a graph at each launch."""
+    """Operation of a graph, which each launch runs."""
 
     kind: str
     """``"use"``, ``"allocate"``, ``"free"``, or ``"step"``: a wait, a recording or a host function, which orders
@@ -55,7 +56,10 @@ class TrackedNode:
     """The host function (``HostCall``) that ``step`` queues; None for a node without a host function."""
 
     def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
-        """Make one access for each piece. A kernel has one access for all its reads and one for all its writes."""
+        """Yield an access for each piece, as one of ``actor``, whose place in the program is ``stack``.
+
+        A kernel has one access for all its reads and one for all its writes.
+        """
         made: dict[bool, Access] = {}
         for piece, write in self.pieces:
             access = made.get(write)
@@ -65,7 +69,7 @@ class TrackedNode:
 
 
 class _Inside:
-    """A timeline and ranges for one graph alone, to check its operations against each other."""
+    """Timeline and ranges for one graph alone, to check its operations against each other."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
@@ -83,7 +87,7 @@ class _Inside:
         return found
 
     def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Check a node in a stream. For a free, the returned function undoes it."""
+        """Check a node in a stream of this timeline. The returned function undoes a free that the driver refuses."""
         undo: list[Callable[[], None]] = []
 
         def take_back() -> None:
@@ -104,7 +108,7 @@ class _Inside:
 
 
 class TrackedGraph:
-    """A graph. Its nodes are in a valid order, unless a call added edges later."""
+    """Graph whose nodes are in a valid order, unless a call added edges later."""
 
     def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
         self.nodes: list[TrackedNode] = [] if nodes is None else nodes
@@ -114,18 +118,24 @@ class TrackedGraph:
         """By handle of a node: the handles of the nodes that it depends on."""
 
     def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
-        """Add a node of a call such as ``cuGraphAddKernelNode``."""
+        """Add a node of a call such as ``cuGraphAddKernelNode``.
+
+        ``handle``: that of the driver's node. ``after``: the handles of the nodes that it depends on.
+        """
         node.handle = handle
         self.nodes.append(node)
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
 
     def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
-        """Check the explicitly added nodes, in the order of their edges."""
+        """Check the nodes that calls have added, in the order of their edges."""
         self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, TrackedStream]:
-        """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
+        """Run the nodes that calls have added, each in a separate stream of ``inside``.
+
+        Returns the streams by node handle.
+        """
         done: dict[int, TrackedStream] = {}
         waiting = list(self.handles)
         while waiting:
@@ -145,7 +155,7 @@ class TrackedGraph:
 
 
 class TrackedCapture:
-    """A capture that has not ended: its graph so far, and the order of its streams inside the graph."""
+    """Capture that has not ended: its graph so far, and the order of its streams inside the graph."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: TrackedGraph = TrackedGraph()
@@ -167,12 +177,12 @@ class TrackedCapture:
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
-        """Order a stream after a captured event with this clock."""
+        """Order a stream after a captured event. ``clock``: that of the recording. ``place``: the place of the wait."""
         self.join(stream, clock)
         self._inside.waited(self._streams[stream], event.wait(place))
 
     def join(self, stream: TrackedStream, clock: Clock | None = None) -> None:
-        """Add a stream to the capture, ordered after a clock."""
+        """Add a stream to the capture, ordered after ``clock``; None: after nothing."""
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -180,7 +190,7 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after some nodes. With ``anew``, its earlier order in the capture ends."""
+        """Order a stream after the nodes with the handles ``after``. With ``anew``, it is ordered after these alone."""
         if anew:
             # A new stream in the timeline has no earlier order.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -195,7 +205,7 @@ class TrackedCapture:
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
     def record(self, stream: TrackedStream, event: TrackedEvent, place: Stack) -> Clock:
-        """Record an event in a captured stream. Returns the event's clock."""
+        """Record an event in a captured stream. Returns the clock of the recording inside the capture."""
         inside = self._streams[stream]
         mark = self._inside.timeline.record(inside)
         event.note(inside, mark, place)
@@ -203,19 +213,23 @@ class TrackedCapture:
         return mark.clock
 
     def step(self, step: Callable[[TrackedStream], object], calls: object = None) -> TrackedNode:
-        """Add an operation that orders streams at each launch. ``calls``: the host function that it calls."""
+        """Add an operation that orders streams: each launch calls ``step``.
+
+        ``calls``: the host function that it queues.
+        """
         node = TrackedNode("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
     def add(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Add a captured node. For a free, the returned function undoes it."""
+        """Add a captured node. The returned function undoes a free that the driver refuses."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: TrackedStream, handle: int, nodes: Iterable[TrackedNode]) -> None:
-        """Set the driver's handle of the nodes that a call has just added. Work that later depends on that handle is
-        ordered after all that the stream has done by now.
+        """Set the driver's handle of the nodes that a call has just added; 0 if it is unknown.
+
+        Work that later depends on that handle is ordered after all that the stream has done by now.
         """
         for node in nodes:
             node.handle = handle
@@ -229,7 +243,7 @@ _RECORDINGS = 4
 
 @dataclass(eq=False, slots=True)
 class TrackedEvent:
-    """An event, its latest recording, and what reports say of its recordings and waits."""
+    """Event with its latest recording, and what reports say of its recordings and waits."""
 
     shared: bool = False
     """Whether the event is an interprocess event."""
@@ -253,13 +267,13 @@ class TrackedEvent:
     """Whether a stream or thread has waited for the last recording."""
 
     def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
-        """Note the place of a recording, for reports."""
+        """Note a recording and its place in the program, for reports."""
         if self.awaited:
             self.recordings.clear()
         self.awaited = False
         self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
-        """Describe a wait for the event, for reports."""
+        """Note a wait for the event at ``place``, and describe it for reports."""
         self.awaited = True
         return Wait(place_of(self.made), tuple(self.recordings), place)

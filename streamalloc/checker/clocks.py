@@ -35,7 +35,7 @@ counts as :data:`UNORDERED`, with a note.
 
 
 class Clock:
-    """A vector clock: the time of the last preceding operation of each actor, by actor number."""
+    """Vector clock: for each actor, by number, the time of its last operation that precedes."""
 
     __slots__ = ("known",)
 
@@ -43,11 +43,11 @@ class Clock:
         self.known: dict[int, int] = {} if known is None else known
 
     def copy(self) -> Clock:
-        """Copy the clock."""
+        """Return a copy of the clock."""
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
-        """Merge another clock into this one."""
+        """Merge another clock into this one: of two times of an actor, the later one stays."""
         known = self.known
         get = known.get
         for number, time in other.known.items():
@@ -55,7 +55,7 @@ class Clock:
                 known[number] = time
 
     def common(self, other: Clock) -> Clock:
-        """Return the clock of the operations that are in both clocks."""
+        """Return the clock of the operations that both clocks contain."""
         get = other.known.get
         return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
@@ -66,7 +66,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """A host thread or a stream, whose operations are ordered."""
+    """Host thread or stream, whose operations are ordered."""
 
     number: int
     name: str
@@ -84,8 +84,9 @@ class Actor:
 
 @dataclass(eq=False, slots=True)
 class Obstacle:
-    """Something that streams wait for and that has not happened, as far as the checker knows: the end of work, a value
-    in memory, or the return of a host function.
+    """Something that streams wait for and that has not happened, as far as the checker knows.
+
+    It is the end of work, a value in memory, or the return of a host function.
     """
 
     source: TrackedStream | None = None
@@ -100,7 +101,7 @@ Action: TypeAlias = "Callable[[TrackedStream], None]"
 
 @dataclass(eq=False, slots=True)
 class TrackedStream(Actor):
-    """A stream, with the clock of its latest operation."""
+    """Stream, with the clock of its latest operation."""
 
     context: object
     handle: int
@@ -123,7 +124,7 @@ class TrackedStream(Actor):
 
 
 class Timeline:
-    """All streams, and the clock of the host."""
+    """All streams and host threads of a driver, and the clock of the host."""
 
     def __init__(self) -> None:
         self.notes: Notes = Notes()
@@ -173,7 +174,7 @@ class Timeline:
     def stream(
         self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
     ) -> TrackedStream:
-        """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
+        """Add a stream. ``legacy``: the legacy stream of its context, if the two synchronise."""
         made = TrackedStream(self._number(), name, context, handle, legacy)
         self._streams[made] = None
         if legacy is not None:
@@ -198,11 +199,11 @@ class Timeline:
         return clock.known.get(number, 0) >= time or number not in self._live or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
-        """Whether the host is known to have waited for an operation."""
+        """Whether the host is known to have waited for the operation of actor ``number`` at ``time``."""
         return self.host.after(number, time) or number not in self._live
 
     def may_be_known(self, number: int, time: int) -> bool:
-        """Whether the host has waited for an operation, or may have done so unseen by the checker."""
+        """Whether the host has waited for the operation of actor ``number`` at ``time``, or may have done so unseen."""
         return self.certain(self.host, number, time)
 
     def may_be_seen(self, mark: Obstacle) -> bool:
@@ -214,7 +215,10 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Certainty that an operation precedes the owner of a clock: UNORDERED, BY_CHOICE or CERTAIN."""
+        """Return how certainly the operation of actor ``number`` at ``time`` precedes the owner of ``clock``.
+
+        The result is UNORDERED, BY_CHOICE or CERTAIN.
+        """
         if self.certain(clock, number, time):
             return CERTAIN
         if not self._choices:
@@ -226,7 +230,7 @@ class Timeline:
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
     def before_next(self, stream: TrackedStream) -> Clock:
-        """Clock of the next operation of a stream that is not waiting."""
+        """Return the clock that the next operation of a stream will have. The stream must not wait for anything."""
         clock = stream.clock.copy()
         clock.learn(self.host)
         for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
@@ -235,7 +239,9 @@ class Timeline:
         return clock
 
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether a chain of the driver's choices leads from an operation to a clock."""
+        """Whether a chain of the driver's choices leads from the operation of actor ``number`` at ``time`` to
+        ``clock``.
+        """
         left, ends = list(self._choices), [clock]
         while ends:
             end = ends.pop()
@@ -252,11 +258,15 @@ class Timeline:
         return False
 
     def chosen(self, before: Clock, stream: TrackedStream) -> None:
-        """Record that the driver chose to run the latest operation of a stream after a clock."""
+        """Record a choice of the driver: the latest operation of ``stream`` runs after all operations in ``before``."""
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: TrackedStream, action: Action) -> None:
-        """Queue an operation: ``action(stream)`` is called once everything before it is in the stream's clock."""
+        """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock has everything before
+        it.
+
+        That is now, unless the stream waits for an obstacle.
+        """
         legacy = stream.legacy
         if self.waiting:
             if legacy is not None and legacy.obstacle is not None:
@@ -290,12 +300,12 @@ class Timeline:
         self.next(stream)
 
     def next(self, stream: TrackedStream) -> None:
-        """Begin the next operation of a stream."""
+        """Begin the next operation of a stream: advance its time."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 
     def _wait(self, stream: TrackedStream, obstacle: Obstacle) -> None:
-        """Queue a wait behind the waits of a stream."""
+        """Queue a wait for an obstacle, behind the waits that the stream has already."""
         if stream.obstacle is not None:
             stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
         else:
@@ -310,25 +320,28 @@ class Timeline:
             self.waiting[stream] = None
 
     def _mark(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the operations queued now on a waiting stream have run."""
+        """Return an obstacle that ends when the operations queued now on a stream that waits have run."""
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
 
     def record(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the queued work of a stream has run."""
+        """Return an obstacle that ends when the work queued now on a stream has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark
 
     def wait(self, stream: TrackedStream, obstacle: Obstacle) -> None:
-        """Queue a wait for an obstacle."""
+        """Queue a wait of a stream for an obstacle."""
         self.submit(stream, lambda stream: self._meet(stream, obstacle))
 
     # -- obstacles -------------------------------------------------------------------------------------------
 
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
-        """Record that an obstacle has happened. Its waiters are ordered after ``clock``."""
+        """Record that an obstacle has happened, after the operations in ``clock``.
+
+        The streams that wait for it run on.
+        """
         if obstacle.clock is not None:
             return
         obstacle.clock = clock.copy()
@@ -373,7 +386,7 @@ class Timeline:
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:
-        """Clock of all operations that were queued so far."""
+        """Return the clock of all operations that were queued so far."""
         clock = self.host.copy()
         for stream in self._streams:
             clock.learn(stream.clock)
@@ -382,7 +395,7 @@ class Timeline:
     # -- the host --------------------------------------------------------------------------------------------
 
     def host_acts(self, thread: Actor) -> None:
-        """Begin the next operation of a host thread."""
+        """Begin the next operation of a host thread: advance its time."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
         self.version += 1
@@ -408,7 +421,7 @@ class Timeline:
         self.forget({one.number for one in over})
 
     def forget(self, numbers: set[int]) -> None:
-        """Remove actors, by number, from all clocks except those of recordings."""
+        """Remove the actors with these numbers from all clocks except those of recordings."""
         self._live -= numbers
         # Remove earlier ones again too, because clocks of older records may have added them again.
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):

@@ -33,7 +33,7 @@ from streamalloc.driver.reports import Stack
 
 
 class Typed(NamedTuple):
-    """An interval of bytes, as offsets in physical memory, whose elements have one type."""
+    """Interval of bytes, as offsets in physical memory, whose elements have one type."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Typed(NamedTuple):
 
 
 class ElementTypes:
-    """The types of the elements in a driver's memory."""
+    """Types of the elements in the memory of a driver."""
 
     def __init__(self, addresses: AddressMap, judge: Judge, place: Callable[..., Stack]) -> None:
         self._addresses = addresses
@@ -55,7 +55,10 @@ class ElementTypes:
         """Number of kernels without declared uses so far. Each may have written memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy. A NumPy array on one side determines the type of the elements."""
+        """Record a copy. A NumPy array on one side determines the type of the elements.
+
+        ``what``: the name of the copy in reports. Between two other sides the types are copied.
+        """
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
         elif isinstance(target, np.ndarray):
@@ -67,14 +70,17 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements of a type. Raw bytes have no type."""
+        """Record a write of elements of type ``dtype``. Raw bytes have no type, and are not recorded."""
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
                 memory.types = (*memory.types, Typed(start, end, dtype, stack, self.unseen))
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
-        """Report a read of elements that were written as another type."""
+        """Report a read of elements as ``dtype`` that were written as another type.
+
+        ``what``: the reader's name in reports.
+        """
         if not _is_type(dtype):
             return
         for (range_, *_), memory, start, end in self._places(address, nbytes):
@@ -118,8 +124,9 @@ def _is_type(dtype: np.dtype[Any]) -> bool:
 
 
 def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether elements of one type may be read as another: unsigned integers may be read as bit patterns, complex
-    numbers as pairs.
+    """Whether elements of one type may be read as another.
+
+    Unsigned integers may be read as bit patterns of the same size, complex numbers as pairs.
     """
     kinds = {one.kind, other.kind}
     if one.itemsize == other.itemsize:
@@ -140,7 +147,7 @@ checksum.
 
 @dataclass(eq=False)
 class _QueuedSource:
-    """A part of host memory that a queued operation reads, with the checksum of its bytes at the call."""
+    """Part of host memory that a queued operation reads, with the checksum of its bytes at the call."""
 
     piece: Piece
     stream: TrackedStream
@@ -152,7 +159,7 @@ class _QueuedSource:
 
 
 class QueuedSources:
-    """The sources of copies that the host has not waited for."""
+    """Sources of copies that the host has not waited for."""
 
     def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, place: Callable[..., Stack]) -> None:
         self._timeline = timeline
@@ -160,7 +167,7 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has continued since the present call, as a late feed sets it. The host may have written
+        """Whether the host has continued since the current call, as a late feed sets it. The host may have written
         sources meanwhile, so :meth:`check` does nothing.
         """
         self._sources: list[_QueuedSource] = []
@@ -170,7 +177,10 @@ class QueuedSources:
         """By stream: the end of its kernels without declared uses, and the memory that they may write (None: any)."""
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """Record the host memory that a stream's latest operation reads."""
+        """Record the host memory that the latest operation of a stream reads.
+
+        ``what``, ``stack``: its name and place.
+        """
         viewed = self.followed(pieces)
         if all(write for _, write in viewed):
             return
@@ -185,12 +195,14 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """Return the pieces that the host may write unseen by the checker."""
+        """Return those of the pieces that the host may write unseen by the checker."""
         # The program has the address of pinned memory, because it got or gave the address in a driver call.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has a NumPy array over memory, and watch what queued operations still read of it."""
+        """Record that the host has a NumPy array over memory, and watch the parts that queued operations have still to
+        read.
+        """
         for piece in pieces:
             range_, low, high = piece
             range_.viewed = True
@@ -204,8 +216,10 @@ class QueuedSources:
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
-        """Record that a stream's latest operation is a kernel that may write memory without declaring it (None: any
-        memory). A change of such memory no longer proves a write by the host, so the memory is not watched.
+        """Record that the latest operation of a stream is a kernel that may write ``memory`` without declaring it;
+        None: any.
+
+        A change of such memory no longer proves a write by the host, so the memory is not watched.
         """
         self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)
@@ -220,7 +234,9 @@ class QueuedSources:
 
     def polled(self, stream: TrackedStream, start: int, end: int) -> None:
         """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
-        writes. A host that reads the new value knows that the earlier work has ended.
+        writes.
+
+        A host that reads the new value knows that the earlier work has ended.
         """
         self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
@@ -235,8 +251,10 @@ class QueuedSources:
         )
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """Return the work that the host may know to have ended, by polling, when it uses the bytes from ``start`` to
+        """Return the clock of the work that the host may know to have ended when it uses the bytes from ``start`` to
         ``end``.
+
+        It may know that by polling other bytes.
         """
         clock = self._timeline.host.copy()
         for low, high, mark in self._flags:
@@ -260,8 +278,9 @@ class QueuedSources:
             self._timeline.notes.add("sources", f"{what} on {stream.short}")
 
     def _compare_with_last(self, piece: Piece, checksum: int | None) -> None:
-        """Check the last copy of the same bytes now. Its report then names a place nearer to the host's write than the
-        next wait would.
+        """Check the last copy of the same bytes now, before ``checksum`` replaces its checksum.
+
+        Its report then names a place nearer to the host's write than the next wait would.
         """
         latest = itertools.islice(reversed(self._sources), _MOST_COMPARED)
         before = next((one for one in latest if one.piece == piece), None)
@@ -290,14 +309,17 @@ class QueuedSources:
         self._keep(lambda one: False)
 
     def check(self) -> None:
-        """Report the sources that the host has written since their copies were queued."""
+        """Report the sources that the host has written since their copies were queued. Before a wait of the host."""
         if self.is_late:
             return
         sources, self._sources = self._sources, []
         self._sources += [one for one in sources if self._is_unchanged(one)]
 
     def _is_unchanged(self, one: _QueuedSource, checksum: int | None = None) -> bool:
-        """Whether a copy has not read its source yet and the source is unchanged. A changed source is reported."""
+        """Whether a copy has still to read its source, and the source is unchanged. A changed source is reported.
+
+        ``checksum``: that of the bytes now, if known.
+        """
         range_ = one.piece[0]
         if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
             return False
@@ -314,7 +336,7 @@ class QueuedSources:
 
 
 def _checksum(piece: Piece) -> int | None:
-    """Return a checksum of the bytes; None if they are no longer readable."""
+    """Return a checksum of the bytes of a piece; None if they are no longer readable."""
     range_, low, high = piece
     if range_.kind == PAGEABLE and not is_readable(low, high):
         return None
@@ -340,7 +362,7 @@ _Key = tuple[Bytes | None, int]
 
 @dataclass(eq=False, slots=True)
 class _Waiting(Obstacle):
-    """The wait of a stream for a value in memory."""
+    """Wait of a stream for a value in memory."""
 
     key: _Key = (None, 0)
     range: Range | None = None
@@ -350,7 +372,7 @@ class _Waiting(Obstacle):
 
 
 class WaitValues:
-    """The latest values that streams wrote, and the waits for values.
+    """Latest values that streams wrote, and the waits for values.
 
     The checker may not see the write of a value, for example by a kernel. Then the wait lasts until the host sees the
     waiting stream idle, and all earlier work counts as ordered before it.
@@ -371,11 +393,11 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Ignore values at an address, because the facade announces that memory itself."""
+        """Ignore the values at an address: the facade tells by itself what they announce."""
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: TrackedStream, address: int, value: int) -> None:
-        """Queue a write of a value in a stream."""
+        """Queue a write of ``value`` at ``address`` in a stream (``cuStreamWriteValue32``)."""
         key, range_ = self._key(address)
         shared = range_ is None or range_.bytes.shared
 
@@ -396,7 +418,10 @@ class WaitValues:
         self._timeline.submit(stream, write)
 
     def wait(self, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
-        """Queue a wait for a value in a stream."""
+        """Queue a wait of a stream for a value at ``address`` (``cuStreamWaitValue32``).
+
+        ``flag``: the comparison with ``value``. ``bits``: 32 or 64.
+        """
         key, range_ = self._key(address)
         compare = WAIT_COMPARISONS[flag & 3]
         wait = _Waiting(key=key, range=range_, accepts=lambda there: compare(there, value, bits))
@@ -424,14 +449,14 @@ class WaitValues:
         self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: TrackedStream) -> bool:
-        """Whether a stream waits for a value that the host cannot read, directly or through other streams."""
+        """Whether a stream waits, directly or through other streams, for a value that the host cannot read."""
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
             obstacle = obstacle.source.obstacle
         return isinstance(obstacle, _Waiting) and obstacle.read is None
 
     def look(self) -> None:
-        """Check the awaited values in host memory."""
+        """Read the awaited values in host memory, and end the waits that they satisfy."""
         for stream in tuple(self._timeline.waiting):
             if isinstance(stream.obstacle, _Waiting):
                 self._look(stream.obstacle)

@@ -75,7 +75,7 @@ _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("cover
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """The entry at index ``at`` on the board of another process."""
+    """Entry at index ``at`` on the board of another process."""
 
     board: Any = field(compare=False)
     at: int
@@ -94,7 +94,7 @@ class BoardEntry:
 
 
 class Board:
-    """The announcements of this process, in a file that the first announcement makes."""
+    """Announcements of this process, in a file that the first announcement makes."""
 
     def __init__(self, on_full: Callable[[], object] = int) -> None:
         self._on_full = on_full
@@ -106,7 +106,10 @@ class Board:
         """Function that removes the board's file; it does nothing before the file is made."""
 
     def _open(self) -> bool:
-        """Open the file. Returns whether other processes can read it; False if the directory is not writable."""
+        """Make the file, if there is none.
+
+        Returns False if the directory is not writable, so that others cannot read it.
+        """
         if self._entries is None:
             with contextlib.suppress(OSError):
                 folder = Path(_path())
@@ -117,7 +120,10 @@ class Board:
         return self._entries is not None
 
     def add_entry(self, name: bytes = b"") -> int | None:
-        """Add an event or import, and return its index; None if the board is full or not writable."""
+        """Add an event or import, and return its index; None if the board is full or not writable.
+
+        ``name``: its export data.
+        """
         if not self._free or not self._open():
             self._on_full()
             return None
@@ -132,27 +138,26 @@ class Board:
         self._free.insert(0, index)
 
     def name_entry(self, index: int, name: bytes) -> None:
-        """Set the name by which other processes look up an event or import."""
+        """Set the export data by which other processes look up an event or import."""
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
-        """Count a recording of an event, and return its number."""
+        """Count a recording of the event at ``index``, and return the recording's number."""
         self._entries["number"][index] += 1
         return self.number(index)
 
     def number(self, index: int) -> int:
-        """The number of recordings of an event."""
+        """Return the number of recordings of the event at ``index``."""
         return int(self._entries["number"][index])
 
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int | None:
-        """Post an export that is not complete, or a use of a part of shared memory. Returns the post's index; None if
-        the board is not writable.
+        """Post an export that is not complete, or a use of a part of shared memory, and return the post's index.
 
         ``name``: see :func:`posts_of`. ``covers``: the event recordings that come after the work, each as the event's
-        index and its number. ``part``: offsets of the used part; 0 and 0 for all memory. ``index``: index of an earlier
-        post to replace.
+        index and its number. ``part``: offsets of the used part; 0 and 0 for all memory. ``index``: that of an earlier
+        post to replace. None if the board is not writable.
         """
         if not self._open():
             self._on_full()
@@ -171,7 +176,7 @@ class Board:
         return index
 
     def remove_post(self, index: int) -> None:
-        """Remove a post."""
+        """Remove the post at ``index``, so that no process waits for its work any more."""
         self._entries["name"][index] = b""
 
 
@@ -183,7 +188,7 @@ def _unlink(path: Path, process: int) -> None:
 
 
 class Announced(NamedTuple):
-    """A post of another process, as read by this process."""
+    """Post of another process, as this process has read it."""
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
@@ -195,7 +200,7 @@ class Announced(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether the exporter has removed the post or has exited."""
+        """Whether the other process has removed the post or has exited."""
         return not (self.post.is_there and alive(self.post.process))
 
 
@@ -204,8 +209,10 @@ _boards: dict[str, Any] = {}
 
 
 def _look() -> None:
-    """Map new boards of live processes, and remove the new files of ended ones. A board that is mapped already stays as
-    long as its file, even if its process has ended; readers ask whether the process lives (:attr:`Announced.over`).
+    """Map new boards of live processes, and remove the new files of ended ones.
+
+    A board that is mapped already stays as long as its file, even if its process has ended; readers ask whether the
+    process lives (:attr:`Announced.over`).
     """
     folder, there = _path(), set()
     for name in os.listdir(folder):
@@ -225,8 +232,9 @@ def _look() -> None:
 
 
 def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEntry]]:
-    """Yield the entries with these names on the boards of other processes, each with its name: posts, or events and
-    imports.
+    """Yield the entries with these names on the boards of other processes, each with its name.
+
+    ``posts``: search the posts; False: the events and imports.
     """
     with contextlib.suppress(OSError):
         _look()
@@ -240,24 +248,25 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEnt
 
 
 def events_of(name: bytes) -> list[BoardEntry]:
-    """Return the entries of other processes for an event, found by its export data."""
+    """Return the entries of other processes for the event with the export data ``name``."""
     return [found for _, found in _find((name,), posts=False)]
 
 
 def importers(exported: bytes) -> list[int]:
-    """Return the ids of the live processes that have an open import of this export data, without this process."""
+    """Return the ids of the live processes, without this one, that have an import of this export data open."""
     return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
-    """Return the posts of other processes with these names, each with its name. A name is export data, or
-    :func:`_named` of it.
+    """Return the posts of other processes with these names, each with its name.
+
+    A name is export data, or :func:`_named` of it.
     """
     return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
 
 def post_of(name: bytes) -> Announced | None:
-    """Return a post with this name about the whole memory; None if there is none."""
+    """Return a post of another process about the whole memory with this name; None if there is none."""
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
@@ -290,13 +299,16 @@ _MOST_ACTORS = 4096
 
 
 def _named(name: bytes, write: bool) -> bytes:
-    """Return the name of posts about writes of memory, or about reads if not ``write``. ``name``: the export data."""
+    """Return the name of posts about writes of memory, or with ``write`` False about reads.
+
+    ``name``: the export data.
+    """
     return name if write else name + b"reads"
 
 
 @dataclass(eq=False, slots=True)
 class _Use:
-    """A use of a part of shared memory, with the event recordings after it."""
+    """Use of a part of shared memory, with the event recordings after it."""
 
     low: int
     high: int
@@ -310,7 +322,7 @@ class _Use:
     """Index of the post that announces the use; None without a post."""
 
     def replaces(self, other: _Use) -> bool:
-        """Whether an operation that is ordered after this use is also ordered after the other use."""
+        """Whether an operation that is ordered after this use is also ordered after the use ``other``."""
         return (
             self.low <= other.low
             and other.high <= self.high
@@ -320,7 +332,7 @@ class _Use:
 
 @dataclass(eq=False)
 class Interprocess:
-    """The exports and imports of this process, and what it announces about them to other processes."""
+    """Exports and imports of this process, and what it announces about them to other processes."""
 
     _timeline: Timeline
     _addresses: AddressMap
@@ -361,20 +373,20 @@ class Interprocess:
     # -- exports and imports ---------------------------------------------------------------------------------
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
-        """Announce an import to other processes, by its export data."""
+        """Announce an open import to other processes. ``exported``: its export data."""
         index = self.board.add_entry(exported + IMPORT)
         if index is not None:
             self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
-        """Remove the entry of an import."""
+        """Remove the entry of an import, so that its exporter may free the memory."""
         self.leaving.pop(range_, None)
         index = self.entries.pop(range_, None)
         if index is not None:
             self.board.drop_entry(index)
 
     def notifies(self, stream: TrackedStream) -> None:
-        """Record that a stream notifies other processes of its queued work, including frees of imports."""
+        """Record that a stream notifies other processes of its queued work, and so of the frees of imports there."""
         for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
 
@@ -385,7 +397,7 @@ class Interprocess:
         self.board.close()
 
     def freed(self, range_: Range, stream: TrackedStream | None = None) -> None:
-        """Record a free of memory that may be exported or imported. Without a stream, the host frees it."""
+        """Record a free of memory that may be exported or imported. ``stream``: None for a free by the host."""
         if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
@@ -400,12 +412,15 @@ class Interprocess:
         self.names.pop(range_, None)
 
     def export_of(self, range_: Range) -> bytes:
-        """Data of the latest export of memory; empty without one."""
+        """Return the export data of the latest export of memory; empty if it was not exported."""
         name = self.names.get(range_, b"")
         return name if self.exports.get(name) is range_ else b""
 
     def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
-        """Report a free of memory that another process has open. ``name``: the export data."""
+        """Report a free of memory that another process has open.
+
+        ``name``: the export data. ``what``: the call that frees.
+        """
         having = importers(name) if name else []
         if having:
             what = f"{what} frees {range_}, but process {', '.join(map(str, having))} has not freed its import."
@@ -413,14 +428,15 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
-        """Return the allocation, or a write of the memory, that a clock does not contain."""
+        """Return the allocation, or a write of the memory, that ``clock`` does not contain; None if there is none."""
         range_, low, high = piece
         written, certain = range_.written(low, high), self._timeline.certain
         return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Check an export: importers can wait only for interprocess events that were recorded. ``name``:
-        export data.
+        """Check an export: importers can wait only for interprocess events that were recorded.
+
+        ``stack``: the place of the export. ``name``: export data, under which other processes find an announcement.
         """
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self._timeline.host)
@@ -441,7 +457,9 @@ class Interprocess:
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:
-        """Index of an event on the board; None if the board is full or missing."""
+        """Return the index of an event on the board, where it is added if needed; None if the board is full or missing
+        .
+        """
         if event.index is None:
             event.index = self.board.add_entry()
             if event.index is not None and event.mark is not None:
@@ -451,7 +469,7 @@ class Interprocess:
         return event.index
 
     def destroyed(self, event: TrackedEvent) -> None:
-        """Remove an event that has no handle any more."""
+        """Remove an event from the board if no handle of it is left."""
         if event in self._events.values():
             return
         self.events.pop(event.name, None)
@@ -478,11 +496,11 @@ class Interprocess:
     # -- uses after the export and the import ------------------------------------------------------------------
 
     def follow(self, range_: Range) -> None:
-        """From now on announce uses of exported or imported memory."""
+        """Announce the uses of exported or imported memory from now on."""
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
-        """Record a use of memory that other processes may have open."""
+        """Record a use, by ``actor``, of memory that other processes may have open. ``write``: the use writes."""
         range_, low, high = piece
         if actor in self._timeline.foreign:
             self._untold()  # another library has the stream, and may order the use without the checker
@@ -495,7 +513,7 @@ class Interprocess:
         self._announce(range_, made)
 
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
-        """Remove the posts of a range's uses, except those of ``kept``."""
+        """Remove the uses of a range that are not in ``kept``, and their posts."""
         for one in self.uses[range_]:
             if one not in kept and one.post is not None:
                 self.board.remove_post(one.post)
@@ -508,7 +526,7 @@ class Interprocess:
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: TrackedEvent, clock: Clock, number: int) -> None:
-        """Announce that a recording of an event comes after earlier uses."""
+        """Announce that recording ``number`` of an event comes after the uses in ``clock``."""
         index = event.index
         if index is None:
             return
@@ -519,8 +537,9 @@ class Interprocess:
                     self._announce(range_, one)
 
     def drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
-        """Remove ended uses, given by actor number and time. The host may have waited for them, or another process
-        through a value.
+        """Remove the uses for which ``is_over``, a function of actor number and time, is true.
+
+        The host may have waited for them, or another process through a value.
         """
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not is_over(one.number, one.time)]
@@ -528,7 +547,7 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Read the announcements of other processes about memory before a use of it."""
+        """Read the announcements of other processes about memory before a use of it. ``write``: the use writes."""
         name = self.names.get(range_)
         if name is None:
             return
@@ -549,7 +568,7 @@ class Interprocess:
         return AwaitedPart(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def update_announcements(self) -> None:
-        """Remove announcements of completed work."""
+        """Remove the announcements of work that has ended."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)
         if self._settled != self._timeline.version:
@@ -564,7 +583,9 @@ class Interprocess:
         return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
-        """Record an import by its export data, ordered by the events that its exporter announced."""
+        """Record an import with the export data ``name``: its uses must wait for the events that the exporter
+        announced.
+        """
         found = post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
@@ -573,8 +594,9 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that a stream waits until memory of another process is complete. None: the host has waited. ``name``:
-        name of the announcement (:meth:`share`). ``word``: address of the value that the wait reads.
+        """Record that a stream waits until memory of another process is complete; None: the host has waited.
+
+        ``name``: name of the announcement (:meth:`share`). ``word``: address of the value that the wait reads.
         """
         self._values.ignore(word)
         ours = self.announced.get(name)
@@ -598,7 +620,7 @@ class Interprocess:
                 range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
 
     def share(self, stream: TrackedStream, address: int, nbytes: int, name: bytes, stack: Stack) -> None:
-        """Announce that memory is complete after the queued work of a stream."""
+        """Announce, under ``name``, that memory is complete after the queued work of a stream."""
         pieces = self._addresses.pieces(address, nbytes)
         host = self._timeline.host
         if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
@@ -627,7 +649,9 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
-        """Clock of the work that may precede an unseen recording of an event; None if there is none."""
+        """Return the clock of the work that may precede an unseen recording of an event; None if there is no such
+        recording.
+        """
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")
             return self._timeline.everything()
@@ -641,8 +665,9 @@ class Interprocess:
         return clock
 
     def _actor(self, entry: BoardEntry) -> Actor:
-        """The actor of another process's event or post. Its time is the event's number of recordings, or 1 for a
-        post.
+        """Return the actor of another process's event or post.
+
+        Its time is the event's number of recordings, or 1 for a post.
         """
         found = self._actors.get(entry)
         if found is None:
@@ -653,7 +678,10 @@ class Interprocess:
         return found
 
     def _ready(self, post: BoardEntry) -> int:
-        """Return the number of the actor for a post. If there are too many such actors, remove the oldest ones."""
+        """Return the number of the actor for a post that has been waited for.
+
+        If there are too many such actors, remove the oldest ones.
+        """
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
@@ -676,8 +704,7 @@ _MOST_FILES = 256
 
 
 class OpenFiles(Generic[T]):
-    """A table with a value for each open file. The table keeps no file open. A file that cannot be identified has no
-    value.
+    """Table with a value for each open file. It keeps no file open. A file that cannot be identified has no value.
 
     All handles that a real driver exports are files without names, which ``fstat`` cannot tell apart. An epoll refers
     to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
@@ -691,14 +718,14 @@ class OpenFiles(Generic[T]):
         """Value by descriptor; None if several files had the descriptor."""
 
     def find(self, number: int) -> T | None:
-        """The value of the open file behind a descriptor; None if it has none."""
+        """Return the value of the open file behind a descriptor; None if it has none."""
         key = _inode(number)
         if key is not None:
             return self._by_inode.get(key)
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Set the value of the open file behind a descriptor."""
+        """Set the value of the open file behind a descriptor. Notes an import that cannot be followed."""
         key = _inode(number)
         if key is not None:
             self._by_inode.pop(key, None)
@@ -723,7 +750,7 @@ class OpenFiles(Generic[T]):
             self._notes.add("imports")
 
     def close(self) -> None:
-        """Remove all files without names."""
+        """Remove all files without names, and close the epoll."""
         self._noted.clear()
         if self._epoll is not None:
             self._epoll.close()
@@ -744,7 +771,7 @@ class OpenFiles(Generic[T]):
 
 
 def _inode(number: int) -> tuple[int, int] | None:
-    """Number of the file system (``st_dev``) and inode of a regular file; None for other files."""
+    """Return the file system (``st_dev``) and the inode of a regular file; None for other files."""
     try:
         status = os.fstat(number)
     except OSError:

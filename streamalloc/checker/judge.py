@@ -15,7 +15,7 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
 class RecordedEvent(NamedTuple):
-    """A recording of an event, for reports that name it."""
+    """Recording of an event, for reports that name it."""
 
     stream: TrackedStream
     mark: Obstacle
@@ -24,7 +24,7 @@ class RecordedEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of a stream or of the host for an event, for reports that say why it gives no order."""
+    """Wait of a stream or of the host for an event, for reports that say why it gives no order."""
 
     made: str
     """Place where the event was made."""
@@ -34,7 +34,7 @@ class Wait(NamedTuple):
 
 
 class Judge:
-    """Records operations on ranges and reports hazards to ``on_hazard``."""
+    """Record of operations on ranges. It reports hazards to ``on_hazard``."""
 
     def __init__(self, timeline: Timeline, on_hazard: Callable[[Hazard], None], published: Clock | None = None) -> None:
         self.timeline = timeline
@@ -47,18 +47,21 @@ class Judge:
         """Whether the checker saw all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
-        """Record a wait for an event, so that a report can say why the wait gives no order."""
+        """Record a wait of ``actor`` for an event, so that a report can say why the wait gives no order."""
         (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
 
     def missing_order(self, before: RecordedOperation, later: Actor) -> str:
-        """Return advice on how to order an actor after an operation. It names a wait that had no effect."""
+        """Return advice on how to order the actor ``later`` after an operation. It names a wait that had no effect."""
         waiting = later if later.within is None else later.within
         waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
         vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
         return next(filter(None, vain), "") or _missing_order(before, later)
 
     def _is_open(self, range_: Range, before: RecordedOperation) -> bool:
-        """Whether another process may have ordered the operation, unseen by the checker."""
+        """Whether another process may have ordered later work after an operation, unseen by the checker.
+
+        If so, note it.
+        """
         found = range_.bytes.shared and self._published.after(before.actor.number, before.time)
         if found:
             self.timeline.notes.add("shared", str(range_))
@@ -67,7 +70,7 @@ class Judge:
     # -- allocation and free ---------------------------------------------------------------------------------
 
     def allocate(self, made: Range, stream: TrackedStream) -> None:
-        """Record an allocation when its stream runs it."""
+        """Record an allocation at the moment when its stream runs it."""
         made.born = RecordedOperation(stream, "allocation", made.stack)
         made.pending = False
         for previous in made.previous:
@@ -81,8 +84,11 @@ class Judge:
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free, or the unmap or release that ``ending`` names. Report operations that may still use the
-        memory. The returned function undoes this, for a free that the driver refused.
+        """Record a free, or the unmap or release that ``ending`` names, and report operations that may still use the
+        memory.
+
+        ``clock``: what precedes the free. ``what``, ``stack``: the call and its place. The returned function undoes the
+        record, for a free that the driver refused.
         """
         order, before = self.timeline.order, (range_.ended, range_.freed_after)
 
@@ -131,8 +137,10 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or write of addresses. ``device``: check its access, which the driver does not check. ``races``
-        is False for a use that a waited-for value orders with other uses.
+        """Record a read or write of addresses, and report missing orders. ``clock``: what precedes the use.
+
+        ``device``: check its access, which the driver does not check for kernels. ``races`` is False for a use that a
+        waited-for value orders with other uses.
         """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:
@@ -165,7 +173,10 @@ class Judge:
                         self._race(range_, before, access, ordered)
 
     def _rights(self, range_: Range, device: int) -> int:
-        """Return the access of a device: 1 read, 3 write."""
+        """Return the access of a device: 0 none, 1 read, 3 read and write.
+
+        If another library may have granted access unseen, that is 3, with a note.
+        """
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
         if rights < 3 and (self.timeline.foreign if range_.context else not self.sees_grants()):
             self.timeline.notes.add("access", str(range_))
@@ -182,8 +193,9 @@ class Judge:
             self.report("out of bounds", what, remedy, range_, stack)
 
     def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
-        """Report a read of bytes that were never written. ``unseen_upto``: highest number of the memory that a kernel
-        may have written unseen.
+        """Report a read of bytes that were never written.
+
+        ``unseen_upto``: highest number of the memory that a kernel may have written unseen.
         """
         range_, low, high = piece
         # The host may have written viewed memory through a NumPy array, which the checker does not see.
@@ -215,7 +227,7 @@ class Judge:
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove uses that the host has waited for. All later work comes after them."""
+        """Remove uses that the host has waited for from a table. All later work comes after them."""
         for number, use in tuple(uses.items()):
             if self.timeline.may_be_known(number, use.time):
                 del uses[number]
@@ -267,8 +279,11 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range. ``ordered``: the order that its operations have in this run nevertheless, a
-        constant of :mod:`.clocks`. ``places``: further places in the program, by their titles in the report.
+        """Report a hazard of a range.
+
+        ``call``: the place of the operation. ``places``: further places by their titles.
+
+        ``ordered``: the order that its operations have in this run nevertheless, a constant of :mod:`.clocks`.
         """
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
@@ -280,7 +295,10 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """Describe the range that had the addresses before: end of a sentence, and places by their titles."""
+    """Describe the range that had the addresses before.
+
+    Returns the end of a sentence, and places by their titles; both empty if there was none.
+    """
     for one in range_.previous:
         if one.ended is not None:
             text = f"; before that {one} was there, until {one.ended} freed it"
@@ -289,7 +307,7 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
 
 
 def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
-    """Return advice if a wait should have ordered its actor after an operation but did not; else an empty text."""
+    """Return advice if a wait should have ordered ``waiting`` after ``before`` but did not; else an empty text."""
     operation = f"the {_bare(before)} of {place_of(before.stack)}"
     waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
     if not wait.recordings:
@@ -311,7 +329,7 @@ def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
 
 
 def _bare(operation: RecordedOperation) -> str:
-    """The name of an operation without its article."""
+    """Return the name of an operation without its article."""
     return operation.call.removeprefix("a ").removeprefix("an ")
 
 

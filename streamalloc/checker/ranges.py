@@ -30,7 +30,7 @@ _MANY_RANGES = 20_000
 
 
 class RecordedOperation:
-    """One operation: its actor, its time, its name, and its place in the program."""
+    """Operation: its actor, its time, its name, and its place in the program."""
 
     __slots__ = ("actor", "stack", "time", "what")
 
@@ -48,13 +48,13 @@ class RecordedOperation:
 
     @property
     def call(self) -> str:
-        """Name of the call in the program. For a driver call of this package, the public function that made it."""
+        """Name of the call in the program: for a driver call of this package, the public function that made it."""
         function = function_of(self.stack) if self.what.startswith("cu") else ""
         return f"{function}()" if function else self.what
 
 
 class Access(RecordedOperation):
-    """An operation that reads or writes memory."""
+    """Operation that reads or writes memory."""
 
     __slots__ = ("atomic", "write")
 
@@ -71,7 +71,7 @@ class Access(RecordedOperation):
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """An interval of bytes with equal uses: the last write, and later reads by actor number."""
+    """Interval of bytes with equal uses: the last write, and the later reads by actor number."""
 
     start: int
     end: int
@@ -79,7 +79,7 @@ class _Segment:
     reads: dict[int, Access] = field(default_factory=dict)
 
     def cut(self, at: int) -> tuple[_Segment, _Segment]:
-        """The two segments before and after an offset."""
+        """Return the two segments before and after the offset ``at``."""
         return _Segment(self.start, at, self.write, self.reads), _Segment(at, self.end, self.write, self.reads.copy())
 
 
@@ -108,11 +108,11 @@ class Bytes:
     def touch(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
-        """Record a use of the bytes from ``start`` to ``end``. Returns earlier conflicting uses without a certain
+        """Record a use of the bytes from ``start`` to ``end``, and return earlier conflicting uses without a certain
         order.
 
-        Several :class:`Access` objects of one actor and time belong to one operation, and are not ordered. ``forget``
-        removes obsolete reads from a long table.
+        Each comes with its order, a constant of :mod:`.clocks`. Several :class:`Access` objects of one actor and time
+        belong to one operation, and are not ordered. ``forget`` removes obsolete reads from a long table.
         """
         segments = self._segments
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -147,20 +147,20 @@ class Bytes:
         return list(found.items())
 
     def writes(self, start: int, end: int) -> list[Access]:
-        """The latest writes of the bytes from ``start`` to ``end``."""
+        """Return the latest writes of the bytes from ``start`` to ``end``."""
         return [one.write for one in self._overlapping(start, end) if one.write is not None]
 
     def reads(self, start: int, end: int) -> list[Access]:
-        """The reads of the bytes from ``start`` to ``end`` since their latest writes."""
+        """Return the reads of the bytes from ``start`` to ``end`` since their latest writes."""
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
-        """Whether no operation has used the byte at offset ``at``."""
+        """Whether the byte at offset ``at`` was never read or written."""
         before = bisect_right(self._segments, at, key=_start) - 1
         return before < 0 or self._segments[before].end <= at
 
     def unwritten(self, start: int, end: int) -> int:
-        """The number of bytes from ``start`` to ``end`` that were never written."""
+        """Return how many bytes from ``start`` to ``end`` were never written."""
         written = (one for one in self._overlapping(start, end) if one.write is not None)
         return end - start - sum(min(one.end, end) - max(one.start, start) for one in written)
 
@@ -168,7 +168,9 @@ class Bytes:
         return [one for one in self._segments if one.start < end and start < one.end]
 
     def _between(self, start: int, end: int) -> list[_Segment]:
-        """The segments from ``start`` to ``end``: cut at both ends, with new ones in gaps."""
+        """Return the segments from ``start`` to ``end``, after cutting those at both ends and filling gaps with new
+        ones.
+        """
         segments = self._segments
         at = bisect_right(segments, start, key=_start) - 1
         if at < 0 or segments[at].end <= start:
@@ -190,7 +192,7 @@ class Bytes:
 
 @dataclass
 class BoundBytes:
-    """``size`` bytes of physical memory from ``start`` on, bound at ``offset`` of a multicast object."""
+    """Part of physical memory, ``size`` bytes from ``start`` on, bound at ``offset`` of a multicast object."""
 
     offset: int
     size: int
@@ -202,7 +204,7 @@ class BoundBytes:
 
 @dataclass
 class AwaitedPart:
-    """A part of shared memory that another process may still use. A use here must come after one of ``after``."""
+    """Part of shared memory that another process may still use. A use here must come after one of ``after``."""
 
     low: int
     high: int
@@ -222,7 +224,7 @@ class AwaitedPart:
 
 @dataclass(eq=False)
 class Range(Extent):
-    """Addresses that refer to bytes, from allocation to free."""
+    """Addresses that refer to bytes, from an allocation, mapping or import to its end."""
 
     base: int
     size: int
@@ -270,7 +272,9 @@ class Range(Extent):
     """Whether an allocator gives out blocks of the range."""
 
     def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
-        """The bytes behind the addresses from ``low`` to ``high``."""
+        """Return the bytes behind the addresses from ``low`` to ``high``: memory, first offset and end, for each
+        replica.
+        """
         start, end = low - self.base + self.offset, high - self.base + self.offset
         if self.bindings is None:
             return [(self.bytes, start, end)]
@@ -282,7 +286,7 @@ class Range(Extent):
         return found
 
     def written(self, low: int, high: int) -> list[RecordedOperation]:
-        """The allocation, and the latest writes of the bytes from ``low`` to ``high``."""
+        """Return the allocation, and the latest writes of the bytes from ``low`` to ``high``."""
         found: list[RecordedOperation] = [] if self.born is None else [self.born]
         for memory, start, end in self.physical(low, high):
             found += memory.writes(start, end)
@@ -299,7 +303,7 @@ Pieces = list[tuple[Piece, bool]]
 
 
 class AddressMap(RangeMap[Range]):
-    """The ranges of an address space. A freed range stays until another range takes its addresses."""
+    """Ranges of an address space. A freed range stays until another range takes its addresses."""
 
     def __init__(self, notes: Notes | None = None) -> None:
         super().__init__()
@@ -311,7 +315,7 @@ class AddressMap(RangeMap[Range]):
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> Range:
-        """Add a range in place of those it overlaps. Other parts of freed ranges stay."""
+        """Add a range in place of those that it overlaps. Freed ranges keep the parts that it does not overlap."""
         self._verdicts.clear()
         same = self.at.get(made.base)
         if same is not None and same.size == made.size and same.ended is not None:
@@ -340,18 +344,19 @@ class AddressMap(RangeMap[Range]):
         self._verdicts.clear()
 
     def divide(self, segment: Range) -> None:
-        """Record that an allocator gives out blocks of a range. From now on uses are judged by these blocks."""
+        """Record that an allocator gives out blocks of a range. From now on these blocks are judged in its place."""
         segment.divided = True
         self._verdicts.clear()
 
     def whole(self, address: int) -> Range | None:
-        """The live range that contains an address, unless it is divided."""
+        """Return the live range that contains an address; None if there is none, or if it is divided."""
         found = self.find(address)
         return None if found is None or found.divided or found.ended is not None else found
 
     def any_whole(self, addresses: tuple[int, ...]) -> bool:
-        """Whether one of these addresses is in a live range that is not divided. A range that was freed meanwhile may
-        still count.
+        """Whether one of these addresses is in a live range that is not divided.
+
+        The answer is kept until a range is added or removed, so a range that was freed meanwhile may still count.
         """
         found = self._verdicts.get(addresses)
         if found is None:
@@ -361,7 +366,7 @@ class AddressMap(RangeMap[Range]):
         return found
 
     def pieces(self, start: int, size: int) -> list[Piece]:
-        """The parts of ranges within ``size`` addresses from ``start`` on."""
+        """Return the parts of ranges within ``size`` addresses from ``start`` on."""
         if not size:
             return []
         found = self.at.get(start)
@@ -371,11 +376,13 @@ class AddressMap(RangeMap[Range]):
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
 
     def vacate(self, which: Callable[[Range], bool]) -> None:
-        """Mark freed ranges whose addresses the driver may now give to other memory."""
+        """Mark the freed ranges for which ``which`` is true: the driver may now give their addresses to other memory
+        .
+        """
         for one in self.at.values():
             if one.ended is not None and which(one):
                 one.vacated = True
 
     def living(self) -> list[Range]:
-        """The ranges that are not freed."""
+        """Return the ranges that are not freed."""
         return [one for one in self.at.values() if one.ended is None]

@@ -49,7 +49,7 @@ _MOST_HAZARDS = 1000
 
 @dataclass(eq=False)
 class _Note:
-    """A reason for which something is not checked, as it was found in this run."""
+    """Reason for which something is not checked, as it was found in this run."""
 
     place: str
     """Place of the call in the program at which it was found first."""
@@ -63,11 +63,14 @@ class Notes:
     def __init__(self) -> None:
         self._found: dict[str, _Note] = {}
         self.place: Callable[[], Stack] = partial(here, 1)
-        """Returns the place of the present call."""
+        """Returns the place of the current call."""
 
     def add(self, reason: str, subject: str = "", stack: Stack | None = None) -> None:
-        """Note that something is not checked. ``reason``: a key of :data:`LEFT_OUT`. ``subject``: its name in
-        the text.
+        """Note that something is not checked.
+
+        ``reason``: a key of :data:`LEFT_OUT`. ``subject``: its name in the text.
+
+        ``stack``: the place; by default that of the current call.
         """
         found = self._found.get(reason)
         if found is None:
@@ -77,7 +80,7 @@ class Notes:
             found.subjects[subject] = None
 
     def texts(self) -> tuple[str, ...]:
-        """Return one text for each reason."""
+        """Return one text for each reason, with its count and its first place."""
         return tuple(_text(reason, found) for reason, found in self._found.items())
 
 
@@ -89,13 +92,13 @@ def _text(reason: str, found: _Note) -> str:
 
 
 class Reports:
-    """Collects the hazards of a driver, and shows or raises those whose pair of places is new."""
+    """Collection of the hazards of a driver. It shows or raises those whose pair of places is new."""
 
     def __init__(self, on: On, notes: Notes, found: list[Hazard]) -> None:
         self.all = Hazards()
         """All hazards in order, one for each pair of places. The program may clear the list."""
         self.found: list[Hazard] = found
-        """Hazards of the present call, which :meth:`take` moves to ``all``."""
+        """Hazards of the current call, which :meth:`take` moves to ``all``."""
         self.shown: set[Hazard] = set()
         self._on = on
         self._notes = notes
@@ -108,7 +111,7 @@ class Reports:
         """Test that receives the hazards; None if they are printed."""
 
     def take(self) -> list[Hazard]:
-        """Move the hazards of the present call to the list of all, and return those to deliver.
+        """Move the hazards of the current call to the list of all, and return those to deliver.
 
         A pair of places is shown once. It is raised once for each address, because a raised free is not made.
         """
@@ -132,8 +135,11 @@ class Reports:
         return fresh
 
     def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
-        """Show, warn about or raise new hazards. ``undo`` is called before a raise, because the driver call is then not
-        made.
+        """Show, warn about or raise new hazards.
+
+        Raises :class:`DriverMisuseError` with the first one if ``on`` is "raise".
+
+        ``undo`` is called before the raise, because the driver call is then not made.
         """
         for hazard in fresh:
             if self._at_once:
@@ -158,8 +164,9 @@ class Reports:
             self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     def show_rest(self, summary: bool) -> None:
-        """Show the hazards that were not shown yet. With ``summary``, also print their number and what was
-        not checked.
+        """Show the hazards that were not shown yet.
+
+        With ``summary``, also print their number and what was not checked.
         """
         often = [one for one in self.all if one.count > 1 and one in self.shown]
         for hazard in self.all:

@@ -1,4 +1,4 @@
-"""The state of a driver as recorded calls have shown it: plain data, which :mod:`.rules` changes."""
+"""State of a driver as recorded calls have shown it: plain data, which :mod:`.rules` changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ARRAYS = 1 << 64
 
 @dataclass(eq=False)
 class TrackedArray(Range):
-    """A CUDA array, whose bytes have no addresses in CUDA. It gets artificial ones, so that uses of it are compared."""
+    """CUDA array. Its bytes have no addresses in CUDA, and get artificial ones, so that uses of it are compared."""
 
     pitch: int = 0
     lines: int = 1
@@ -66,7 +66,7 @@ class TrackedMemory:
 
 @dataclass(eq=False)
 class Executable:
-    """An instance of a graph, whose nodes each launch uses again."""
+    """Instance of a graph, whose nodes each launch uses again."""
 
     nodes: list[TrackedNode]
     launched: Obstacle | None = None
@@ -75,7 +75,7 @@ class Executable:
 
 @dataclass(eq=False)
 class State:
-    """The state of a driver. The recorder's lock guards it."""
+    """State of a driver. The recorder's lock guards it."""
 
     driver: InitVar[Any]
     on_hazard: Callable[[Hazard], None]
@@ -110,7 +110,7 @@ class State:
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
     """Called with each use of a range that an allocator may divide into blocks, when its stream runs the use."""
     now: int = 0
-    """Time of the present call in the feed's own unit; 0 if the feed does not tell it."""
+    """Time of the current call in the feed's own unit; 0 if the feed does not tell it."""
 
     def __post_init__(self, driver: Any) -> None:
         # The order of operations.
@@ -119,7 +119,7 @@ class State:
         self.notes = self.timeline.notes
         self.streams = Streams(self.ask, self.timeline)
         self.judge = Judge(self.timeline, self.on_hazard, self.timeline.published)
-        # The present call.
+        # The current call.
         self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.notes.place = partial(self.place, 1)
@@ -141,7 +141,10 @@ class State:
             self.streams.foreign.look()
 
     def is_pageable(self, address: int) -> bool:
-        """Whether the driver does not know an address. Copies to such memory end before the call returns."""
+        """Whether an address is pageable host memory, which the driver does not know.
+
+        Copies to such memory end before the call returns.
+        """
         return (
             self.addresses.find(address) is None
             and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
@@ -168,8 +171,9 @@ class State:
         return found
 
     def close(self) -> None:
-        """Judge the operations that are queued behind waits, as if the host had seen these streams idle. Then remove
-        what this process announces to others, and forget the open files.
+        """Judge the operations that are queued behind waits, as if the host had seen these streams idle.
+
+        Then remove what this process announces to others, and forget the open files.
         """
         self.sources.check()
         for stream in tuple(self.timeline.waiting):

@@ -2,7 +2,7 @@
 
 Other libraries may use their own streams and those whose handles they can get. They may order these streams, or wait
 for them on the host, without the checker seeing it. So these streams count as ordered among each other. The checker
-records an event after each operation in them. Once the event has completed, the host may have waited for the operation.
+records an event after each operation in them. Once the event is done, the host may have waited for the operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ as having waited for all of them, so a missing order after them is not reported.
 
 @contextlib.contextmanager
 def beside_captures(driver: Any) -> Iterator[None]:
-    """A ``with`` block in the relaxed capture mode, in which calls of this thread invalidate no capture."""
+    """Keep this thread's calls from invalidating captures within the ``with`` block, by the relaxed capture mode."""
     failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
     try:
         yield
@@ -63,14 +63,19 @@ class ForeignStreams:
         """Number of threads that query events without the lock."""
 
     def is_ours(self, stream: TrackedStream) -> bool:
-        """Whether no other library can use a stream, or wait for the device unseen."""
+        """Whether only this program's own calls, which the checker sees, can use a stream.
+
+        If calls of other libraries are unseen, a stream that they can get is never ours. From their first use of any
+        stream on no stream is, because they may wait for the whole device. On a simulated driver all calls are seen,
+        and only the streams that they use or can get, except default ones, are not ours.
+        """
         reachable = stream in self._reachable
         if self.calls_are_seen:
             return stream not in self._timeline.foreign and (stream.handle <= _PER_THREAD or not reachable)
         return not (self.is_there or reachable)
 
     def can_use(self, stream: TrackedStream) -> None:
-        """Record that other libraries can get a stream, such as a default stream."""
+        """Record that other libraries can get the handle of a stream, such as that of a default stream."""
         if self.is_there:
             self._timeline.foreign[stream] = None
         else:
@@ -92,11 +97,13 @@ class ForeignStreams:
             self._timeline.notes.add("contents", stream.name)
 
     def ended(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed, so no other library can get it any more."""
+        """Record that a stream was destroyed, so that no other library can get it any more."""
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
-        """Record an event after the latest operation of a stream, to find out when it has ended."""
+        """Record an event after the latest operation of a stream, if other libraries may use that, to learn when it has
+        ended.
+        """
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
         # Read the time first. The event is recorded without the lock, and another thread may queue more work.
@@ -110,7 +117,7 @@ class ForeignStreams:
             self.pending.setdefault(stream, deque()).append((time, event))
 
     def look(self) -> None:
-        """Query the events of pending operations."""
+        """Query the events of the operations that may not have ended."""
         query = self._driver.cuEventQuery
         with beside_captures(self._driver):
             self._querying += 1
@@ -124,7 +131,7 @@ class ForeignStreams:
             self._destroy_events()
 
     def _end(self, stream: TrackedStream, time: int) -> None:
-        """Record that the host may have waited for a stream's operations up to a time."""
+        """Record that the host may have waited for a stream's operations up to ``time``."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
@@ -138,7 +145,7 @@ class ForeignStreams:
             self._driver.cuEventDestroy(self._over.pop())
 
     def _record(self, handle: int) -> Any:
-        """Record an event after the queued work of a stream; None if that is not possible."""
+        """Record an event after the queued work of the stream with this handle; None if that is not possible."""
         driver, stream = self._driver, cuda.CUstream(handle)
         failed, capturing = driver.cuStreamIsCapturing(stream)
         if failed or int(capturing):
@@ -164,7 +171,7 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 def rights_of_process(low: int, high: int) -> list[str]:
-    """The permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
+    """Return the permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
     return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
 
 
@@ -175,7 +182,7 @@ def is_readable(low: int, high: int) -> bool:
 
 
 class Questions:
-    """The checker's own calls of the wrapped driver, for facts that no recorded call has shown."""
+    """Calls that the checker makes itself on the wrapped driver, for facts that no recorded call has shown."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -213,7 +220,7 @@ class CallingThread(NamedTuple):
 
 
 class _HostThread:
-    """A host thread, with its per-thread default streams by context."""
+    """Host thread, with its per-thread default streams by context."""
 
     def __init__(self, actor: Actor, number: int) -> None:
         self.actor = actor
@@ -229,7 +236,7 @@ class _HostThread:
 
 
 class Streams:
-    """The threads, streams and captures of a driver."""
+    """Threads, streams and captures of a driver."""
 
     def __init__(self, questions: Questions, timeline: Timeline) -> None:
         self._ask = questions
@@ -239,7 +246,7 @@ class Streams:
         self.devices: dict[TrackedStream, int | None] = {}
         self.captures: dict[TrackedStream, TrackedCapture] = {}
         self.caller: CallingThread | None = None
-        """Thread of the present call; None if it is the calling thread."""
+        """Thread of the current call; None if it is the calling thread."""
         self._legacy: dict[int, TrackedStream] = {}
         self._per_thread: list[TrackedStream] = []
         self._here = threading.local()
@@ -251,14 +258,14 @@ class Streams:
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
 
-    # -- the present call --------------------------------------------------------------------------------------
+    # -- the current call --------------------------------------------------------------------------------------
 
     def place(self, depth: int = 8) -> Stack:
-        """Return the place of the present call: the innermost ``depth`` frames of the program."""
+        """Return the place of the current call: the innermost ``depth`` frames of the program."""
         return here(depth) if self.caller is None else self.caller.place
 
     def context(self) -> int:
-        """The handle of the current context of the thread that makes the present call; 0 for none."""
+        """Return the handle of the current context of the thread that makes the current call; 0 for none."""
         return (self._ask.number("cuCtxGetCurrent") or 0) if self.caller is None else self.caller.context
 
     # -- threads and streams -----------------------------------------------------------------------------------
@@ -276,7 +283,7 @@ class Streams:
         return found
 
     def thread(self) -> Actor:
-        """The host thread that makes the present call, under its name in reports."""
+        """Return the host thread that makes the current call, under its name in reports."""
         thread = self._thread()
         actor = thread.actor
         within = actor.within
@@ -284,17 +291,20 @@ class Streams:
         return actor
 
     def find(self, handle: Any) -> TrackedStream:
-        """The stream of a handle. An unknown one is a default stream, or was created by another library."""
+        """Return the stream of a handle. An unknown one is a default stream, or was created by another library."""
         number = number_of(handle)
         found = self.by_handle.get(number)
         return self._special(number) if found is None else found
 
     def capture_of(self, stream: TrackedStream) -> TrackedCapture | None:
-        """The capture that a stream is in; None if it is not captured."""
+        """Return the capture that a stream is in; None if it is not captured."""
         return self.captures.get(stream) if self.captures else None
 
     def _special(self, number: int) -> TrackedStream:
-        """Return a default stream, or a stream that was created before the checker."""
+        """Return the stream of a handle that no recorded call has made.
+
+        It is a default stream, a stream from before the checker, or one that the driver does not know.
+        """
         kind = number or self._zero
         if kind == _LEGACY:
             return self.legacy(self.context())
@@ -317,7 +327,7 @@ class Streams:
         return self.add(number, not flags & 1, where) if found is None else found
 
     def _own(self, context: int) -> TrackedStream:
-        """The per-thread default stream of the calling thread."""
+        """Return the per-thread default stream of the calling thread in a context."""
         thread = self._thread()
         mine = thread.streams
         found = mine.get(context)
@@ -338,7 +348,7 @@ class Streams:
         return found
 
     def legacy(self, context: int) -> TrackedStream:
-        """The legacy default stream of a context."""
+        """Return the legacy default stream of a context."""
         if context not in self._legacy:
             device = self._ask.number("cuCtxGetDevice")
             if context not in self._legacy:  # Another thread may have added it during the query.
@@ -351,7 +361,10 @@ class Streams:
     def add(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
     ) -> TrackedStream:
-        """Add a stream. ``made_at`` is None for a stream that another library made."""
+        """Add a stream. ``context``: None for the current one.
+
+        ``made_at``: the place of its creation; None for a stream that another library made.
+        """
         where = self.context() if context is None else context
         legacy = self.legacy(where)
         name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
@@ -367,7 +380,10 @@ class Streams:
         stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
 
     def all(self, context: int | None = None) -> list[TrackedStream]:
-        """Return the streams of one context, or of all contexts. Destroyed streams may still have work."""
+        """Return the streams of one context, or of all contexts.
+
+        Destroyed streams that may still have work are among them.
+        """
         found = [*self.by_handle.values(), *self._legacy.values(), *self._per_thread, *self._timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
@@ -379,7 +395,7 @@ class Streams:
         self._timeline.retire(stream)
 
     def end_context(self, context: int) -> list[int]:
-        """Retire the streams of a context that ends. Returns the handles of streams that a call has created."""
+        """Retire the streams of a context that ends. Returns the handles of those that a call has created."""
         ended = [handle for handle, one in self.by_handle.items() if one.context == context]
         for handle in ended:
             self.retire(self.by_handle.pop(handle))

@@ -5,6 +5,13 @@ A use is queued by the call (:func:`queue_use`) and judged when its stream runs 
 differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
 at the call, the use would miss the order that the wait gives. The host may free or write the memory meanwhile, so
 queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
+
+Records wait in four places:
+
+* operations of a stream behind an obstacle, until that ends (``clocks.TrackedStream.queue``);
+* sources of copies, until the host waits for the copies (``contents.QueuedSources``);
+* announcements to other processes, until these need not wait for the work (``interprocess.Interprocess``);
+* calls that a finaliser makes in the middle of a rule, until the rule is done (``wrapper.Recorder``).
 """
 
 from __future__ import annotations
@@ -65,7 +72,7 @@ _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
 
 
 def _words(value: Any) -> list[int]:
-    """The words of a kernel argument that may be addresses."""
+    """Return the words of a kernel argument that may be addresses."""
     if isinstance(value, float):
         return []
     if not isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
@@ -75,23 +82,23 @@ def _words(value: Any) -> list[int]:
 
 
 def may_poll(range_: Range) -> bool:
-    """Whether the host may read the memory without a call."""
+    """Whether the host may read the memory of a range without a call."""
     return range_.viewed or range_.kind in HOST_KINDS
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
-    """The second half of a rule that has nothing to do after the call."""
+    """Do nothing after a call: the second half of a rule that is done before it."""
 
 
 class Rule(NamedTuple):
-    """Record of one driver call: steps around it, a function after its success, or both."""
+    """Rule of one driver call: steps around it, a function after its success, or both."""
 
     around: Around | None = None
     after: After | None = None
 
 
 def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Rule]:
-    """A table of rules by the names of calls, separated by spaces."""
+    """Return a table of rules by call. The keys of both arguments are names of calls, separated by spaces."""
     made: dict[str, Rule] = {}
     for names, steps in around.items():
         made.update(dict.fromkeys(names.split(), Rule(steps)))
@@ -102,7 +109,10 @@ def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Ru
 
 
 def run_before(steps: Steps) -> Rest:
-    """Run the steps before a call. Returns the function that runs those after it, with the answer."""
+    """Run the steps of a rule before a call.
+
+    Returns the function that runs those after it, with the driver's answer.
+    """
     next(steps, None)
 
     def rest(answer: Answer) -> None:
@@ -117,8 +127,10 @@ def run_before(steps: Steps) -> Rest:
 def ends(
     table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
 ) -> Around:
-    """Rule for a call that destroys the owner of its first argument. During the call another thread may already get the
-    handle.
+    """Rule for a call that destroys the owner of its first argument. ``table``: returns the objects by handle.
+
+    The object is removed before the call, since another thread may get the handle during it. ``ended`` is called after
+    a success.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
@@ -139,8 +151,11 @@ def ends(
 
 
 def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
-    """Return the uses of a kernel of this package, or those that a simulated kernel declares for its arguments:
-    address, size, write flag and atomic flag. None for other kernels.
+    """Return the uses of a kernel for its arguments: address, size, write flag and atomic flag.
+
+    None if they are unknown.
+
+    They are known for kernels of this package, and for simulated ones that declare them.
     """
     copies = parameters_of(launch[1]) if len(launch) > 1 else None
     if copies is not None:
@@ -159,8 +174,9 @@ def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
 
 
 def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
-    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. ``where``: end of the kernel's
-    name in reports. ``runs``: see :func:`check_extent`.
+    """Return the nodes of a kernel launch: one for its plain uses, one for its atomic ones.
+
+    ``where``: end of the kernel's name in reports. ``runs``: see :func:`check_extent`.
     """
     what, uses = kernel_name(state, call, *launch), kernel_uses(state, *launch)
     if uses is None:
@@ -184,7 +200,10 @@ def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes]
 
 
 def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """If a node is a kernel without declared uses, record that it may have written any memory that exists."""
+    """Record that a kernel without declared uses may have written any memory that exists.
+
+    Other nodes change nothing.
+    """
     if node.unseen is not None:
         state.unseen_upto = Bytes().number
         state.types.unseen += 1
@@ -233,12 +252,12 @@ def wait_for_device(state: State) -> None:
 
 
 def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the ranges behind addresses, including freed ones."""
+    """Return the parts of ranges behind addresses, also of freed ranges."""
     return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
 
 
 def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the ranges behind addresses, without freed ones whose addresses other memory may have now."""
+    """Return the parts of ranges behind addresses, without freed ranges whose addresses other memory may have now."""
     touched = list(touched)
     _note_unknown(state, touched)
     return [one for one in all_pieces(state, touched) if not one[0][0].vacated]
@@ -253,8 +272,9 @@ def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
 
 
 def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the ranges that a node of a graph uses, including pageable memory, which each launch reads when
-    it runs.
+    """Return the parts of ranges that a node of a graph uses.
+
+    Pageable memory is among them, since each launch reads it when it runs.
     """
     touched = list(touched)
     read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
@@ -263,8 +283,9 @@ def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
 
 
 def prepare(state: State, pieces: Pieces) -> None:
-    """Before a use, read again what other processes announce about the memory, and stop watching the written memory as
-    a source of queued copies.
+    """Read again, before a use, what other processes announce about the memory.
+
+    Written memory is no longer watched as a source of queued copies.
     """
     if state.interprocess.uses:
         written = {piece[0] for piece, write in pieces if write}
@@ -287,8 +308,8 @@ def kernels_of_others(
     """Queue kernels whose arguments contain addresses. ``runs`` is called with the stream when it runs the kernels.
 
     If it is unknown what a kernel writes, its uses count as reads. A read is enough to find a missing order with a
-    free, or with a known write of another stream. But the first use of new memory counts as a write, because no
-    program reads what nothing has written.
+    free, or with a known write of another stream. But the first use of new memory counts as a write, because no program
+    reads what nothing has written.
     """
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
@@ -314,13 +335,14 @@ def kernels_of_others(
 
 
 def _is_new(range_: Range, address: int) -> bool:
-    """Whether memory is unused, and neither the host nor another process can have written it."""
+    """Whether memory was never used, and neither the host nor another process can have written it."""
     is_of_devices = range_.kind in _NEW and range_.grants and not (range_.viewed or range_.bytes.shared)
     return bool(is_of_devices) and range_.bytes.is_unused(address - range_.base + range_.offset)
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
     """Report a kernel that goes beyond its memory. The driver refuses such copies and fills, but not such kernels.
+
     ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
     """
     for address, size, _ in touched:
@@ -345,7 +367,10 @@ def release_mapped(state: State, address: int, nbytes: int, released: bool) -> N
 
 
 def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Queue a use, or add it to the capture of its stream."""
+    """Queue a use, or add it to the capture of its stream.
+
+    ``node`` has the memory, the name and the place of the use.
+    """
     pieces, what, stack = node.pieces, node.what, node.stack
     prepare(state, pieces)
     state.types.forget(pieces)
@@ -372,8 +397,9 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
 
 
 def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """If the stream waits for something, record the uses of a node as queued. A free by the host before they run is a
-    hazard then.
+    """Record the uses of a node as queued if its stream waits for something. ``stack``: their place.
+
+    A free by the host before they run is then a hazard.
     """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.waiting_write |= write
@@ -382,7 +408,7 @@ def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack
 
 
 def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """Check the reads and writes of an operation at the time when its stream runs it."""
+    """Check the reads and writes of an operation at the time when its stream runs it. ``stack``: its place."""
     shared, device = state.interprocess.uses, state.streams.devices.get(stream) if node.kernel else None
     for access, piece in node.accesses(stream, stack):
         if state.on_use is not None and piece[0].kind in _SEGMENTS:
@@ -399,7 +425,7 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
 def use_on_host(
     state: State, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
 ) -> None:
-    """Check a read or write by a host thread. ``seen``: the program reported the use."""
+    """Check a read or write by a host thread. ``what``: its name in reports. ``seen``: the program reported the use."""
     thread = state.thread()
     state.timeline.host_acts(thread)
     access = Access(thread, what, state.place(), write)
@@ -414,8 +440,9 @@ def use_on_host(
 
 
 def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
-    """Report uses that may still run on devices that lose access. ``old``: the present rights by device. Only
-    ranges whose ``grants`` are this object change. ``new``: the rights that ``what`` sets.
+    """Report uses that may still run on devices that lose access. ``what``: the call that sets the rights ``new``.
+
+    ``old``: the current rights by device. Only ranges whose ``grants`` are this object change.
     """
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
     devices = state.streams.devices
@@ -434,8 +461,11 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 
 
 def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
-    """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
-    refuses the call. ``in_order`` is False for a call outside of stream order. Returns the driver's answer.
+    """Report a use of memory that was certainly freed before.
+
+    If that is uncertain, report it only if the driver refuses.
+
+    ``what``: the call. ``in_order`` is False for a call outside of stream order. Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
     if not gone:
@@ -449,15 +479,19 @@ def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_
 
 
 def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Steps:
-    """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
-    again, so only vacated ranges count.
+    """Report an operation on freed memory that is added to a graph.
+
+    A pool or a mapping may get the addresses again, so only vacated ranges count. Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
     return (yield from _stale(state, gone, None, what)) if gone else (yield)
 
 
 def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) -> Steps:
-    """Judge uses of ended ranges. ``stream``: None for uses that come after all work that was queued so far."""
+    """Judge uses of ended ranges. ``stream``: None for uses that come after all work that was queued so far.
+
+    Returns the driver's answer.
+    """
     timeline = state.timeline
     actor: Actor = state.thread() if stream is None else stream
     clock = timeline.everything() if stream is None else timeline.before_next(stream)
@@ -478,7 +512,7 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
 
 
 def _is_there(state: State, address: int, what: str) -> bool:
-    """Whether there is usable memory at an address of a freed range."""
+    """Whether there is usable memory at an address of a freed range. ``what``: the call that uses it."""
     if state.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
         return True
     if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):

@@ -1,8 +1,14 @@
 """The recorder, which applies the rule of each driver call to the state, and the checked driver, which feeds it.
 
-Three feeds can drive a recorder: :class:`CheckedDriver`, which calls :meth:`Recorder.begin_call` and
-:meth:`Recorder.end_call` around each call that it forwards to the wrapped driver; the facade, by the methods of
-``MemoryListener``; and :meth:`Recorder.feed`, for calls that somebody else has seen.
+Five feeds can drive a recorder. Each takes the lock while the state changes, and delivers hazards without it:
+
+* :class:`CheckedDriver` calls :meth:`Recorder.begin_call` and :meth:`Recorder.end_call` around each call that it
+  forwards. A hazard that raises before the call prevents the call.
+* :meth:`Recorder.feed` gets calls that somebody else has seen. Its hazards cannot prevent them any more.
+* :meth:`Recorder.feed_kernels` gets launches of kernels of other code.
+* :meth:`Recorder.between_calls` judges uses whose calls were recorded before.
+* The facade calls the methods of ``MemoryListener``. ``used`` and ``shared`` deliver hazards; those of the other
+  methods wait for the next feed.
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ that converts such arguments raises them too.
 
 def _notification(delivers: bool = False) -> Callable[[F], F]:
     """Make a method run under the lock. If a finaliser calls it in the middle of a record, it runs after the record.
+
     ``delivers``: the program makes the call, so hazards may be raised in it.
     """
 
@@ -75,7 +82,7 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
 
 
 class _CallTurn:
-    """The lock that guards the state, and the thread that changes it."""
+    """Lock that guards the state, and the thread that changes it."""
 
     def __init__(self) -> None:
         # Reentrant: a finaliser may run on the thread that holds the lock, and would wait for itself.
@@ -92,8 +99,9 @@ class _CallTurn:
         return self.thread == threading.get_ident()
 
     def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a driver function without the lock. The driver may wait for a thread whose finaliser waits for
-        the lock.
+        """Call a driver function without the lock, and return its answer.
+
+        The driver may wait for a thread whose finaliser waits for the lock.
         """
         self.thread = 0
         self.lock.release()
@@ -105,7 +113,7 @@ class _CallTurn:
 
 
 class Recorder:
-    """Records the calls of one driver, and finds hazards."""
+    """Record of the calls of one driver, in which it finds hazards."""
 
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
         self._turn = _CallTurn()
@@ -130,8 +138,9 @@ class Recorder:
     # -- one record at a time ----------------------------------------------------------------------------------
 
     def _alone(self, step: Callable[..., T], *args: Any) -> T:
-        """Call a function under the lock, then record the calls that finalisers made meanwhile. A finaliser's call at
-        the end of the previous record is recorded first, because it came before this call.
+        """Call a function under the lock, then record the calls that finalisers made meanwhile.
+
+        A finaliser's call at the end of the previous record is recorded first, because it came before this call.
         """
         # A finaliser may run between any two lines of a step, on this thread, and free memory by a driver call. The
         # lock is reentrant, so the finaliser does not wait for its own thread. Its record waits, because the state is
@@ -158,7 +167,8 @@ class Recorder:
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
         """Apply the part of a call's rule that precedes the call, and deliver its hazards.
 
-        Returns a function for the driver's answer, or None if the call must not be made.
+        Returns a function for the driver's answer, or None if the call must not be made. With ``on="raise"`` a hazard
+        raises :class:`DriverMisuseError`: the rule ends as if the driver had refused the call, which is not made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
@@ -168,16 +178,20 @@ class Recorder:
         return rest
 
     def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
-        """Apply the part of a call's rule that follows it, and deliver its hazards. ``rest`` is the result of
-        :meth:`begin_call`."""
+        """Apply the part of a call's rule that follows the call, and deliver its hazards.
+
+        ``rest``: from :meth:`begin_call`.
+
+        With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
+        """
         self._reports.deliver(self._alone(self._after, name, args, answer, rest))
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
-        """Record a call that was not made through the wrapper, with the caller's context and place.
+        """Record a call that was not made through the wrapper. ``context``, ``place``: those of its caller.
 
-        Calls are fed in the order in which they were made, without the checker's own calls. Hazards are delivered
-        as for a call through the wrapper, but a wrong call cannot be stopped any more. A call that ends an unknown
-        handle is reported only if the driver has refused the call, since the handle may be older than the feed.
+        Calls are fed in the order in which they were made, without the checker's own calls. Hazards are delivered as
+        for a call through the wrapper, but a wrong call cannot be stopped any more. A call that ends an unknown handle
+        is reported only if the driver has refused the call, since the handle may be older than the feed.
         """
         if call.name not in RULES and call.name not in COUNTED:
             self._skipped(call.name, call.answer)
@@ -192,8 +206,10 @@ class Recorder:
     def feed_kernels(
         self, caller: CallingThread, stream: int, launches: Iterable[uses.Launch], runs: Callable[[TrackedStream], None]
     ) -> None:
-        """Record launches of kernels of other code, in the order of ``launches``. ``runs`` is called with the stream
-        when it runs the kernels.
+        """Record launches of kernels of other code on a stream, in the order of ``launches``.
+
+        ``runs`` is called with the stream when it runs the kernels. With ``on="raise"`` a hazard raises
+        :class:`DriverMisuseError`.
         """
 
         def record() -> None:
@@ -204,13 +220,14 @@ class Recorder:
         self._deliver_as(caller, record)
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
-        """Call a function that judges uses whose calls were recorded before, and deliver its hazards. ``context``: the
-        context that a default stream of these uses belongs to.
+        """Call a function that judges uses whose calls were recorded before, and deliver its hazards.
+
+        ``context``: the context that a default stream of these uses belongs to.
         """
         self._deliver_as(CallingThread(0, context, ()), step)
 
     def _deliver_as(self, caller: CallingThread, step: Callable[[], object]) -> None:
-        """Call a function under the lock, with the thread and context of a caller, and deliver its hazards."""
+        """Call ``step`` under the lock, with the thread and context of ``caller``, and deliver its hazards."""
 
         def record() -> list[Hazard]:
             self.state.streams.caller = caller
@@ -228,8 +245,9 @@ class Recorder:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return the rest of the rule (None: the call must not be made) and the new hazards. The hazards are
-        taken under the lock, so that no other thread delivers them.
+        """Return the rest of the rule (None: the call must not be made) and the new hazards.
+
+        The hazards are taken under the lock, so that no other thread delivers them.
         """
         rest = None if self._ends_unknown(name, args) else self._apply(name, args)
         return rest, self._reports.take()
@@ -292,7 +310,7 @@ class Recorder:
             state.account.note(name, args, answer, captured)
 
     def _refuse(self, name: str, handle: int) -> None:
-        """Report a call that ends a handle which is not live."""
+        """Report a call that ends a handle which is not live. Raises :class:`DriverMisuseError` if hazards raise."""
         range_ = self.state.addresses.find(handle)
         ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
         places = [("this call", self.state.place())]
@@ -309,7 +327,7 @@ class Recorder:
         self.state.on_hazard(hazard)
 
     def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
-        """Report a refused call with a destroyed handle."""
+        """Report a call that the driver refused if one of its arguments is a destroyed handle."""
         for argument in args:
             handle = _handle((getattr(argument, "hStream", argument),))
             stack = self._destroyed.get(handle)
@@ -332,7 +350,12 @@ class Recorder:
 
     @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
+        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (``CUstream``); None: by the host,
+        now.
+
+        ``write``: the use writes. ``atomic``: it does not race with other atomic uses. With ``on="raise"`` a hazard
+        raises :class:`DriverMisuseError`.
+        """
         state = self.state
         state.look()
         if stream is None:
@@ -351,12 +374,14 @@ class Recorder:
 
     @_notification()
     def named(self, stream: Any, name: str) -> None:
-        """Record the name of a new stream, for reports."""
+        """Record the name of a new stream, which reports then show."""
         self.state.streams.rename(stream, name)
 
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record elements of a type: written by queued work, or read if not ``write``."""
+        """Record that queued work writes elements of type ``dtype``, or, with ``write`` False, that the host reads
+        them.
+        """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
         elif not self.state.streams.foreign.may_write:
@@ -364,27 +389,33 @@ class Recorder:
 
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
+        """Record that mapped memory was released and must not be written, or, with ``released`` False, is usable again
+        .
+        """
         uses.release_mapped(self.state, address, nbytes, released)
 
     @_notification()
     def deferred(self, address: int) -> None:
-        """Record that the program has freed memory whose driver call comes later, so that it is not a leak."""
+        """Record that the program has freed memory whose driver call comes later. It is no leak then."""
         found = self.state.addresses.find(address)
         if found is not None:
             found.deferred = True
 
     @_notification(delivers=True)
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
+        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`.
+
+        With ``on="raise"`` an incomplete export raises :class:`DriverMisuseError`.
+        """
         state = self.state
         state.sources.clear()
         state.interprocess.share(state.stream(stream), address, nbytes, name, state.place())
 
     @_notification()
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
-        has waited.
+        """Record that ``stream`` waits for an announcement of :meth:`shared`; None: the host has waited.
+
+        ``name``: the name of the announcement. ``word``: the address of the value that the wait reads.
         """
         waiting = None if stream is None else self.state.stream(stream)
         self.state.interprocess.opened(waiting, address, nbytes, name, word)
@@ -397,14 +428,14 @@ class Recorder:
         return self.state.notes.texts()
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Handles or addresses that were created by this driver and not released, by kind.
+        """Return handles or addresses that were created by this driver and not released, by kind.
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
         return self._alone(self.state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
-        """One hazard per place in the program that allocated memory which is not freed."""
+        """Return one hazard for each place in the program that allocated memory which is not freed."""
         return self._alone(self.state.leaks)
 
     def assert_nothing_left(self) -> None:
@@ -447,7 +478,7 @@ class Recorder:
 
 
 class RefusedCall:
-    """Rest of a rule that raised an error before the call."""
+    """Second half of a rule that raised an error before the call, because of its arguments."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -459,11 +490,12 @@ class RefusedCall:
 
 
 class _WithoutLock:
-    """The wrapped driver without the lock, for the checker's own questions."""
+    """Wrapped driver for the checker's own questions, which release the lock."""
 
     def __init__(self, driver: Any, turn: _CallTurn) -> None:
-        # Not the recorder itself: it would make a reference cycle, which keeps the driver alive after its last user. A
-        # weak reference to it would stay empty if a finaliser revives the recorder's garbage.
+        # The driver and the turn, not the recorder: recorder, state and this object would form a cycle, which keeps the
+        # driver alive after its last user. Nor a weak reference to the recorder: a finaliser may revive the recorder as
+        # garbage and make a call, and the reference would be empty by then.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:
@@ -506,7 +538,7 @@ _NODE_OF_HOST_FUNCTION = {
 
 
 class CheckedDriver(Wrapper, Recorder):
-    """A driver that finds missing stream order: :func:`checked`."""
+    """Driver that forwards each call and finds missing stream order: :func:`checked`."""
 
     def __init__(self, driver: Driver, on: On, poison: bool, uninitialized: bool = False) -> None:
         Wrapper.__init__(self, driver)
@@ -518,8 +550,9 @@ class CheckedDriver(Wrapper, Recorder):
         if from_server():
             from multiprocessing.util import Finalize
 
-            # Before Python 3.13 forked processes do not run atexit functions. From 3.13 on, spawned processes run them
-            # before the program's finalizers.
+            # Report by a finaliser of multiprocessing. Before Python 3.13 forked processes do not run atexit functions.
+            # From 3.13 on, spawned processes run them before the program's finalisers, whose frees would then be
+            # missing and look like leaks.
             Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
             atexit.unregister(_at_exit)
 
@@ -561,7 +594,10 @@ class CheckedDriver(Wrapper, Recorder):
     # -- host functions: a stand-in calls the program's function --------------------------------------------------
 
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
-        """Return a pointer to a host function that calls ``theirs`` and records when ``theirs`` begins and ends."""
+        """Return a pointer to a host function that calls ``theirs`` and records when ``theirs`` begins and ends.
+
+        ``kind``: its C type. ``call``: the record of its calls.
+        """
         function = kind(theirs)
 
         def run(*args: Any) -> None:
@@ -668,7 +704,7 @@ _WRITE = 3
 
 
 class Poison:
-    """Fills memory through the wrapped driver. These calls are not recorded."""
+    """Fills of memory with conspicuous values, by calls of the wrapped driver that are not recorded."""
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
@@ -677,7 +713,7 @@ class Poison:
         """Whether copies to host memory are delayed (:meth:`_delay`): only on a simulated driver."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
-        """Fill memory that a call is about to free or, given the answer, memory that it has allocated."""
+        """Fill memory that a call is about to free, or, given the answer, memory that it has allocated."""
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
         if answer is None and name in _FREES:
@@ -713,7 +749,7 @@ class Poison:
                 self._driver.cuMemsetD8Async(address, value, size, stream)
 
     def _now(self, address: int, size: int, value: int) -> None:
-        """Fill memory on a separate stream and wait for it."""
+        """Fill memory on a separate stream and wait for the fill. A note if that is impossible."""
         failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
         if failed:
             self._state.notes.add("poison")
@@ -723,8 +759,9 @@ class Poison:
         self._driver.cuStreamDestroy(stream)
 
     def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
-        """Fill the target of a copy to host memory, and delay the copy until the host waits: a host that reads the
-        target too early sees the fill.
+        """Fill the target of a copy to host memory, and delay the copy until the host waits.
+
+        A host that reads the target too early sees the fill.
         """
         target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
         pieces = self._state.addresses.pieces(target, nbytes)
@@ -737,7 +774,7 @@ class Poison:
                 self._driver.cuLaunchHostFunc(stream, _DELAY, 0)
 
     def _granted(self, address: Any, size: Any, descriptors: Any) -> None:
-        """Fill the parts of mapped memory to which a device gets its first access."""
+        """Fill the parts of mapped memory to which a device gets its first access (``cuMemSetAccess``)."""
         writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
         contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
         for one in mappings(self._state, number_of(address), int(size)) if contexts else ():

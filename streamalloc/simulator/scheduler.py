@@ -316,7 +316,7 @@ class Scheduler:
         self.closed: bool = False
         self._gone: set[int] = set()
         self.caller: call_lock.Caller = call_lock.Caller()
-        """The thread that makes the present call of the machine."""
+        """The thread that makes the current call of the machine."""
         self._asleep: list[_thread.LockType] = []
         """One lock for each waiting thread. The release of the lock wakes the thread."""
         self._waiters = 0

@@ -1,3 +1,5 @@
-"""The rules of the driver calls: :mod:`.work` (copies, fills, kernels), :mod:`.memory`, :mod:`.order` (streams, events,
-values) and :mod:`.graphs`. :mod:`.table` lists them by the name of the call.
+"""Rules of the driver calls, listed by the name of the call in :mod:`.table`.
+
+They are in :mod:`.work` (copies, fills, kernels), :mod:`.memory`, :mod:`.order` (streams, events, values) and
+:mod:`.graphs`.
 """

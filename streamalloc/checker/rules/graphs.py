@@ -24,12 +24,14 @@ _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DE
 
 
 def graph_of(state: State, handle: Any) -> TrackedGraph:
-    """The graph of a handle; an empty one, with a note, if it was not built through this driver."""
+    """Return the graph of a handle; an empty one, with a note, if it was not built through this driver."""
     return _built(state, state.graphs, number_of(handle), TrackedGraph)
 
 
 def executable_of(state: State, handle: Any) -> Executable:
-    """The executable graph of a handle; one without nodes, with a note, if this driver did not instantiate it."""
+    """Return the executable graph of a handle; one without nodes, with a note, if this driver did not instantiate it
+    .
+    """
     return _built(state, state.executables, number_of(handle), partial(Executable, []))
 
 
@@ -42,8 +44,9 @@ def _built(state: State, known: dict[int, T], number: int, make: Callable[[], T]
 
 
 def launch(state: State, executable: Executable, stream: TrackedStream, stack: Stack) -> None:
-    """Queue a launch of a graph. It runs after earlier launches of the same graph. If the stream is captured, add the
-    graph's nodes to the capture instead.
+    """Queue a launch of a graph (``cuGraphLaunch``), after earlier launches of the same graph. ``stack``: its place.
+
+    If the stream is captured, add the graph's nodes to the capture instead.
     """
     nodes, capture = executable.nodes, state.capture_of(stream)
     if capture is not None:
@@ -68,7 +71,7 @@ def launch(state: State, executable: Executable, stream: TrackedStream, stack: S
             if state.addresses.find(node.range.base) is not node.range:
                 state.addresses.add(node.range)
         elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-            # The addresses may be mapped differently since the capture. A launch uses the present mapping.
+            # The addresses may be mapped differently since the capture. A launch uses the current mapping.
             node.pieces = uses.all_pieces(state, ((low, high - low, write) for (_, low, high), write in node.pieces))
     _run(state, stream, together, stack)
     if not any(node.kind == "step" for node in nodes):
@@ -157,8 +160,9 @@ def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> N
 def _adds(
     at: int, make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """Rule for a call that adds a node: ``make`` returns our nodes for argument number ``at``. They are judged only at
-    the instantiation, because edges may be added until then.
+    """Rule for a call that adds a node: ``make`` returns the checker's nodes for argument number ``at``.
+
+    They are judged only at the instantiation, because edges may be added until then.
     """
     graph = graph_of(state, args[0])
     for node in make(state, args[at]):
@@ -167,8 +171,9 @@ def _adds(
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call that adds a node: report freed memory in its arguments. This comes before the call, because the
-    driver may refuse it.
+    """Rule for a call that adds a node: report freed memory that its arguments name (``touched``).
+
+    This comes before the call, because the driver may refuse it.
     """
     return uses.stale_at_launch(state, name, touched(state, args[3]))
 
@@ -214,7 +219,7 @@ def _value_node(state: State, params: Any) -> list[TrackedNode]:
 
 def _child(state: State, handle: Any) -> list[TrackedNode]:
     graph = graph_of(state, handle)
-    graph.judge(state.on_hazard)  # The driver copies the graph in its present state.
+    graph.judge(state.on_hazard)  # The driver copies the graph in its current state.
     return [replace(one, nested=True) for one in graph.nodes]
 
 
@@ -224,7 +229,7 @@ def _host_node(state: State, params: Any) -> list[TrackedNode]:
 
 
 class _Kind(NamedTuple):
-    """A kind of node: its name in names of calls and in ``CUgraphNodeType``, and its field in ``CUgraphNodeParams``."""
+    """Kind of node: its name in names of calls and in ``CUgraphNodeType``, and its field in ``CUgraphNodeParams``."""
 
     call: str
     type: str
@@ -279,7 +284,10 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
 def _sets(
     make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """Rule for a call that changes a node of a graph or an executable graph."""
+    """Rule for a call that changes a node of a graph or an executable graph.
+
+    ``make``: returns the nodes for its parameters.
+    """
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
     made = make(state, params)
@@ -301,8 +309,9 @@ def _sets(
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """Return the nodes without kernels that :meth:`~.wrapper.Recorder.used` reported, because a call has changed the
-    arguments of a kernel: the report may no longer be true.
+    """Remove the nodes of kernels that :meth:`~.wrapper.Recorder.used` reported.
+
+    A call has changed a kernel's arguments, so the reported uses may no longer be true.
     """
     if any(one.what == uses.KERNEL for one in nodes):
         state.notes.add("nodes", "reported uses of a kernel that got other arguments")
@@ -310,8 +319,10 @@ def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode
 
 
 def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
-    """Return the nodes with those of a handle replaced by ``made``. If no node has the handle, one of those without a
-    known handle was changed, nobody knows which: then these are left out, with a note.
+    """Return the nodes, with those of a handle replaced by ``made``.
+
+    If no node has the handle, a node without a known handle was changed, and it is unknown which. Then all of these are
+    left out, with a note.
     """
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is not None:

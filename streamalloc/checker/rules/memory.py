@@ -1,4 +1,6 @@
-"""Allocations and frees, pools, host memory, physical memory and its mappings; memory that processes share."""
+"""Rules for allocations and frees, pools, host memory, physical memory and its mappings, and memory that processes
+share.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
 
 
 def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Steps:
-    """Record that a call of the host frees ranges, or unmaps or releases them (``ending``). If the driver refuses the
-    call, undo that. Returns the driver's answer.
+    """Record that a call of the host frees ranges, or unmaps or releases them (``ending``). ``what``: the call.
+
+    If the driver refuses the call, undo that. Returns the driver's answer.
     """
     thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
@@ -58,7 +61,7 @@ def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> S
 
 
 def mappings(state: State, address: int, size: int) -> list[Range]:
-    """The mappings in an address range."""
+    """Return the mappings that overlap an address range."""
     return [one for one in state.addresses.overlapping(address, address + size) if one.kind == "mapping"]
 
 
@@ -86,7 +89,7 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _current_pool(state: State, device: int | None) -> int:
-    """The current pool of a device; 0 if unknown."""
+    """Return the handle of a device's current pool; 0 if it is unknown."""
     if device is not None and device not in state.current_pools:
         with beside_captures(state.ask.driver):
             pool = state.ask.number("cuDeviceGetMemPool", device)
@@ -97,7 +100,10 @@ def _current_pool(state: State, device: int | None) -> int:
 
 
 def _find_pool(state: State, pool: int, device: int) -> None:
-    """Record a pool that the driver or other code has made, with the access that devices have to it now."""
+    """Record a pool that the driver or other code has made, with the access that devices have to it now.
+
+    ``device``: that of its memory.
+    """
     if pool in state.pools:
         return
     grants = {device: 3}
@@ -167,8 +173,9 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
-    """Rule for an allocation. ``size``: returns its bytes. ``of_device``: memory that other devices reach only by peer
-    access to its context.
+    """Rule for an allocation. ``kind``: that of the memory. ``size``: returns its bytes.
+
+    ``of_device``: other devices reach the memory only by peer access to its context.
     """
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -231,7 +238,7 @@ def _ends_array(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for a call that finds a variable of a module or library. The variable ends when that is unloaded."""
+    """Rule for a call that finds a variable of a module or library. The unload of that ends the variable."""
     if None in answer[1:]:
         return  # C code may ask for the address or the size alone.
     there = state.addresses.find(int(answer[1]))
@@ -281,8 +288,9 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _device(args: Arguments) -> int | None:
-    """Return the device in a pool call's arguments, which is an ordinal or a location and an allocation type. None for
-    a pool of host memory.
+    """Return the device in a pool call's arguments; None for a pool of host memory.
+
+    The arguments are an ordinal, or a location and an allocation type.
     """
     location = getattr(args[0], "type", None)
     if location is None:
@@ -443,7 +451,7 @@ def _export(state: State, range_: Range, name: bytes = b"") -> None:
 
 
 def _size_at(state: State, address: Any) -> int:
-    """Return the size of the allocation at an address; 1 if the driver does not know it."""
+    """Return the bytes of the allocation at an address; 1 if the driver does not know it."""
     return state.ask.number("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 

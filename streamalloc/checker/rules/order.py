@@ -1,4 +1,4 @@
-"""Calls that order operations: streams, events and values in memory. Also the creation and end of contexts."""
+"""Rules for calls that order operations: those of streams, events and values in memory; and for the end of contexts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 @dataclass(eq=False, slots=True)
 class HostCall:
-    """A host function in a stream, called once or at each launch of a graph."""
+    """Host function in a stream, called once or at each launch of a graph."""
 
     _state: State
     stays: bool
@@ -37,7 +37,7 @@ class HostCall:
     _running: list[Obstacle] = field(default_factory=list)
 
     def queue(self, stream: TrackedStream) -> None:
-        """Queue a call of the host function in a stream, which waits until the call ends."""
+        """Queue a call of the host function in a stream: the stream's later work waits until the call ends."""
         if self.cancelled:
             return
         timeline = self._state.timeline
@@ -46,7 +46,7 @@ class HostCall:
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
-        """Begin the oldest queued call. The earlier work of its stream has ended."""
+        """Record that the oldest queued call begins, so that the earlier work of its stream has ended."""
         timeline = self._state.timeline
         if not self._queued:
             # Another library launched the graph, so no call was queued.
@@ -61,28 +61,26 @@ class HostCall:
             timeline.host_observes(before.clock)
 
     def ends(self) -> None:
-        """End the running call. The work after it in its stream may run from now on."""
+        """Record that the running call ends, so that the work after it in its stream may run."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
         self._state.thread().within = None
 
     def refused(self) -> None:
-        """Remove the call from the queue, because the driver refused it."""
+        """Remove a call that the driver refused to queue."""
         if self.stays:
             self.cancelled = True
         else:
             self.skip()
 
     def skip(self) -> None:
-        """Cancel the latest queued call, because the driver refused the call or the launch of its graph."""
+        """Cancel the latest queued call, because the driver refused to queue it or to launch its graph."""
         if self._queued:
             self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
 
 def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStream], object]) -> bool:
-    """Whether a stream is captured. If so, ``step`` becomes a node: each launch of the graph calls it with the stream
-    of the launch.
-    """
+    """Whether a stream is captured. If so, each launch of the graph calls ``step`` with the stream of the launch."""
     capture = state.capture_of(stream)
     if capture is not None:
         state.streams.name_nodes(stream, capture.step(step))
@@ -90,7 +88,10 @@ def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStrea
 
 
 def event_of(state: State, handle: Any) -> TrackedEvent:
-    """The event of a handle. One that was not created through this driver counts as an event of another library."""
+    """Return the event of a handle.
+
+    One that was not created through this driver counts as an event of another library.
+    """
     number = number_of(handle)
     found = state.events.get(number)
     if found is None:
@@ -99,8 +100,9 @@ def event_of(state: State, handle: Any) -> TrackedEvent:
 
 
 def record(state: State, event: TrackedEvent, stream: TrackedStream, external: bool = False) -> None:
-    """Record an event in a stream. If the stream is captured, the event joins the capture; with ``external``, each
-    launch of the graph records it.
+    """Record an event in a stream (``cuEventRecord``). If the stream is captured, the event joins the capture.
+
+    With ``external``, each launch of the graph records the event instead.
     """
     capture = state.capture_of(stream)
     if external and _at_launch(state, stream, lambda stream: record(state, event, stream)):
@@ -112,7 +114,7 @@ def record(state: State, event: TrackedEvent, stream: TrackedStream, external: b
 
 
 def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
-    """Record an event in a stream that is not captured."""
+    """Record an event in a stream that is not captured, and announce an interprocess event to other processes."""
     event.captured, event.mark = None, state.timeline.record(stream)
     event.note(stream, event.mark, state.place(1))
     if event.shared:
@@ -128,14 +130,17 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
 
 
 def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
-    """Note a wait for an event that only this program records."""
+    """Note a wait of ``actor`` for an event, for reports, unless other code or another process records the event, too
+    .
+    """
     if not (event.foreign or event.elsewhere):
         state.judge.waited(actor, event.wait(state.place(1)))
 
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
-    """Make a stream wait for an event. If the stream is captured, ``external`` makes each launch of the graph wait for
-    an event outside of the graph.
+    """Make a stream wait for an event (``cuStreamWaitEvent``).
+
+    If the stream is captured, ``external`` makes each launch of the graph wait for an event outside of the graph.
     """
     if event.captured is not None:
         of, clock = event.captured
@@ -155,7 +160,7 @@ def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: boo
 
 
 def write_value(state: State, stream: TrackedStream, address: int, value: int, bits: int) -> None:
-    """Queue a write of a value in a stream (``cuStreamWriteValue32``)."""
+    """Queue a write of ``value``, of ``bits`` bits, in a stream (``cuStreamWriteValue32``)."""
     if _at_launch(state, stream, lambda stream: write_value(state, stream, address, value, bits)):
         return
     state.sources.polled(stream, address, address + bits // 8)
@@ -173,7 +178,7 @@ def _is_shared(state: State, address: int) -> bool:
 
 
 def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Queue a use of a value in device memory. The memory must be allocated. Such a use races with no other use."""
+    """Queue a use of a value in device memory, which must be allocated. Such a use races with no other use."""
     found = state.addresses.find(address)
     if found is None or found.kind in HOST_KINDS:
         return
@@ -186,7 +191,7 @@ def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbyt
 
 
 def wait_value(state: State, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
-    """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
+    """Queue a wait of a stream for a value of ``bits`` bits (``cuStreamWaitValue32``). ``flag``: its comparison."""
     if _at_launch(state, stream, lambda stream: wait_value(state, stream, address, value, flag, bits)):
         return
     _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
@@ -212,7 +217,7 @@ def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, n
 
 
 def host_function(state: State, stream: TrackedStream) -> HostCall:
-    """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
+    """Queue a call of a host function in a stream, and return it. If the stream is captured, each launch calls it."""
     capture = state.capture_of(stream)
     made = HostCall(state, stays=capture is not None)
     if capture is None:
@@ -223,7 +228,10 @@ def host_function(state: State, stream: TrackedStream) -> HostCall:
 
 
 def end_context(state: State, context: int, what: str, stack: Stack) -> None:
-    """Record the end of a context with its streams and memory."""
+    """Record the end of a context with its streams and memory.
+
+    ``what``, ``stack``: the call that ends it, and its place.
+    """
     for handle in state.streams.end_context(context):
         state.account.lost("stream", handle)
     state.access.pop(context, None)
@@ -322,7 +330,7 @@ def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) 
 
 
 def _happened(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call from which the host learns that the events in its arguments have happened."""
+    """Rule for a call from which the host learns that the events in its arguments are done (``cuEventSynchronize``)."""
     state.sources.check()
     events = [event_of(state, handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
@@ -365,7 +373,10 @@ def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 
 def _names_value(state: State, name: str, args: Arguments) -> Steps:
-    """Check the memory of a value before the call. Other processes may see a written value during the call."""
+    """Rule for a write of a value or a wait for one: check the memory before the call.
+
+    Other processes may see a written value during the call, so uses that precede the write are dropped before it.
+    """
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
         stream = state.stream(args[0])
         state.interprocess.notifies(stream)
@@ -388,7 +399,7 @@ def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def batch_of_values(state: State, stream: TrackedStream, operations: Any) -> None:
-    """Queue writes of values and waits for values (``CUstreamBatchMemOpParams``)."""
+    """Queue the writes of values and the waits for values in a list of ``CUstreamBatchMemOpParams``."""
     for one in operations or ():
         kind = getattr(one.operation, "name", "")
         bits = 64 if kind.endswith("64") else 32
@@ -410,7 +421,7 @@ def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Around:
-    """Rule for a call that ends a context after its work. ``last``: only if it releases the last reference."""
+    """Rule for a call that ends a context after its work. ``last``: it does so only with the last reference."""
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         ended, stack = context(state, args), state.place()

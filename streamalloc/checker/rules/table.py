@@ -1,4 +1,4 @@
-"""The rules of all driver calls, by the name of the call."""
+"""Table of the rules of all driver calls, by the name of the call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEED_MEMORY = {
 
 
 def _checked(around: Around | None, at: int) -> Around:
-    """Rule that reports freed memory at argument number ``at`` and then does what ``around`` does."""
+    """Rule that reports freed memory at argument number ``at``, and then does what ``around`` does."""
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         gone = run_before(stale(state, 0, name, ((args[at], 1, False),), in_order=False))

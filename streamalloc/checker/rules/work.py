@@ -1,4 +1,4 @@
-"""Copies, fills and kernels: work that reads and writes memory."""
+"""Rules for copies, fills and kernels: work that reads and writes memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = 1 << 15
 
 
 class _Uses(NamedTuple):
-    """The memory that the arguments of one call name."""
+    """Memory that the arguments of one call name."""
 
     touched: Iterable[Touch] = ()
     """Reads and writes in stream order, as far as they are known."""
@@ -39,14 +39,17 @@ Read: TypeAlias = Callable[[State, Arguments], _Uses]
 
 
 def _stream(args: Arguments, at: int | None) -> Any:
-    """Return the stream's handle from an argument or a launch configuration."""
+    """Return the stream's handle from argument number ``at`` or a launch configuration there; None: the legacy stream
+    .
+    """
     given = 0 if at is None else args[at]
     return getattr(given, "hStream", given)
 
 
 def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> Around:
-    """Rule for a call that uses memory in a stream. ``stream_at``: index of the stream argument; None for synchronous
-    calls, which use the legacy stream. ``read``: returns the memory of a call.
+    """Rule for a call that uses memory in a stream. ``read``: returns the memory of a call.
+
+    ``stream_at``: index of the stream argument; None for synchronous calls, which use the legacy stream.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
@@ -70,7 +73,7 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
 
 
 def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool:
-    """Whether the host waits for the work. It does so for
+    """Whether the host waits for the work of a call on these sides. It does so for
 
     * a copy to pageable memory, even an asynchronous one;
     * a synchronous copy with a side in host memory, unless it is from pageable memory to a device;
@@ -86,7 +89,7 @@ def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool
 
 
 def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
-    """Whether the driver stages a copy: from pageable memory to a device."""
+    """Whether the driver stages a copy on these sides: one from pageable memory to a device."""
     if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
         return False
     target = None if sides[0] is None else number_of(sides[0])
@@ -94,8 +97,9 @@ def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
 
 
 def _fills(stream_at: int | None, width: int) -> Around:
-    """Rule for a fill. ``width``: bytes of an element. A small fill is also a write of values that streams may wait
-    for.
+    """Rule for a fill. ``width``: bytes of an element.
+
+    A small fill is also a write of values that streams may wait for.
     """
 
     def read(state: State, args: Arguments) -> _Uses:
@@ -113,8 +117,9 @@ def _fills(stream_at: int | None, width: int) -> Around:
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Around:
-    """Rule for a copy of bytes. The numbers are indexes of arguments: the stream (None for a synchronous call), the
-    size, and the source. The target is the first argument.
+    """Rule for a copy of bytes to the address in the first argument.
+
+    The numbers are indexes of the other arguments: the stream (None for a synchronous call), the size, and the source.
     """
     return _works(stream_at, lambda state, args: _copied(state, args[0], args[source_at], int(args[size_at])))
 
@@ -131,7 +136,10 @@ def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """Return a use for each row of a plane, or a single one if the rows are contiguous. ``write``: they are written."""
+    """Return a use for each row of a plane, or a single one if the rows are contiguous. ``write``: they are written.
+
+    At most 32,768 rows are returned; the others are left out, with a note.
+    """
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
     if height > _ROWS:
@@ -169,7 +177,10 @@ def _array(state: State, handle: Any) -> TrackedArray | None:
 
 
 def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Touch]:
-    """Return the rows of a box of several planes, each with ``lines`` rows. ``sizes``: width, height and depth."""
+    """Return the rows of a box of several planes, each with ``lines`` rows of ``pitch`` bytes.
+
+    ``sizes``: width, height and depth.
+    """
     width, height, depth = sizes
     if lines == height:
         return rows(state, start, pitch, width, height * depth, write)
@@ -178,7 +189,7 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
 
 
 def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
-    """Uses of a batch of ``CUDA_MEMCPY3D_BATCH_OP``."""
+    """Return the uses of a batch of ``CUDA_MEMCPY3D_BATCH_OP``."""
     touched: list[Touch] = []
     taken: list[Touch] = []
     for one in operations:
@@ -205,8 +216,9 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
-    """Rule for a copy of a row to or from an array. ``target`` and ``source``: index of the side's first argument. An
-    array has two arguments: its handle, and an offset in bytes.
+    """Rule for a copy of a row to or from an array. ``target`` and ``source``: index of the side's first argument.
+
+    An array has two arguments: its handle, and an offset in bytes. ``array_to``, ``array_from``: the side is an array.
     """
 
     def read(state: State, args: Arguments) -> _Uses:
@@ -230,7 +242,7 @@ def _order(one: Any) -> int:
 
 
 def _batch(state: State, args: Arguments) -> _Uses:
-    """Uses of a batch of copies."""
+    """Return the uses of a batch of copies (``cuMemcpyBatchAsync``)."""
     targets, sources, sizes, _, attributes, begins = args[:6]
     # `begins[i]` is the index of the first copy that has attribute `i`.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
@@ -246,14 +258,14 @@ def _batch(state: State, args: Arguments) -> _Uses:
 
 
 def _with_attributes(state: State, args: Arguments) -> _Uses:
-    """Uses of ``cuMemcpyWithAttributesAsync``."""
+    """Return the uses of ``cuMemcpyWithAttributesAsync``."""
     one = _batch(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
     copied = _copied(state, args[0], args[1], int(args[2]))
     return one._replace(sides=copied.sides, then=copied.then)
 
 
 def _discarded(state: State, args: Arguments) -> list[Touch]:
-    """The ranges of a discard, which count as written."""
+    """Return the ranges of a discard, which count as written."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
@@ -266,8 +278,9 @@ def _fills_rows(stream_at: int | None, width: int) -> Around:
 
 
 def _side(copy: Any, side: str) -> Any:
-    """Return the address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``; None for an
-    array.
+    """Return the address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``.
+
+    None for an array.
     """
     kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
     return None if "ARRAY" in kind else getattr(copy, side + ("Host" if "HOST" in kind else "Device"))
@@ -283,8 +296,10 @@ def _copies_plane(stream_at: int | None) -> Around:
 
 
 def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> Around:
-    """Rule for a kernel launch. The numbers are indexes of the call's arguments: the stream or the launch
-    configuration, the kernel's arguments (None if its uses are unknown), and the function.
+    """Rule for a kernel launch. The numbers are indexes of the call's arguments.
+
+    ``stream_at``: the stream or the launch configuration. ``params_at``: the kernel's arguments; None if its uses are
+    unknown. ``function_at``: the function.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
