@@ -156,7 +156,7 @@ def tap_of(function: Any) -> Tap | None:
 def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
     """Return an allocator's function in a form that does not notify these watchers.
 
-    A cache notifies its own watchers itself. Without this, the pool below it would record the same memory aga
+    A cache notifies its own watchers itself. Without this, the pool below it would record the same memory again.
     """
     return functools.partial(function, except_for=watchers) if watchers and tap_of(function) else function
 

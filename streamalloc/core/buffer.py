@@ -683,7 +683,7 @@ class GraphBuffer(Buffer):
 
 class _Graphs(NamedTuple):
     """Stand-in for a :class:`Capture` where a graph is built node by node: buffers read its attribute ``graph``
-    on
+    only.
     """
 
     graph: Graph
@@ -734,7 +734,7 @@ def past_caches(buffer: Buffer) -> Buffer:
     one.
 
     The call takes cached memory out of its cache for good. A later free of the cached buffer frees the pool's
-    buff
+    buffer.
     """
     return buffer._past_caches()
 

@@ -349,7 +349,7 @@ class CopyOptions:
     src_location_hint, dst_location_hint
         Location to assume for managed memory; None for no hint.
     overlap_mode
-        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels r
+        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run.
     """
 
     src_access_order: _Order = "stream"

@@ -188,7 +188,7 @@ class Device:
         Raises
         ------
         ValueError
-            ``peer`` belongs to another driv
+            ``peer`` belongs to another driver.
         """
         if peer._session is not self._session:
             raise ValueError(f"{peer!r} belongs to another driver than {self!r}")

@@ -164,7 +164,7 @@ def refuse_windows(name: str, handle_types: MemHandleType) -> None:
 
 def bindings_member(enum_name: str, member: str) -> Any:
     """Return a member of an enum of the bindings. Raises NotSupportedError that names the bindings which first
-    have
+    have it.
     """
     found = enum_member(enum_name, member)
     if found is None:

@@ -130,7 +130,7 @@ class Closes(Unique, Leaves):
 
 def close_all(owners: Iterable[Closes]) -> None:
     """Close the owners in their order. If ``close`` of one raises, its error propagates, and the later ones stay
-    op
+    open.
     """
     for owner in owners:
         owner.close()

@@ -1024,7 +1024,7 @@ def direct_handle(stream: object, session: Session) -> Any | None:
     """Return the ``CUstream`` for direct calls of any kind, allocations included; None if they are not allowed.
 
     They are allowed for an open stream of ``session``'s driver that is not being captured and that no other code
-    kno
+    knows.
     """
     return stream.unlent if isinstance(stream, Stream) and stream._session is session else None
 
