@@ -11,7 +11,7 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, M
 
 
 class GrantsAccess(Allocator):
-    """The part of a pool that concerns access to its memory. :class:`MemoryPool` is one."""
+    """The methods of :class:`MemoryPool` that read and set which devices have access to its memory."""
 
     __slots__ = ("closed",)
 
@@ -24,15 +24,17 @@ class GrantsAccess(Allocator):
         return self._raw
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
-        """Call a driver function whose first argument is this pool."""
+        """Call driver function ``name`` with this pool as its first argument, and return its results. Raises
+        ClosedError, CudaError with ``hint``.
+        """
         return self._session.call(name, self._checked_raw(), *args, hint=hint)
 
     @property
     def peers(self) -> frozenset[Device]:
-        """Further devices that have access to the pool's memory (``cuMemPoolGetAccess``).
+        """Devices with access to the pool's memory, beside the device that has it (``cuMemPoolGetAccess``).
 
-        Assign devices to grant them access and to revoke that of others (``cuMemPoolSetAccess``), as
-        :meth:`set_access` does, with its errors.
+        Assign devices to grant access to these, and to revoke that of all others (``cuMemPoolSetAccess``). Errors as
+        for :meth:`set_access`.
         """
         others = (one for one in Device.all(self._session.driver) if one.location != self.location)
         return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
@@ -75,7 +77,9 @@ class GrantsAccess(Allocator):
         self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
     def access(self, who: Device | MemLocation | int) -> MemAccess:
-        """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
+        """Return the permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``). Raises
+        ClosedError, and TypeError or ValueError if ``who`` is no location of the driver.
+        """
         self._checked_raw()
         location = self._location_of(who, check_peer=False)
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))

@@ -58,7 +58,7 @@ THIS = "this"
 
 
 def is_ours(owner: object) -> bool:
-    """Whether ``owner`` says that the new object ends the handle. Raises ``ValueError`` for another string."""
+    """Whether ``owner`` is ``"this"``: the new object ends the handle. Raises ``ValueError`` for another string."""
     if isinstance(owner, str) and owner != THIS:
         raise ValueError(
             f"owner={owner!r}: allowed are the object that owns the handle, None if code without such an object does, "
@@ -74,7 +74,7 @@ def refuse_second_owner(known: object) -> ValueError:
 
 def number_of_handle(name: str, value: Any, kind: type) -> int:
     """Return a driver handle as a number. ``value`` is an integer, a ctypes object, or an object of the bindings' class
-    ``kind``.
+    ``kind``. Raises TypeError, ValueError with the argument's ``name``.
     """
     value = value.value if isinstance(value, ctypes.c_void_p) else value
     other = type(value).__module__.startswith("cuda.bindings.") and not isinstance(value, kind)
@@ -87,10 +87,11 @@ def number_of_handle(name: str, value: Any, kind: type) -> int:
 
 
 def check_handle(session: Session, name: str, value: Any, kind: type) -> int:
-    """Return a handle of the class ``kind`` as a number; refuse one that the driver would crash on.
+    """Return ``value``, a handle of the class ``kind``, as a number. Refuse a handle that would crash the driver.
 
-    The handles of driver 580 are addresses of this process, which it reads unchecked. A driver's context shows whether
-    its handles are such addresses: only then the handle is checked.
+    Handles of driver 580 are addresses of this process, which the driver reads unchecked. If the handle of the primary
+    context is a readable address, the driver is such a one, and ``value`` must be a readable address, too. ``name``:
+    the argument's name, for errors.
 
     Raises
     ------
@@ -113,10 +114,11 @@ def _is_readable(address: int) -> bool:
 
 
 class OnceIdle(Deferred):
-    """A driver call that waits for the devices, made on its own thread once they are idle.
+    """A driver call that waits for the devices, made on a thread of its own once they are idle.
 
-    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
-    of this process, the call would never return. ``call`` may run twice, so a second run must do nothing.
+    While such a call waits, driver 580 blocks all other threads that need the context. If the device then waits for an
+    act of one of these threads, none of them would ever continue. ``call`` may run twice, so a second run must do
+    nothing.
     """
 
     __slots__ = ("_call", "_not_before", "_session")
@@ -146,7 +148,7 @@ class OnceIdle(Deferred):
                 return
 
     def _idle(self) -> bool:
-        """Whether all present work of the devices has completed, within a few short queries."""
+        """Whether the work that is queued now on known streams completes within a few short queries."""
         queued = Fence(self._session)
         for pause in _QUERIES:
             time.sleep(pause)
@@ -163,8 +165,8 @@ class PlainEnd(HandleEnd):
     __slots__ = ("_use", "owner", "source", "stream")
 
     def __init__(self, source: Any, call: str, address: int | None, stream: Stream, owner: object) -> None:
-        """``call``: the driver function that frees the memory; empty if ``owner`` frees it. ``source``: the
-        allocator.
+        """Make the item. ``call``: the driver function that frees the memory at ``address``; empty if ``owner`` frees
+        it. ``source``: the allocator. ``stream``: the stream whose work comes first.
         """
         super().__init__(session_of(source), call, address)
         self.source = source
@@ -178,7 +180,9 @@ class PlainEnd(HandleEnd):
         return int(self._raw or 0)
 
     def end(self) -> None:
-        """End the memory. The host waits for the stream if a driver call frees it."""
+        """End the memory now if a driver call frees it: the host waits for the stream first. Otherwise drop the
+        reference to the owner once the stream's work is done. Raises CudaError; an item then ends the memory later.
+        """
         if self._call:
             # The stream of a dropped buffer may be closed. Its work is done then, so there is nothing to wait for.
             if not self.stream.closed:
@@ -207,14 +211,17 @@ class PlainEnd(HandleEnd):
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
-    """End memory, in the place of the driver's function for frees: with its arguments and its answer."""
+    """End memory (:meth:`PlainEnd.end`). Allocators call this in place of ``cuMemFreeAsync``, so it has the arguments
+    and the answer of that function.
+    """
     end.end()
     return (cuda.CUresult.CUDA_SUCCESS,)
 
 
 def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
-    """Return the place of memory, and the driver function that frees it if it is ours. Raises as
-    :meth:`Buffer.from_handle`.
+    """Return a source with the location of ``nbytes`` bytes at ``address`` (``cuPointerGetAttribute``), and the driver
+    function that frees them; ``""`` unless ``ours``: the new buffer is to free them. Raises ValueError as
+    :meth:`Buffer.from_handle` does.
     """
     ask = Address(session, address)
     place = residence_of(session, address)
@@ -255,8 +262,8 @@ def _free_call(ask: Address, place: Residence) -> str:
 
 
 class PlainBuffer(Buffer):
-    """A :class:`Buffer` of memory that is of no pool or that other code owns. Its :class:`PlainEnd` ends the memory,
-    after the work of its stream.
+    """A :class:`Buffer` of memory that is of no pool, or that other code owns. Its :class:`PlainEnd` ends the memory
+    after the work of the buffer's stream.
     """
 
     __slots__ = ("_end",)
@@ -278,7 +285,9 @@ class PlainBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """Object that owns the memory, or its allocator. None once it was released, and if there is none."""
+        """Object that owns the memory, or the allocator that made it. None if there is no such object, and after the
+        memory was released.
+        """
         return self._end.owner
 
     @property
@@ -297,7 +306,9 @@ class PlainBuffer(Buffer):
     def free(
         self, stream: StreamLike | None = None, still_imported: StillImported = "defer", timeout: float | None = None
     ) -> None:
-        """End the use after the work of a stream, as :meth:`Buffer.from_handle` describes."""
+        """End the use of the memory after the work of ``stream``, by default the buffer's own: free it if this buffer
+        owns it, otherwise let its owner go (:meth:`Buffer.from_handle`). Errors as for :meth:`Buffer.free`.
+        """
         self._free_checked(stream, still_imported, timeout)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:

@@ -66,13 +66,17 @@ class PoolEnd(HandleEnd):
         """Number of threads that read statistics; the pool is not destroyed meanwhile."""
 
     def close(self) -> None:
-        """Mark the pool as closed. If it is current, make the default pool of its location current."""
+        """List the pool as closed. If it is current, make the default pool of its location current
+        (``cuDeviceSetMemPool``, ``cuMemSetMemPool``). Raises CudaError.
+        """
         if self._raw is not None:
             pools_of(self._session).closed.add(int(self._raw))
         self._resign()
 
     def attempt(self) -> bool:
-        """Destroy the pool (``cuMemPoolDestroy``) if that is safe now. Returns whether it is destroyed."""
+        """Destroy the pool (``cuMemPoolDestroy``) if it has no allocation, no pending free and no reader. Returns
+        whether it is destroyed. Raises CudaError.
+        """
         raw = self._raw
         if raw is None:
             return True
@@ -119,8 +123,8 @@ class PoolEnd(HandleEnd):
         if self._frees is None:
             self._frees = Fence(self._session)
         if self._frees.done():
-            # If the pool is still not empty, a free is on a stream that is not known, or was made after the fence: the
-            # next attempt makes a new fence.
+            # If the pool is still not empty below, a free was made on an unknown stream or after the fence: the next
+            # attempt makes a new fence.
             self._frees = None
         return self._is_empty()
 

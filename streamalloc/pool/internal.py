@@ -40,5 +40,5 @@ def reachable_from(pool: MemoryPool, device: Device) -> bool:
 
 
 def collect_dropped(cache: CachingAllocator) -> None:
-    """Put blocks of dropped buffers into the free lists of a cache."""
+    """Put the blocks of dropped buffers into the free lists of ``cache``; otherwise the next miss does so."""
     cache._state.collect_dropped()

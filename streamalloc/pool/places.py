@@ -1,4 +1,6 @@
-"""Places of memory: the device or the host that an address is on, as the driver says, also for memory of other code."""
+"""Locations of memory, as the driver reports them: of an address, of a pool, also those of other code; and the default
+and current pools of a location.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Address(NamedTuple):
     number: int
 
     def value(self, name: str) -> Any:
-        """Return the value of an attribute (``cuPointerGetAttribute``)."""
+        """Return the value of the attribute ``CU_POINTER_ATTRIBUTE_<name>`` (``cuPointerGetAttribute``); 0 if the
+        driver refuses it.
+        """
         attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         try:
             return self.session.call("cuPointerGetAttribute", attribute, self.number)
@@ -31,7 +35,9 @@ class Address(NamedTuple):
             return 0
 
     def integer(self, name: str) -> int:
-        """Return the value of an attribute as an integer."""
+        """Return the value of the attribute ``CU_POINTER_ATTRIBUTE_<name>`` as an integer; 0 if the driver
+        refuses it.
+        """
         return int(self.value(name))
 
 
@@ -39,8 +45,8 @@ def residence_of(session: Session, address: int) -> Residence | None:
     """Return the location of the memory at an address. Return None for pageable host memory, freed memory, and
     addresses without memory.
 
-    Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
-    13.3 read 0 for every device there. Captures stay valid.
+    The location is that of the address's pool, context or mapped allocation. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is
+    not used: bindings 13.3 read 0 for every device there. Captures stay valid.
     """
     with session.relaxed():
         ask = Address(session, address)
@@ -77,11 +83,13 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
 def location_of_pool(
     session: Session, raw: Any, on_host: bool, allocation_type: MemAllocationType
 ) -> MemLocation | None:
-    """Return the location of a pool; None if the pool was not made here and its location cannot be found.
+    """Return the location of the pool ``raw`` (``CUmemoryPool``); None if the pool has no object here and its location
+    cannot be found. ``on_host`` and ``allocation_type`` are those of its memory.
 
-    Not all bindings can read it from the driver. So it is inferred:
+    Not all bindings can read the location from the driver. So it is inferred:
 
-    * Device memory is that of the only device with access, because a device always has access to its own pool.
+    * Device memory is that of the only device with access (``cuMemPoolGetAccess``): a device always has access to its
+      own pool.
     * A pool that is the default or the current pool of a location is in that location.
     * Other host memory counts as that of any NUMA node.
     """
@@ -117,7 +125,9 @@ def _named_pools(session: Session, location: MemLocation, allocation_type: MemAl
 
 
 def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
-    """Whether a device has access to a pool's memory; False if the driver does not tell."""
+    """Whether ``device`` has access to the memory of the pool ``raw`` (``cuMemPoolGetAccess``); False if the driver
+    refuses to say.
+    """
     try:
         flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
     except (InvalidValueError, InvalidDeviceError):
@@ -129,14 +139,19 @@ def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
 
 
 def existing_pool(session: Session, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
-    """Return the driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
+    """Return the ``CUmemoryPool`` of a location's default pool (``which="Default"``: ``cuDeviceGetDefaultMemPool``,
+    ``cuMemGetDefaultMemPool``) or current pool (``which=""``: ``cuDeviceGetMemPool``, ``cuMemGetMemPool``). Raises
+    CudaError.
+    """
     if has_calls_of_its_own(location, allocation_type):
         return session.call(f"cuDeviceGet{which}MemPool", location.id)
     return session.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
 
 
 def set_current_pool(session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
-    """Make a pool the current one of a location."""
+    """Make the pool ``raw`` (``CUmemoryPool``) the current one of a location and kind of memory
+    (``cuDeviceSetMemPool``, ``cuMemSetMemPool``). Raises CudaError.
+    """
     if has_calls_of_its_own(location, allocation_type):
         session.call("cuDeviceSetMemPool", location.id, raw)
     else:

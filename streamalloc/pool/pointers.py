@@ -70,12 +70,12 @@ class PointerAttributes:
 
     @property
     def shareable(self) -> bool:
-        """Whether another process could open the memory."""
+        """Whether the memory can be shared with another process, by a handle type or by ``cuIpcGetMemHandle``."""
         return self.legacy_ipc or bool(self.handle_types)
 
 
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
-    """The attributes of an address (``cuPointerGetAttribute``).
+    """Return the attributes of an address (``cuPointerGetAttribute``).
 
     An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory the driver
     documents no answer; drivers so far report it as unknown.
@@ -145,10 +145,10 @@ def _pool_at(session: Session, ask: Address, kind: MemoryKind) -> MemoryPool | N
 
 
 def _device_at(session: Session, ask: Address, pool: MemoryPool | None) -> Device | None:
-    """The device of an address.
+    """Return the device of an address; None for host memory of a pool and for memory without a context.
 
-    Read from the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every
-    device there.
+    It is that of the pool or the context. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is not used: bindings 13.3 read 0 for
+    every device there.
     """
     if pool is not None:
         return None if pool.location.on_host else Device(pool.location.id, driver=session.driver)

@@ -76,9 +76,9 @@ POOL_STEP = 32 << 20
 class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
-    Closing or dropping the object destroys a pool that was made here. Live allocations stay usable, and the driver
-    keeps their memory until they are freed. Pools of :meth:`default` and :meth:`current` belong to the driver or to
-    other code: closing such an object does nothing.
+    A pool that was made here is destroyed after the object was closed or dropped, once all its allocations are freed
+    (``cuMemPoolDestroy``). Until then they stay usable. Pools of :meth:`default` and :meth:`current` belong to the
+    driver or to other code: :meth:`close` does nothing to them.
 
     Examples
     --------
@@ -102,18 +102,18 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     release_threshold
         Bytes that stay reserved when the host synchronises; None leaves the driver's default, 0.
     initial_size
-        Bytes that the pool reserves at once, in steps of the driver, by an allocation that is freed again. By default
-        the ``release_threshold`` is then what the pool reserves.
+        Bytes that the pool reserves when it is made, rounded up to steps of the driver: a buffer of this size is
+        allocated and freed. Unless ``release_threshold`` is given, it is set to the bytes reserved.
     name
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
         Policy for an allocation that finds no memory even after caches of the pool have returned theirs. ``"raise"``
-        raises the error. ``"sync-trim-retry"`` waits for the streams that this library knows, trims the pool, and tries
-        once more. A function gets the :class:`OutOfMemoryError`. If it has released memory, it returns True, and the
-        allocation is attempted again. It is called after each failed attempt, on the thread of the allocation, but not
-        while the stream is captured. Its exceptions go to the caller of the allocation.
+        raises the error. ``"sync-trim-retry"`` waits for the streams that this package knows, trims the pool, and
+        attempts the allocation once more. A function is called with the :class:`OutOfMemoryError` after each failed
+        attempt, on the thread of the allocation, but not while the stream is captured. If it returns True, because it
+        has released memory, the allocation is attempted again. Its exceptions go to the caller of the allocation.
     driver
-        The driver to use, where ``where`` does not name a device.
+        The driver to use if ``where`` is not a :class:`Device`.
 
     Raises
     ------
@@ -184,7 +184,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
                     self._prime(initial_size, release_threshold is None)
 
     def _prime(self, nbytes: int, keep: bool) -> None:
-        """Reserve memory by an allocation; ``keep``: set the release threshold to what is then reserved."""
+        """Reserve ``nbytes`` bytes by an allocation that is freed again; ``keep``: set the release threshold to what is
+        then reserved.
+        """
         ordinal = self.location.id if self.location.type is MemLocationType.DEVICE else 0
         with Device(ordinal, driver=self._session.driver).create_stream() as stream:
             with self.allocate(nbytes, stream):
@@ -211,7 +213,11 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """The default pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``)."""
+        """Return the default pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``).
+
+        ``where``: a device, its ordinal, or a location. ``driver``: the driver to use if it is not a :class:`Device`.
+        Raises TypeError, ValueError for a location without such a pool, NotSupportedError for an older driver.
+        """
         return cls._existing("Default", where, allocation_type, driver)
 
     @classmethod
@@ -222,7 +228,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """The pool of allocations that name none (``cuDeviceGetMemPool``, ``cuMemGetMemPool``)."""
+        """Return the pool of a location from which allocations that name none come (``cuDeviceGetMemPool``,
+        ``cuMemGetMemPool``). Arguments and errors as for :meth:`default`.
+        """
         return cls._existing("", where, allocation_type, driver)
 
     @classmethod
@@ -334,7 +342,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUmemoryPool``) as a number."""
+        """The driver's handle (``CUmemoryPool``) as a number. Raises ClosedError if the pool was closed."""
         return int(self._checked_raw())
 
     @property
@@ -344,13 +352,15 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def attributes(self) -> PoolAttributes:
-        """The attributes of the pool. To read one asks the driver, to assign one sets it."""
+        """The attributes of the pool: reading one asks the driver (``cuMemPoolGetAttribute``), assigning one sets it
+        (``cuMemPoolSetAttribute``).
+        """
         return PoolAttributes(self)
 
     def statistics(self) -> PoolStatistics:
         """Return bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
 
-        Deferred frees that are ready run first.
+        The deferred releases that are possible now are made first. Raises ClosedError.
         """
         session = self._session
         work(session)
@@ -367,10 +377,16 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             self.attributes._set(peak, cuda.cuuint64_t(0))
 
     def trim(self, keep: int | str = 0) -> int:
-        """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``). Returns the number of bytes released.
+        """Release unused memory, down to ``keep`` bytes or a text such as ``"64MiB"`` (``cuMemPoolTrimTo``). Returns
+        the number of bytes released.
 
-        Memory is unused once the host has synchronised with its free. If frees are still pending, the pool releases
-        less, with a :class:`PendingFreesWarning`.
+        Memory is unused once the host has synchronised with its free. If much memory stays reserved, the call warns
+        (:class:`PendingFreesWarning`): frees are pending, or live allocations lie scattered over growth steps.
+
+        Raises
+        ------
+        TypeError, ValueError, ClosedError
+            ``keep`` is not a size, or the pool was closed.
         """
         keep = size_of("keep", keep)
         work(self._session)
@@ -396,9 +412,11 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return self
 
     def make_current(self) -> MadeCurrent:
-        """Make this the pool of allocations that name none (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
+        """Make this the pool of its location for allocations that name none (``cuDeviceSetMemPool``,
+        ``cuMemSetMemPool``).
 
-        It takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
+        The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
+        Raises ClosedError.
         """
         self._checked_raw()
         previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
@@ -439,9 +457,10 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def close(self) -> None:
         """End the pool if it was made here (``cuMemPoolDestroy``); idempotent.
 
-        Allocations that are alive stay usable and can be freed. The pool is destroyed once all its allocations are
-        freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
-        its location becomes current. A pool that other code destroys stays as it is, and so does this object.
+        Live allocations stay usable and can be freed. The pool is destroyed at a later point of work, such as a
+        synchronisation of the host, once all its allocations are freed and the frees have run. If the pool is current,
+        the default pool of its location becomes current. Caches over the pool are closed. For a pool that other code
+        owns, the call does nothing.
         """
         if self.closed or self._end is None:
             return
@@ -517,7 +536,9 @@ class CurrentPool(Allocator):
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
-        """Return the allocator of a device's current pool: the same object while it lives."""
+        """Return the allocator of the pool that is current on ``device`` at each allocation; the same object while it
+        lives. Raises ForkedProcessError.
+        """
         current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
         if not isinstance(found, CurrentPool):
@@ -555,7 +576,15 @@ class CurrentPool(Allocator):
 def allocate(nbytes: int, stream: StreamLike) -> Buffer:
     """Allocate from the current pool of the stream's device (``cuMemAllocAsync``), as :meth:`MemoryPool.allocate` does.
 
-    A stream of another library belongs to the default driver.
+    Parameters
+    ----------
+    nbytes, stream
+        As for :meth:`MemoryPool.allocate`. A stream of another library is taken for one of the default driver.
+
+    Raises
+    ------
+    OutOfMemoryError, TypeError, ValueError, ClosedError
+        As for :meth:`MemoryPool.allocate`.
     """
     if not isinstance(stream, Stream):
         stream = as_stream(stream, Session.of(default_driver()))
@@ -564,7 +593,9 @@ def allocate(nbytes: int, stream: StreamLike) -> Buffer:
 
 @contextlib.contextmanager
 def reading(pool: MemoryPool) -> Iterator[None]:
-    """Keep an open pool from being destroyed within the ``with`` block, whichever thread closes it."""
+    """Keep an open pool from being destroyed during a ``with`` block that asks the driver about it, even if another
+    thread closes the pool: the driver may crash on the handle of a destroyed pool.
+    """
     end = pool._end
     if end is None:
         yield
@@ -578,14 +609,16 @@ def reading(pool: MemoryPool) -> Iterator[None]:
 
 
 def known_pools(session: Session) -> list[MemoryPool]:
-    """The open pools of a driver that have an object in this process."""
+    """Return the open pools of a driver that have an object in this process."""
     # By a list of the references, because other threads may make pools meanwhile.
     known = [reference() for reference in pools_of(session).alive.valuerefs()]
     return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 
 
 def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool | None = None) -> tuple[str, ...]:
-    """Return lines for an out-of-memory error: the pools that hold memory of a location, most bytes first."""
+    """Return lines for an out-of-memory error: the pools but ``except_for`` that hold memory of a location, most bytes
+    first.
+    """
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
         if pool.location == location and pool is not except_for:
@@ -597,7 +630,9 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
 
 
 def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocationType]:
-    """Return location and kind of a pool, as the driver tells them; the location is None if it does not."""
+    """Return the location and kind of the pool ``raw``, as the driver reports them (``cuMemPoolGetAttribute``); the
+    location is None if it reports none. Raises CudaError for a destroyed or imported pool.
+    """
     made = MemoryPool.__new__(MemoryPool)
     made._session, made._raw, made.closed = session, raw, False
     # The attribute is read first, because driver 580 refuses it for a destroyed pool. cuMemPoolGetAccess, below, would
@@ -631,7 +666,9 @@ def _properties_of(
 
 
 def _limit_of(location: MemLocation, max_size: float | str, session: Session) -> int:
-    """Return the most bytes of a pool: a size, or a share of the device's memory."""
+    """Return the most bytes of a pool for ``max_size``: a size, or as a float a share of the device's memory. Raises
+    TypeError, ValueError.
+    """
     if not isinstance(max_size, float):
         return size_of("max_size", max_size)
     if not 0 < max_size <= 1 or location.type is not MemLocationType.DEVICE:
@@ -650,7 +687,9 @@ def _memory_of(device: Device) -> dict[str, Any]:
 
 
 def _why_refused(properties: MemPoolProps) -> str:
-    """The usual cause of the driver's refusal to make a pool."""
+    """Return the usual cause if the driver refuses to make a pool with these properties, for the error's hint; ``""``
+    if there is none.
+    """
     if properties.handle_types & MemHandleType.FABRIC:
         return FABRIC_NEEDS
     if properties.alloc_type is MemAllocationType.MANAGED:

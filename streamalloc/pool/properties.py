@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Field of CUmemPoolProps in bindings 13.4 and newer.
 _RDMA = "gpuDirectRDMACapable"
 
-# The driver reserves address space for a pool's maximum size, and a pointer has 48 usable bits. For sizes near 2**64
-# cuMemPoolCreate of driver 580 does not return.
+# The driver reserves address space for a pool's maximum size, and a pointer has 48 usable bits. With sizes near 2**64,
+# cuMemPoolCreate of driver 580 never returns.
 _LARGEST_POOL = 1 << 48
 
 
@@ -116,7 +116,9 @@ class MemPoolProps:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmemPoolProps`` holds."""
+        """Return the properties that a ``CUmemPoolProps`` holds. Raises ValueError if they break a rule of
+        ``cuMemPoolCreate``.
+        """
         return cls(
             alloc_type=MemAllocationType(int(struct.allocType)),
             handle_types=MemHandleType(read_handle_types(struct)),

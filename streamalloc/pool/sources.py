@@ -47,7 +47,7 @@ class _Source(Allocator):
         self._bind(session, _obtain, None, end_plain)
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate memory. A stream does not order the allocation, only the end of the memory.
+        """Allocate memory at once. ``stream`` orders only the end of the memory, and operations that name no stream.
 
         Parameters
         ----------
@@ -75,7 +75,9 @@ class _Source(Allocator):
         return PlainBuffer(end, nbytes)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:
-        """Obtain memory, and return the item that ends it."""
+        """Obtain ``nbytes`` bytes, and return the item that ends them after the work of ``stream``. Raises
+        OutOfMemoryError, or what the function of a :class:`CallbackAllocator` raises.
+        """
         raise NotImplementedError
 
     @property
@@ -94,9 +96,11 @@ class _Source(Allocator):
 
 
 def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[Any, PlainEnd]:
-    """Obtain memory, in the place of the driver's function for allocations. ``request``: the allocator and the stream.
+    """Obtain memory, in place of ``cuMemAllocFromPoolAsync`` and with its arguments and answer. ``request``, in place
+    of the pool's handle: the allocator and the stream.
 
-    This is not a method, because the allocator keeps the function: a bound method would form a cycle with it.
+    This is not a method: the allocator keeps the function, and a bound method would form a cycle with the
+    allocator.
     """
     source, stream = request
     return cuda.CUresult.CUDA_SUCCESS, source._end_of_new(nbytes, stream)
@@ -106,8 +110,8 @@ class PlainMemory(_Source):
     """Memory that is allocated at once and freed after the host has waited: ``cuMemAlloc``, ``cuMemAllocManaged``,
     ``cuMemHostAlloc``.
 
-    For neighbours that need such memory: legacy sharing (``cuIpcGetMemHandle``), registration without pools, managed
-    memory where there are no managed pools. Otherwise take a :class:`MemoryPool`, which does not wait. ::
+    For code that needs such memory: legacy sharing (``cuIpcGetMemHandle``), registration that takes no memory of pools,
+    and managed memory if there are no managed pools. Otherwise take a :class:`MemoryPool`, which does not wait. ::
 
         with sa.PlainMemory(device).allocate(2 << 20, stream) as buffer:
             buffer.fill(0)
@@ -122,7 +126,7 @@ class PlainMemory(_Source):
     managed
         Whether the memory migrates between the devices and the host.
     write_combined
-        Of host memory: fast to write, slow to read by the CPU.
+        For host memory: whether it is write-combined, which is fast for the CPU to write and slow to read.
     driver
         The driver to use if ``where`` is not a device.
 
@@ -155,7 +159,9 @@ class PlainMemory(_Source):
         return self._create(stream, name, nbytes, *more)[0]
 
     def _create(self, stream: Stream, name: str, *args: int) -> tuple[PlainEnd, int]:
-        """Call the driver function that allocates; return the end of the memory, and the pitch if there is one."""
+        """Call driver function ``name``, which allocates; return the item that ends the memory, and the pitch in bytes,
+        0 if there is none. Raises OutOfMemoryError, CudaError.
+        """
         session, on_host, pitch = self._session, self.location.on_host, 0
         end = PlainEnd(self, "cuMemFreeHost" if on_host else "cuMemFree", None, stream, self)
         # If the context cannot be restored, the memory is freed all the same.
@@ -180,9 +186,11 @@ class PlainMemory(_Source):
         Raises
         ------
         ValueError
-            The memory is not that of a device.
-        InvalidValueError
-            A size is 0, or ``element`` another one.
+            The memory is host or managed memory.
+                    InvalidValueError
+                        A size is 0, or ``element`` is not 4, 8 or 16.
+                    OutOfMemoryError, CaptureError
+                        As for :meth:`allocate`.
         """
         if self.location.on_host or self._managed:
             raise ValueError(f"{self!r} has no rows with a pitch: device memory has")
@@ -224,8 +232,8 @@ class _GivenEnd(PlainEnd):
 class CallbackAllocator(_Source):
     """Allocator whose memory comes from a Python function, as RMM's ``CallbackMemoryResource``.
 
-    It composes other allocators: one that chooses by size, that prefetches, that falls back. Observers with limits,
-    logs and statistics take it as they take a pool. ::
+    The function can combine other allocators: choose one by size, prefetch, or try a second one. Observers with limits,
+    logs and statistics accept it as they accept a pool. ::
 
         small, large = sa.CachingAllocator(pool), sa.MemoryPool(device)
 
@@ -248,7 +256,7 @@ class CallbackAllocator(_Source):
     where
         The location of the memory.
     managed
-        Whether the memory migrates.
+        Whether the driver migrates the memory between devices and host.
     driver
         The driver to use if ``where`` is not a device.
 

@@ -4,9 +4,10 @@
 fits, up to five times the size. A block is never split, and serves one stream: a block that is freed on another stream
 returns to its own after an event.
 
-*An allowance.* An allocation from a free list counts nothing. Before the pool grows, the cache compares the pool's new
-size with the allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free
-block returns to the pool, the pool serves the request from this memory, and the factor grows.
+*An allowance.* The cache limits how far the pool grows. Before an allocation from the pool would make it grow, the
+cache compares the new size with the allowance: the sum of the peaks of all streams, times a factor. If the new size is
+larger, every free block returns to the pool, the pool serves the request from this memory, and the factor grows. An
+allocation from a free list needs no such check.
 
 A cache that reserves hardly more than is in use is :class:`~streamalloc.vmm.ExpandableCache`.
 """
@@ -86,9 +87,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     is freed on another stream returns to its own stream after an event.
 
     Other code may capture a stream that it knows: a library's stream, the per-thread default stream, and a stream whose
-    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). There each allocation first asks
-    whether the stream is being captured (``cuStreamIsCapturing``). A free does not ask: a graph must not go on using
-    memory that the program frees.
+    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). On such a stream each allocation
+    first asks whether the stream is being captured (``cuStreamIsCapturing``). A free does not ask, because no graph may
+    use memory after the program has freed it.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two. From
     4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
@@ -98,20 +99,24 @@ class CachingAllocator(Allocator, Closes, Shown):
     of the streams' peaks, in steps of 32 MiB. Each such release raises the factor by 1/32 for each stream, up to 2 for
     one stream and 2.5 for several.
 
-    Some memory is never cached. Allocations in captures become nodes of the graph. A driver of
-    :func:`streamalloc.driver.checked` must record each allocation, so there no memory is cached at all. A buffer that
-    is shared with other processes leaves the cache for good: its free waits for importers.
+    Not cached are:
 
-    When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
-    its blocks. So does a thread that ends, for its per-thread default stream, and a library's stream that is not among
-    the 64 latest ones. Threads may use one cache at the same time. Handles for other processes, access and attributes
-    are the :attr:`pool`'s.
+    * allocations in captures, which become nodes of the graph;
+    * all memory of a driver of :func:`streamalloc.driver.checked`, which must record each allocation;
+    * a buffer that is shared with other processes: it leaves the cache for good, because its free waits for importers.
+
+    All free blocks return to the pool when memory runs out; the allocation is then attempted again. The blocks of one
+    stream return when it is closed or dropped. Those of a per-thread default stream return when its thread ends, and
+    those of a library's stream when it is no longer among the 64 latest ones.
+
+    Threads may use one cache at the same time. Handles for other processes, access and attributes are those of
+    :attr:`pool`.
 
     Parameters
     ----------
     pool
-        The pool of the memory. Give it a release threshold, or it returns memory to the device at every
-        synchronisation; cached memory counts as used there.
+        The pool of the memory. Without a release threshold it releases memory to the device at every synchronisation.
+        Cached memory counts as used in the pool's figures.
     limit
         The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
         ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
@@ -190,8 +195,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         lists = ordered.free_lists.get(self._key)
-        # The stream has no free lists yet, or is of another driver. The checked way refuses the latter: its driver
-        # would crash on this handle.
+        # The stream has no free lists yet, or is of another driver. The checked way refuses a stream of another driver:
+        # this driver would crash on its handle.
         if lists is None:
             return self._allocate_checked(nbytes, stream)
         # Memory of a free list needs no driver call, and so no context for a default stream.
@@ -217,7 +222,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return len(self._state.blocks)
 
     def statistics(self) -> CacheStatistics:
-        """Return the pool's figures, and the bytes that are cached and in use."""
+        """Return the pool's figures (``cuMemPoolGetAttribute``), the bytes that are cached and in use, and the number
+        of misses. Raises ClosedError if the pool was closed.
+        """
         self._state.collect_dropped()
         # Read the pool first. That attempts deferred frees, which change the cached bytes.
         own = self.pool.statistics()
@@ -225,14 +232,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
 
     def reset_peaks(self) -> None:
-        """Set the pool's high-water marks to what is reserved and used now."""
+        """Set the pool's high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``)."""
         self.pool.reset_peaks()
 
     def trim(self, keep: int = 0) -> int:
-        """Return all cached memory to the pool, and trim the pool (:meth:`MemoryPool.trim`). Returns the bytes
-        released.
+        """Return all cached memory to the pool (``cuMemFreeAsync``), and trim the pool down to ``keep`` bytes
+        (:meth:`MemoryPool.trim`). Returns the bytes released.
 
-        The host waits for no stream. Frees on a stream with unfinished work are pending, and raise a
+        The host waits for no stream. Frees on a stream with unfinished work are pending, and lead to a
         :class:`PendingFreesWarning`: synchronise with the stream and trim again.
         """
         checked_size("keep", keep)
@@ -243,8 +250,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self.pool.trim(keep)
 
     def close(self) -> None:
-        """Return all cached memory to the pool, and stop caching; idempotent. Live buffers stay valid and return to the
-        pool.
+        """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching; idempotent. Live buffers stay
+        valid, and their frees return the memory to the pool.
         """
         if self._state.closed:
             return
@@ -255,7 +262,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         deferred_queue(self._session).end(self._state)
 
     def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
-        """Allocate if no free list serves directly. ``ready``: the stream, if it is ready and not captured."""
+        """Allocate if no free list serves the request directly. ``ready``: the stream as an object, if it is ready and
+        not captured; None: it is resolved and checked here.
+        """
         state, ordered, cache = self._state, ready, None
         size = nbytes if type(nbytes) is int and 0 < nbytes < _ADDRESSES else 0
         # A cache that was closed or is watched, or a forked child's, has another key.
@@ -293,7 +302,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return buffer
 
     def _caches(self, nbytes: int, ordered: Stream) -> bool:
-        """Whether an allocation on an uncaptured stream is cached."""
+        """Whether an allocation of ``nbytes`` bytes on ``ordered``, which is not being captured, is served from the
+        cache.
+        """
         # With cached memory, a checking driver could not tell which use belongs to which allocation.
         if not nbytes or self._state.session.listener is not None:
             return False
@@ -301,7 +312,10 @@ class CachingAllocator(Allocator, Closes, Shown):
         return not isinstance(ordered, LibraryStream) or ordered.owned
 
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
-        """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
+        """Allocate from the pool. If memory runs out, the pool makes the cache return its free blocks. Raises
+        OutOfMemoryError if the limit stays exceeded after the cache has returned them. ``captured``: the stream is
+        being captured, and the limit does not count.
+        """
         if not captured and not self._limit_allows(nbytes):
             self._state.flush()
             used = self.pool.attributes.used_mem_current
@@ -367,7 +381,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Move a buffer's memory out of the cache, to a buffer of the pool, which will free it."""
+        """Move a buffer's memory out of the cache, to a buffer of the pool, and return that. A later free of ``buffer``
+        frees the pool's buffer.
+        """
         state = shared_state(buffer)
         if isinstance(state, SharedBehind):
             return state.behind

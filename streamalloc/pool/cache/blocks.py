@@ -34,8 +34,9 @@ _DEFER: StillImported = "defer"
 
 @functools.lru_cache(1 << 12)
 def class_size(nbytes: int, finer: int = 0) -> int:
-    """Return the block size in bytes for a request: the next multiple of 512, above 8 KiB of an eighth of the power of
-    two below. Each step of ``finer`` halves the eighth, and doubles the 8 KiB.
+    """Return the block size in bytes for a request: rounded up to a multiple of 512, or above 8 KiB to a multiple of an
+    eighth of the power of two below it. Each unit of ``finer`` doubles the number of sizes: with 1, multiples of a
+    sixteenth above 16 KiB.
     """
     bits = (nbytes - 1).bit_length() - 4 - finer
     step = 1 << bits if bits > 9 else UNIT
@@ -75,7 +76,9 @@ class CachedBlock(_Pointer):
 
 
 def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:
-    """Return a new buffer with all attributes set. It owns ``pointer``."""
+    """Return a new buffer of class ``kind``, with its attributes set. It owns ``pointer``, a ``CUdeviceptr`` or a
+    block.
+    """
     buffer: B = kind()
     buffer._nbytes = nbytes
     buffer._stream = stream
@@ -109,15 +112,15 @@ class CachedBuffer(Buffer):
         The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. A free
         does not ask whether the stream is being captured: the next allocation does.
 
-        A free on another stream records an event there (``cuEventRecord``). The memory returns to the buffer's own
-        stream once the event has completed. If too many blocks wait for events, the memory returns to the pool
-        (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
+        A free on another stream records an event on that stream (``cuEventRecord``). The memory returns to the buffer's
+        own stream once the event has completed. If 64 blocks of that stream already wait for events, the memory returns
+        to the pool instead (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
         """
         block, own = self._ptr, self._stream
         if block is not None and still_imported is _DEFER and (stream is None or stream is own):
             home = block.home
-            # Not for the per-thread stream of another thread, whose work may come after this free. The buffer is asked
-            # again, because another thread may have freed it during the call of `get_ident`.
+            # Not for the per-thread stream of another thread, whose work may come after this free. `_ptr` is read
+            # again, because another thread may have freed the buffer during the call of `get_ident`.
             caller = own.caller
             if home is not None and (caller is True or (caller == get_ident() and self._ptr is block)):
                 self._ptr = None
@@ -151,7 +154,9 @@ CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
 
 
 class SharedBehind(SharedState):
-    """State of a buffer whose memory has left the cache: it frees through another buffer, which owns the memory."""
+    """State of a cached buffer whose memory has left the cache: a free of it frees :attr:`behind`, the buffer that owns
+    the memory.
+    """
 
     __slots__ = ("behind",)
 

@@ -1,15 +1,15 @@
 """The state of a cache: the blocks of each stream, and the allowance.
 
-**When memory may be handed out.** A free list is handed out without a driver call, so no driver would notice a mistake:
-two owners would write the same bytes. Memory is handed out:
+**When memory may be handed out.** Memory of a free list is handed out without a driver call, so no driver would notice
+a mistake: two owners would write the same bytes. Memory is handed out:
 
 * on its stream alone, where the next work comes after the last owner's. A block that was freed on another stream is in
   no free list until an event on that stream has completed (``returning``).
-* by the stream's thread alone, if it is a per-thread stream: the handle of another thread's is another stream. Blocks
+* by the stream's thread alone, if it is a per-thread stream: on another thread its handle names another stream. Blocks
   that were dropped elsewhere first wait for the legacy stream (:meth:`CacheState.collect_dropped`).
-* not in a capture. The graph would write the memory at each launch, when it has another owner.
-* not after the stream has ended. Nothing can be ordered after its work then, so all its blocks return to the pool
-  before, or behind its last event.
+* not in a capture. The graph would write the memory at each launch, also when it has another owner.
+* not after the stream has ended, because nothing can be ordered after its work then. All its blocks return to the pool:
+  before its end, or after its last event.
 * not while watchers, such as an observer, have to see each allocation.
 
 A block is taken from a list and put into one by a single atomic step, so no lock is held, and a finaliser can put one.
@@ -120,7 +120,7 @@ class StreamCache(Deferred):
         end_with_stream(stream, self)
 
     def size_class(self, nbytes: int) -> SizeClass:
-        """Return the size class for a request."""
+        """Return the size class for a request of ``nbytes`` bytes, and make it if there is none."""
         size = class_size(nbytes, self.cache.finer)
         found = self.classes.get(size)
         if found is None:
@@ -130,8 +130,8 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
-        """Remove the smallest free block that fits. The list that had it then serves requests of this size until it is
-        empty.
+        """Remove and return the smallest free block that fits ``wanted``; None if there is none. The free list that had
+        it then serves direct requests of ``nbytes`` bytes.
         """
         if self.returning:
             self.collect()
@@ -150,7 +150,9 @@ class StreamCache(Deferred):
         return block
 
     def serve(self, nbytes: int, free: list[CachedBlock]) -> None:
-        """Serve requests of this size directly from a free list."""
+        """Have direct requests of ``nbytes`` bytes take blocks from the list ``free``. Nothing is done once the stream
+        cache has ended.
+        """
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
@@ -165,7 +167,9 @@ class StreamCache(Deferred):
         return wanted.fitting
 
     def collect(self) -> None:
-        """Move blocks freed on other streams to their free lists, up to the first whose event has not completed."""
+        """Move blocks that were freed on other streams to their free lists, up to the first whose event has not
+        completed (``cuEventQuery``).
+        """
         for entry in drained(self.returning.popleft):
             event, block = entry
             done = False
@@ -179,7 +183,9 @@ class StreamCache(Deferred):
             self.put(block)
 
     def put_behind(self, event: Event, block: CachedBlock) -> None:
-        """Put a block into the free list of its size class once an event has completed."""
+        """Have ``block`` put into the free list of its size class once ``event`` has completed. If this stream cache
+        has ended, a point of work releases the block.
+        """
         self.returning.append((event, block))
         if self.ended:
             self.cache.queue.submit(self)
@@ -204,7 +210,9 @@ class StreamCache(Deferred):
         in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
 
     def collect_behind(self, ordered: Stream) -> None:
-        """Move blocks freed on other streams to free lists, for use after ``ordered``, which waits for their events."""
+        """Move all blocks that were freed on other streams to free lists, and have ``ordered`` wait for their events
+        (``cuStreamWaitEvent``). The blocks may then be used in the order of that stream.
+        """
         for entry in drained(self.returning.popleft):
             event, block = entry
             try:
@@ -227,7 +235,9 @@ class StreamCache(Deferred):
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
     def serve_no_more(self) -> None:
-        """Stop serving requests of new buffers from the free lists of this stream."""
+        """End the stream cache: no new buffer gets a block of its free lists, and blocks of live buffers come back by
+        :meth:`put`.
+        """
         if not self.ended:
             self.ended = True
             # Without a home, the block of a buffer comes back by :meth:`put` when the buffer is freed, and :meth:`put`
@@ -261,8 +271,8 @@ class StreamCache(Deferred):
         return self.ended and not any(one.count for one in list(self.classes.values()))
 
     def ordered(self, act: Callable[[Stream], object]) -> None:
-        """Call ``act`` with the stream or, after the stream's end, with a stream ordered after its work. No other
-        thread can close the stream meanwhile.
+        """Call ``act`` with the stream or, after the stream's end, with a new stream that is ordered after its work. No
+        other thread can close the stream meanwhile. Raises CaptureError, NotReadyError.
         """
         stream = self.stream()
         if stream is None:
@@ -280,8 +290,8 @@ class CacheState(Deferred):
     """Doublings of the number of size classes, see :func:`class_size`."""
 
     def __init__(self, pool: MemoryPool) -> None:
-        # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
-        # the cache.
+        # A weak reference: the queue keeps this item, and through the pool it would keep the pool's `on_oom` function
+        # and all that this refers to, perhaps the cache itself.
         self._pool = weakref.ref(pool)
         self._pool_free: Any = free_function(pool)
         self.session: Session = session_of(pool)
@@ -341,10 +351,11 @@ class CacheState(Deferred):
         return found
 
     def _forget_ended(self, before: StreamCache | None) -> None:
-        """Remove the stream caches that have ended and have no block. For those that have ended with free blocks,
-        submit the item that releases the blocks.
+        """Remove the stream caches that have ended and have no block. Submit those that have ended and have free
+        blocks, so that the queue releases the blocks.
 
-        ``before``: the stream cache that had the ``id`` of the new stream.
+        ``before``: the stream cache of an earlier stream that had the ``id`` of the new one; None if there is
+        none.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
             if one.ended and one.free_bytes:  # A buffer was freed after the end, so the item releases its block.
@@ -352,13 +363,15 @@ class CacheState(Deferred):
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
     def live(self) -> list[StreamCache]:
-        """The stream caches that have not ended."""
+        """Return the stream caches that have not ended."""
         return [one for one in list(self.stream_caches.values()) if not one.ended]
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
-        """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
+        """Allocate a block of the size class ``wanted`` from ``upstream`` on ``stream`` (``cuMemAllocFromPoolAsync``);
+        return None if there is no memory. Raises CudaError for other refusals.
+        """
         self._pool_free = free_function(upstream)
         alloc = without_notifying(upstream._alloc, self.watchers)
         bought: list[CachedBlock] = []
@@ -393,7 +406,7 @@ class CacheState(Deferred):
         return block
 
     def free_block(self, block: CachedBlock, ordered: Stream, raw: Any) -> None:
-        """Return a block to the pool (``cuMemFreeAsync``).
+        """Return a block to the pool on ``ordered``, whose ``CUstream`` is ``raw`` (``cuMemFreeAsync``).
 
         Raises
         ------
@@ -416,8 +429,8 @@ class CacheState(Deferred):
             raise free_refused(refused, ordered)
 
     def collect_dropped(self) -> None:
-        """Move blocks of dropped buffers to their free lists. A per-thread stream's blocks first wait for the
-        legacy stream, which is ordered after all threads' work.
+        """Move blocks of dropped buffers to their free lists. Blocks of a per-thread stream first wait for an event on
+        the legacy stream, which is ordered after the work of all threads.
         """
         for block in drained(self.dropped.popleft):
             cache: StreamCache = block.size_class.owner
@@ -441,7 +454,8 @@ class CacheState(Deferred):
     # -- the allowance ---------------------------------------------------------------------------------------
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Release all free blocks if an allocation of this size would grow the pool beyond its allowance.
+        """Return all free blocks to the pool if a block of the class ``wanted`` would make it grow beyond the
+        allowance, and trim the pool to the allowance (``cuMemPoolTrimTo``).
 
         The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as were free at
         the last query, 32 MiB at most. During a capture of this package nothing is released. A capture by other code
@@ -464,9 +478,8 @@ class CacheState(Deferred):
             self._reserved, self._room = grown, min(grown - needed, POOL_STEP)
 
     def _allowance(self, wanted: SizeClass) -> int:
-        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
-
-        A block of size ``wanted`` counts as in use.
+        """Return the bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth
+        steps. A block of the class ``wanted`` counts as in use.
         """
         peaks, streams = 0, self.live()
         for one in streams:
@@ -478,7 +491,7 @@ class CacheState(Deferred):
         return _whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
-        """Have the allowance begin anew, with the initial factor and the bytes in use then."""
+        """Reset the peaks and the factor, so that the next allowance depends on the bytes in use then."""
         self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
@@ -486,8 +499,8 @@ class CacheState(Deferred):
     def flush(self) -> bool:
         """Return all free blocks to the pool. Returns whether any were released; during a capture none are.
 
-        The host does not wait for pending work. It synchronises only with frees that have already run: then the driver
-        may reuse their memory on any stream.
+        The host does not wait for pending work. If the frees of a stream have run already, the host also synchronises
+        with them, so that the driver reuses their memory on any stream.
         """
         if self.queue.paused:
             return False
@@ -521,11 +534,13 @@ class CacheState(Deferred):
 
 
 def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
-    """Return three numbers of bytes of a pool: reserved now, needed with one more block, and reserved then."""
+    """Return three numbers of bytes of a pool (``cuMemPoolGetAttribute``): those reserved now, those needed with one
+    more block of the class ``wanted``, and those reserved then.
+    """
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
     return reserved, needed, max(reserved, _whole_steps(needed))
 
 
 def _whole_steps(nbytes: float) -> int:
-    """Round up to the steps in which pools grow."""
+    """Return ``nbytes`` rounded up to :data:`POOL_STEP`, the step in which pools grow."""
     return -(-int(nbytes) // POOL_STEP) * POOL_STEP
