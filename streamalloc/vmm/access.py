@@ -34,7 +34,9 @@ Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 
 def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
-    """Convert an argument to permissions by location; ``permission`` is for locations given without a permission."""
+    """Return the argument ``access`` as permissions by location; ``permission`` is for locations given without one.
+    Raises TypeError, ValueError for anything that is no location of ``session``'s driver.
+    """
     if access is None:
         return {}
     if isinstance(access, (Device, MemLocation)):
@@ -56,7 +58,9 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
 
 
 def structs_of(rights: Rights) -> list[object]:
-    """Convert permissions to ``CUmemAccessDesc`` structs, which nobody may modify: equal permissions share them."""
+    """Return permissions as ``CUmemAccessDesc`` structs. Nobody may modify them, because calls with equal permissions
+    share them.
+    """
     return _structs(tuple(rights.items()))
 
 
@@ -82,12 +86,16 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
 
 
 def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
-    """Block the host until ``after`` has completed; None means all work of the devices with access."""
+    """Block the host until ``after`` has completed; None means all work of the devices that ``access`` gives a
+    permission. Raises ValueError, CaptureError, CudaError.
+    """
     wait(after, session, accessing(access) if after is None else ())
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until ``after`` has completed; None means all work of ``devices``."""
+    """Block the host until ``after`` has completed; None means all work of ``devices``, which are ordinals. Raises
+    ValueError for another driver's events and streams, CaptureError, CudaError.
+    """
     if after is None:
         for ordinal in sorted(devices):
             await_device(session, ordinal)
@@ -99,8 +107,8 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
 
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
-    """Yield the events and streams that the argument names; ``ValueError`` if one belongs to another driver,
-    ``CaptureError`` if a stream is being captured.
+    """Yield the events and streams that the argument ``after`` names. Raises TypeError, ValueError for other objects
+    and other drivers, CaptureError if a stream is being captured.
     """
     for one in each_of(after):
         if not isinstance(one, Event):
@@ -112,7 +120,9 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
 
 
 def each_of(after: object) -> Iterable[Any]:
-    """Return the events and streams that the argument names."""
+    """Return the events and streams that the argument ``after`` names: itself if it is one, otherwise its elements.
+    Nothing is checked.
+    """
     several = isinstance(after, (list, tuple, set, frozenset)) or (
         isinstance(after, Iterable) and not hasattr(after, "__cuda_stream__")
     )
@@ -120,16 +130,15 @@ def each_of(after: object) -> Iterable[Any]:
 
 
 def listed(after: After) -> list[Any] | None:
-    """Return a list of the events and streams that the argument names; None for all work. The argument may be an
-    iterator, which can be read only once.
+    """Return the events and streams that ``after`` names, as a list, because an iterator can be read only once. None,
+    which means all work, stays None.
     """
     return None if after is None else [*each_of(after)]
 
 
 def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
-    """Return the stream for the copies of an eviction, a restore or a swap; ``CaptureError`` if it is being captured.
-
-    None stands for ``owner.stream`` if the owner has one.
+    """Return the stream for the copies of an eviction, a restore or a swap: ``stream``, or by default ``owner.stream``.
+    Raises TypeError if there is neither, ValueError, ClosedError, and CaptureError if the stream is being captured.
     """
     named: Any = getattr(owner, "stream", None) if stream is None else stream
     ordered = as_stream(named, session_of(owner))

@@ -38,9 +38,9 @@ class AddressRange(OwnsNode):
 
     Unmapping is *not* stream-ordered: the driver unmaps at once, and queued work that still uses the memory breaks the
     context of its device. So every operation that unmaps has an argument ``after``: one or several events or streams
-    that the host waits for first. ``()`` means none. The default is all work of the devices with access.
+    that the host waits for before it unmaps. ``()`` means none. The default is all work of the devices with access.
 
-    Not thread-safe.
+    Only one thread at a time may use a range.
 
     Parameters
     ----------
@@ -53,12 +53,12 @@ class AddressRange(OwnsNode):
         Preferred address, a multiple of the same granularity, or 0 for none; :attr:`honoured` says whether the driver
         used it.
     driver
-        The driver to use.
+        The driver to use; default: the current one.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not allowed.
+            Raises
+            ------
+            TypeError, ValueError
+                A size or an address is not an integer, is not a multiple of the granularity, or ``nbytes`` is 0.
     AddressSpaceError
         The process has no such range of addresses left; physical memory is not the cause.
     """
@@ -173,7 +173,8 @@ class AddressRange(OwnsNode):
         stop: int | None = None,
         after: After = None,
     ) -> None:
-        """Set permissions on a part of the range (``cuMemSetAccess``). After an error no mapping has changed.
+        """Set permissions of devices and the host on a part of the range (``cuMemSetAccess``). After an error no
+        mapping has changed.
 
         Parameters
         ----------
@@ -223,10 +224,19 @@ class AddressRange(OwnsNode):
     def unmap(self, start: int = 0, stop: int | None = None, *, after: After = None) -> None:
         """Unmap all mappings of a part of the range, by default of the whole range (``cuMemUnmap``).
 
+        Parameters
+        ----------
+        start, stop
+            Offsets of the part in bytes.
+        after
+            Events or streams that the host waits for first; default: all work of the devices with access.
+
         Raises
         ------
         ValueError
-            The part cuts a mapping.
+            The part cuts a mapping or is outside of the range, or the range belongs to a buffer.
+        CaptureError
+            A stream of ``after`` is being captured.
         """
         self._check_own()
         entries = self._node.within(start, stop)
@@ -278,7 +288,9 @@ class AddressRange(OwnsNode):
     # -- for the other modules of this package ---------------------------------------------------------------
 
     def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappedBytes:
-        """Map memory and set its permissions. After an error the memory is not mapped."""
+        """Map ``memory`` at ``offset`` bytes (``cuMemMap``) and set its permissions (``cuMemSetAccess``). Returns the
+        mapping. After an error the memory is not mapped. Raises ValueError, CudaError.
+        """
         node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
         granularity = memory._granularity
         if offset % granularity:
@@ -297,7 +309,9 @@ class AddressRange(OwnsNode):
         return entry
 
     def _map_all(self, memories: Iterable[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
-        """Map memory side by side from an offset on, and set its permissions. An error is not undone."""
+        """Map several memories side by side from the offset ``at`` on, and set their permissions in one call. Returns
+        the mappings. An error is not undone: the caller unmaps what was mapped. Raises ValueError, CudaError.
+        """
         made = []
         for memory in memories:
             made.append(self._map(memory, at))
@@ -306,7 +320,7 @@ class AddressRange(OwnsNode):
         return made
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
-        """Return the mappings that overlap a part; ``ValueError`` if it has a hole."""
+        """Return the mappings that overlap the part between two offsets. Raises ValueError if the part has a hole."""
         entries = self._node.touching(start, stop)
         at = start
         for entry in entries:
@@ -345,13 +359,13 @@ def _handle_of(mapped: MappedBytes) -> str:
 
 
 def rights_text(rights: Rights) -> str:
-    """Describe permissions, for labels."""
+    """Return permissions as text for labels, such as ``GPU 0 reads and writes``; ``nobody`` without any."""
     names = {MemAccess.READ: "reads", MemAccess.READWRITE: "reads and writes"}
     return ", ".join(f"{place(where)} {names[allowed]}" for where, allowed in rights.items() if allowed) or "nobody"
 
 
 def drawn(range: AddressRange) -> Html:
-    """Draw a range as a strip, to scale."""
+    """Return a picture of a range in HTML: a strip to scale, with a label for each mapping."""
     pieces = (
         (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
         for one in range._node.table()
@@ -523,17 +537,21 @@ class Mapping(RangeView, Closes):
         return MemAccess(int(self._session.call("cuMemGetAccess", location.to_driver(), self.address)))
 
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set permissions (``cuMemSetAccess``); see :meth:`AddressRange.set_access`."""
+        """Set permissions on the mapping (``cuMemSetAccess``). ``who``, ``access``, ``after`` and errors as for
+        :meth:`AddressRange.set_access`. Raises ClosedError if the memory was unmapped.
+        """
         self._check_own()
         rights = rights_of(who, self._session, access)
         self.range._node.set_rights(self._entries(), rights, after)
 
     def revoke(self, who: Access, *, after: After = None) -> None:
-        """Revoke permissions: ``set_access(who, MemAccess.NONE)``."""
+        """Revoke the permissions of ``who``: ``set_access(who, MemAccess.NONE, after=after)``."""
         self.set_access(who, MemAccess.NONE, after=after)
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` (see :class:`AddressRange`), then unmap the memory (``cuMemUnmap``); idempotent."""
+        """Unmap the memory (``cuMemUnmap``) after the host has waited for ``after`` (see :class:`AddressRange`).
+        Idempotent. Raises ValueError if the range belongs to a buffer.
+        """
         if not self._mapped.gone:
             self._check_own()
             wait_for_users(after, self._session, (self._mapped.rights,))
@@ -570,14 +588,16 @@ class LoneMapping(Mapping):
         """Allow everything, because the mapping owns its range."""
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` (see :class:`AddressRange`), unmap the memory and free the addresses; idempotent."""
+        """Unmap the memory (``cuMemUnmap``) and free the addresses (``cuMemAddressFree``), after the host has waited
+        for ``after`` (see :class:`AddressRange`). Idempotent.
+        """
         if not self.range.closed:
             super().close(after)
             self.range._free()
 
 
 def mappings_text(count: int) -> str:
-    """Format a number of mappings, for messages."""
+    """Return ``1 mapping`` or ``2 mappings``, for messages."""
     return f"{count} mapping{'' if count == 1 else 's'}"
 
 

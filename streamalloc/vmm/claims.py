@@ -1,9 +1,12 @@
 """Claims: only one call at a time changes the mappings of a buffer or an arena, or puts a group to sleep.
 
-A call claims the objects that it changes, and releases them at its end. A call on another thread waits, and then uses
-the new state. The lock below is held only to check and to claim. While calls wait for streams, files and other
-processes, they hold claims but no lock. A hook or a signal handler may make a call during another call on the same
-thread. Such a call waits only for claims of a higher level: other claims may wait for this thread.
+A call claims the objects that it changes, and ends its claims when it returns. A call on another thread waits, and then
+uses the new state. The lock ``_lock`` is held only to check and to claim. While a call waits for streams, files or
+other processes, it has claims and holds no lock.
+
+A hook or a signal handler may make a call during another call on the same thread. Such an inner call waits only for
+claims of a higher level. The owner of another claim may itself wait for this thread, and both would wait for ever: the
+inner call raises InUseError instead.
 
 A call is a function that :func:`claiming` calls, not a ``with`` block. A signal handler may raise between the start of
 a block written in Python and its body, and the claims would stay as long as the traceback.
@@ -47,8 +50,8 @@ class Claim:
         self.ended: bool = False
 
     def take(self, things: Collection[Claimable], *, wait: bool = True) -> bool:
-        """Claim these objects once no other call claims one of them. Without ``wait``, return False if another call
-        does.
+        """Claim ``things`` once no other call claims one of them; return True. With ``wait=False``, return False at
+        once if another call does.
 
         Raises
         ------
@@ -83,7 +86,9 @@ class Claim:
         return None
 
     def _is_before(self, other: Claim) -> bool:
-        """Whether the other call must end first. A forked child does not wait for calls of its parent."""
+        """Whether the call of ``other`` must end before this one. In a forked child, calls of the parent need not: they
+        never end there.
+        """
         return other is not self and not other.ended and other._process is _process
 
 
@@ -103,10 +108,10 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
-    """Claim these objects, call ``act(claim)``, release the claims, and return the result.
+    """Claim ``things``, call ``act(claim)``, end the claims, and return the result.
 
-    ``level``: 0 for groups and buffers, 1 for arenas. Calls of arenas do not wait for groups and buffers. A nested call
-    has at least the level of the outer one.
+    ``level``: 0 for groups and buffers, 1 for arenas. A call of an arena does not wait for claims of groups and
+    buffers. An inner call has at least the level of the call that it is made in.
 
     Raises
     ------
@@ -127,7 +132,7 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
 
 
 def claimed(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
-    """Decorate a method that claims its object."""
+    """Decorate a method so that it runs under a claim of its object (:func:`claiming`), and so raises InUseError."""
 
     @functools.wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:

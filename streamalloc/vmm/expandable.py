@@ -1,23 +1,24 @@
 """A cache that reserves hardly more memory than is in use, because its memory can move to other addresses.
 
 *One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
-request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
-sufficient range. If no range is sufficient, the other large blocks are merged; blocks of up to 128 KiB are merged only
-if memory is short.
+request of its size. If the list is empty, the request merges the free blocks of its size and above into free ranges,
+and takes the smallest range that is large enough. If there is none, the other large blocks are merged. Blocks of up to
+128 KiB are merged only if memory is short.
 
-*Memory where it is needed.* Memory is created in chunks, which are mapped at the addresses that blocks use. The chunks
-grow up to the allowance: 1.03 times the highest number of bytes in use at once. A request that needs more takes free
-ranges of other streams, and moves chunks of free ranges to addresses that lack memory. Only if that is not enough, the
-cache grows beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks are as large as the
-memory allows.
+*Memory at the addresses that need it.* Memory is created in chunks, which are mapped at the addresses that blocks use.
+All chunks together grow up to the allowance: 1.03 times the highest number of bytes in use at once. A request that
+needs more takes free ranges of other streams, and moves chunks of free ranges to addresses that lack memory. Only if
+that is not enough, the cache grows beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks
+are as large as the memory allows.
 
-*In stream order.* A moved chunk stays mapped at its old addresses, too. So neither host nor device waits: the stream's
-work there came first. The old addresses are unmapped once an event after that work has completed, because work at an
-unmapped address breaks the context. If the memory was another stream's, the device waits for that stream.
+*In stream order.* A chunk that moves stays mapped at its old addresses, too, and the stream's earlier work may still
+use it there. So neither the host nor the stream waits. The old addresses are unmapped once an event after that work has
+completed, because work at an unmapped address breaks the context. If another stream had the memory, the requesting
+stream waits for that stream's work.
 
 *Two locks.* ``lock`` guards the free ranges. Each request that finds no free block takes it, so no driver call that may
-take long is made under it. ``growing`` guards addresses and chunks, and is held during such calls. So the ranges that a
-call works on are first taken out of reach of other threads, which need only ``lock``.
+take long is made under it. ``growing`` guards addresses and chunks, and is held during such calls. Threads that need
+only ``lock`` continue meanwhile, so a call first removes the ranges that it works on from the lists.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ completes within fewer queries.
 
 
 class FreeRanges:
-    """Free ranges with memory, as offsets in bytes. The smallest sufficient range is found first, and adjacent ones are
-    merged.
+    """Free ranges that have memory, as offsets in bytes. The smallest range that is large enough is found first, and
+    adjacent ranges are merged.
 
-    The list by size alone says which ranges are free. A range leaves it first and enters it last, so an exception of a
-    signal handler in between loses the range, and never hands it out twice.
+    Only the list by size says which ranges are free. A range leaves this list before the two tables, and enters it
+    after them. So an exception of a signal handler in between loses the range, and never hands it out twice.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,9 @@ class FreeRanges:
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
     def cut(self, nbytes: int) -> int | None:
-        """Remove the first bytes of the smallest sufficient range, and return their offset."""
+        """Remove the first ``nbytes`` bytes of the smallest range that has so many, and return their offset; None if no
+        range has.
+        """
         sizes = self._sizes
         at = bisect_left(sizes, nbytes << _SHIFT)
         if at == len(sizes):
@@ -125,7 +128,7 @@ class FreeRanges:
         return start
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range, and merge it with its neighbours."""
+        """Add the range from ``start`` to ``stop``, and merge it with adjacent free ranges."""
         before, after = self._starts.get(start), self._stops.get(stop)
         if before is not None and self.remove(before, start):
             start = before
@@ -136,7 +139,7 @@ class FreeRanges:
         insort(self._sizes, (stop - start) << _SHIFT | start)
 
     def remove(self, start: int, stop: int) -> bool:
-        """Remove a whole range. Returns False if it is not free."""
+        """Remove the range from ``start`` to ``stop``. Returns False if it is not one of the free ranges."""
         at = self._find(start, stop)
         if at is not None:
             del self._sizes[at]
@@ -213,17 +216,19 @@ class _Segment:
         return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
 
     def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
-        """Return the last chunk of at most ``most`` bytes inside a part."""
+        """Return the last chunk of at most ``most`` bytes between two offsets; None if there is none."""
         inside = self.chunks[bisect_left(self.chunks, start, key=START) : bisect_right(self.chunks, stop, key=STOP)]
         return next((one for one in reversed(inside) if one.nbytes <= most and not one.gone), None)
 
     @property
     def step(self) -> int:
-        """Size of a new chunk."""
+        """Size of a new chunk in bytes: larger the more memory the cache has."""
         return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
 
     def create(self, at: int, nbytes: int) -> MappedBytes:
-        """Create a chunk and map it, without access (``cuMemCreate``, ``cuMemMap``)."""
+        """Create a chunk of ``nbytes`` bytes and map it at the offset ``at``, without access (``cuMemCreate``,
+        ``cuMemMap``). Raises OutOfMemoryError, CudaError.
+        """
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.base + at, nbytes)
@@ -234,8 +239,8 @@ class _Segment:
         return entry
 
     def move(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
-        """Map a chunk also at another offset, without access. The old addresses are unmapped once an event has
-        completed.
+        """Map a chunk at the offset ``at``, too, without access (``cuMemMap``). Its old addresses are unmapped once the
+        event ``after`` has completed. Returns the new mapping. Raises CudaError.
         """
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
         memory = chunk.memory if node.allocations.watchers or chunk._memory is not None else None
@@ -255,8 +260,8 @@ class _Segment:
 
     @contextlib.contextmanager
     def mapping(self) -> Iterator[list[MappedBytes]]:
-        """Collect new adjacent mappings in a ``with`` block, then give access to all of them in one call
-        (``cuMemSetAccess``). After an error all mappings are undone.
+        """Give access to the mappings that a ``with`` block has appended to its list, which must be adjacent, in one
+        call (``cuMemSetAccess``). After an error all of these mappings are undone.
         """
         entries: list[MappedBytes] = []
         try:
@@ -272,13 +277,15 @@ class _Segment:
         self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
-        """List a chunk for :meth:`unmap_left`, which releases it once an event has completed."""
+        """List a chunk for :meth:`unmap_left`, which unmaps and releases it once the event ``after`` has completed."""
         self.chunks.remove(chunk)
         self.left.append((after, chunk, True))
         self.leaving += chunk.nbytes
 
     def unmap_left(self) -> None:
-        """Unmap the chunks whose event has completed, up to the first whose event has not (``cuMemUnmap``)."""
+        """Unmap the listed mappings whose event has completed, up to the first whose event has not (``cuMemUnmap``),
+        and release the memory of those that are to be released. Raises CudaError.
+        """
         passed: dict[Event, bool] = {}
         ready = []
         for one in self.left:
@@ -298,13 +305,16 @@ class _Segment:
                 chunk.close()
 
     def is_left(self, start: int, stop: int) -> bool:
-        """Whether other memory than the chunks is mapped in a part: moved and released chunks, and any that an
-        exception of a signal handler has taken off the list.
+        """Whether memory beside the listed chunks is mapped between two offsets: that of moved and released chunks, and
+        of chunks that an exception of a signal handler has removed from the list. The driver refuses to map other
+        memory there.
         """
         return len(self.range._node.touching(start, stop)) > len(overlapping(self.chunks, start, stop))
 
     def drop(self) -> None:
-        """Drop the range of addresses. It is released, with its memory, once the work queued now has completed."""
+        """Drop the range of addresses. An item releases the range and its memory once the work that is queued now has
+        completed.
+        """
         del self.range
         self.chunks, self.reserved = [], 0
         self.left.clear()
@@ -341,7 +351,7 @@ class _Ranges(StreamCache):
         return self.cache.cut(self, wanted)
 
     def filled(self, least: int) -> Iterator[list[CachedBlock]]:
-        """Return the free lists that have blocks of at least ``least`` bytes."""
+        """Yield the free lists that have blocks of at least ``least`` bytes, the smallest blocks first."""
         sizes, free_lists = self.free_lists
         if len(sizes) != len(self.classes):
             # A copy, because a stream that ends on another thread may remove classes meanwhile.
@@ -356,7 +366,7 @@ class _Ranges(StreamCache):
         return sum(block.size_class.nbytes * len(free) for free in self.filled(0) for block in free[:1])
 
     def merge(self, least: int) -> None:
-        """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
+        """Merge free blocks of at least ``least`` bytes into the free ranges. The caller holds the cache's ``lock``."""
         state = self.cache
         for free in self.filled(least):
             base, forget = state.segment.base, state.blocks.pop
@@ -377,7 +387,9 @@ class _Ranges(StreamCache):
             self._join_small(_SLAB)
 
     def _join_small(self, least: int) -> None:
-        """Move free parts of slabs that have at least ``least`` bytes to the free ranges."""
+        """Move the free parts of slabs that have at least ``least`` bytes from :attr:`small` to :attr:`ranges`, so that
+        large blocks can be cut from them.
+        """
         for part in self.small:
             if part[1] - part[0] < least:
                 break  # The largest part comes first, so all later parts are too small.
@@ -385,7 +397,9 @@ class _Ranges(StreamCache):
                 self.ranges.add(*part)
 
     def idle(self) -> Event | None:
-        """Return a completed event after all work of the stream; None if there is none."""
+        """Record an event after all work of the stream, and return it if it completes within a few queries; None if the
+        stream is busy, captured or closed.
+        """
         stream = self.stream()
         if stream is not None and not self.per_thread:
             with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
@@ -404,7 +418,9 @@ class _Ranges(StreamCache):
         return super().attempt()
 
     def release(self, ordered: Stream) -> None:
-        """List the free ranges for other streams, which may take them once the work of ``ordered`` has completed."""
+        """Offer the free ranges to other streams, which may take them once the work that ``ordered`` has now is
+        done.
+        """
         self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:
@@ -453,7 +469,9 @@ class _State(CacheState):
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def cut(self, cache: _Ranges, wanted: SizeClass) -> CachedBlock | None:
-        """Cut a block from the free ranges of a stream."""
+        """Cut a block of the class ``wanted`` from the free ranges of a stream, and return it; None if no range is
+        large enough.
+        """
         nbytes = wanted.nbytes
         with self.lock:
             if nbytes > _SMALL:
@@ -475,8 +493,9 @@ class _State(CacheState):
         """Do nothing, because :meth:`buy` keeps the allowance."""
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
-        """Merge free blocks and cut one from a range with memory; else move or create memory. Returns None if there is
-        no memory.
+        """Merge free blocks and cut a block of the class ``wanted`` from a range; else move or create memory for it
+        (``cuMemMap``, ``cuMemCreate``). Returns None if there is no memory. ``upstream``, the pool, is not used. Raises
+        CudaError.
         """
         cache: _Ranges = wanted.owner
         if wanted.nbytes > self.segment.most:
@@ -525,8 +544,9 @@ class _State(CacheState):
         return min(most, self.limit - self.segment.leaving) if self.limit else most
 
     def _borrowed(self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream) -> CachedBlock | None:
-        """Return a block from another stream's free ranges: from one that is large enough, or from all, merged with the
-        stream's own. The stream waits for the other stream's work.
+        """Return a block from the free ranges of another stream; None if they do not suffice. First one range that is
+        large enough is taken, then all ranges of a stream, which are merged with those of ``stream``. ``stream`` waits
+        for the other stream's work (``cuStreamWaitEvent``).
         """
         others = [one for one in self.live() if one is not cache and not one.per_thread]
         for all_ranges in (False, True):
@@ -550,7 +570,9 @@ class _State(CacheState):
         return None
 
     def _give(self, to: _Ranges, parts: Iterable[tuple[int, int]]) -> None:
-        """Add free ranges to those of a stream."""
+        """Add ``parts``, ranges by start and end, to the free ranges of the stream cache ``to``. If that has ended, the
+        queue releases them.
+        """
         with self.lock:
             for start, stop in parts:
                 to.ranges.add(start, stop)
@@ -558,10 +580,11 @@ class _State(CacheState):
             self.queue.submit(to)
 
     def _after(self, owner: _Ranges, stream: Stream) -> Event | None:
-        """Make a stream wait for the work of a memory's owner, and return the event; None if the stream cannot wait.
+        """Have ``stream`` wait for the work of ``owner``'s stream, and return an event on ``stream`` after that; None
+        if it cannot wait, because one of the streams is captured or closed.
 
-        Take the memory before this call. The event does not cover the work on memory that the owner frees later, so two
-        streams would write the same bytes.
+        Take the memory of ``owner`` before this call. The event does not cover work on memory that the owner frees
+        later: two streams would write the same bytes.
         """
         other = owner.stream()
         if other is not None:
@@ -579,7 +602,9 @@ class _State(CacheState):
         return super().live()  # type: ignore[return-value]
 
     def _take_ended(self, cache: _Ranges) -> None:
-        """Give a stream the free ranges of ended streams whose work has completed."""
+        """Give ``cache`` the free ranges of ended streams whose work is done (``cuEventQuery``). The caller holds
+        ``lock``.
+        """
         while self.ended and self.ended[0][0].query():
             for part in self.ended.popleft()[1]:
                 cache.ranges.add(*part)
@@ -587,7 +612,9 @@ class _State(CacheState):
     def _extended(
         self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream, limit: int
     ) -> CachedBlock | None:
-        """Join free ranges: put memory at the addresses between them, or behind the last one."""
+        """Make a block by putting memory at the addresses between free ranges of the stream, or behind the last one,
+        and return it; None if there is no memory or no addresses. ``limit``: limit of the bytes of all chunks.
+        """
         ranges, segment = cache.ranges, self.segment
         segment.unmap_left()
         with self.lock:
@@ -637,8 +664,8 @@ class _State(CacheState):
         return place
 
     def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
-        """Put memory at all of a part. The rest of its last page becomes a free range. Returns whether there was enough
-        memory.
+        """Put memory at all addresses from ``start`` to ``stop`` that have none. The rest of the last page becomes a
+        free range. Returns whether there was enough memory within ``limit`` bytes of chunks.
         """
         segment = self.segment
         while gaps := segment.gaps(start, stop):
@@ -666,7 +693,8 @@ class _State(CacheState):
         return True
 
     def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> tuple[list[tuple[MappedBytes | None, int]], bool]:
-        """Choose the memory for the addresses from ``at`` to ``end``. The caller holds the lock.
+        """Choose the memory for the addresses from ``at`` to ``end``, within ``limit`` bytes of chunks. The caller
+        holds ``lock``.
 
         Returns the steps, and whether they cover all of these addresses. A step is a chunk to move, which is taken out
         of its free range, and its size; or None and the size of a chunk to create.
@@ -691,7 +719,9 @@ class _State(CacheState):
         return steps, True
 
     def _taken(self, cache: _Ranges, most: int) -> MappedBytes | None:
-        """Take a chunk of at most ``most`` bytes out of a free range."""
+        """Remove a chunk of at most ``most`` bytes from a free range of ``cache``, and return it; None if there is
+        none, and while this package captures a stream.
+        """
         # During a capture the event would be recorded in the capture.
         for part in () if self.queue.paused else cache.ranges:
             if part[1] - part[0] < self.segment.page:
@@ -703,7 +733,7 @@ class _State(CacheState):
         return None
 
     def _created(self, at: int, nbytes: int) -> MappedBytes | None:
-        """Create a chunk at an offset. Returns None if the device has no memory."""
+        """Create a chunk of ``nbytes`` bytes at the offset ``at``. Returns None if the device has no memory."""
         with contextlib.suppress(OutOfMemoryError):
             return self.segment.create(at, nbytes)
         return None
@@ -711,12 +741,13 @@ class _State(CacheState):
     # -- giving back -----------------------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Release the chunks of free addresses whose work has completed. Returns whether there were any."""
+        """Release the chunks of free ranges whose work is done. Returns whether any were released."""
         return bool(self.make_room())
 
     def make_room(self, keep: int = 0) -> int:
-        """Release the chunks of free addresses whose work has completed, but keep ``keep`` bytes. Returns the bytes
-        released. Arenas that run out of memory call this too, so it waits neither for work nor for another thread.
+        """Release the chunks of free ranges whose work is done, but keep ``keep`` bytes of chunks (``cuMemUnmap``,
+        ``cuMemRelease``). Returns the bytes released. Arenas that run out of memory call this, too, so it waits neither
+        for work nor for another thread.
         """
         return unless_busy(functools.partial(self._release_spare, keep), 0, self.growing)
 
@@ -788,36 +819,39 @@ class _BlockEnd(PlainEnd):
 class ExpandableCache(CachingAllocator):
     """A cache that reserves hardly more device memory than is in use at once, by virtual memory.
 
-    Use it like a :class:`CachingAllocator`. Sizes that repeat are as fast; the first request of a size, and one that
-    needs another size's memory, takes about five microseconds, mostly without a driver call. ::
+    Use it like a :class:`CachingAllocator`. A request whose size was freed before is as fast as there. Other requests
+    split or merge free memory, in about five microseconds, mostly without a driver call. ::
 
         with sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
             with cache.allocate("64MiB", stream) as buffer:
                 buffer.fill(0)
 
-    Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
-    (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks
-    are split and merged.
+    *Memory.* The cache has memory of its own, not the pool's. It reserves a range of addresses, four times the device's
+    memory (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free
+    blocks are split and merged. Sizes are rounded up to 64 classes for each power of two.
 
-    If possible, the memory is at most 1.03 times the highest number of bytes in use at once, on all streams together.
-    To stay below, a request takes another stream's free memory, and the device then waits for that stream's work
-    (``cuStreamWaitEvent``). Chunks of free ranges move to addresses that lack memory. The host does not wait for that,
-    because a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory does
-    not wait for a thread that creates or releases memory.
+    *Allowance.* The chunks have at most 1.03 times the highest number of bytes in use at once, on all streams together.
+    To keep this, a request takes free memory of another stream, and chunks of free ranges move to addresses that lack
+    memory. The cache exceeds the allowance only if that does not give enough memory.
 
-    Sizes are rounded up to 64 classes for each power of two. Streams, captures, threads, watchers and closing are as
-    for :class:`CachingAllocator`. The pool serves what is not cached, such as allocations in captures, and requests for
-    which the device has no memory. The memory cannot be shared with other processes, and other devices have no access
-    to it: take a cache over a pool for both.
+    *Order.* A stream that takes memory which another stream has freed waits for that stream's work
+    (``cuStreamWaitEvent``). The host does not wait: a chunk that moves keeps its old addresses until the work there is
+    done. A thread that reuses free memory does not wait for a thread that creates or releases memory.
+
+    *Not cached.* The pool serves allocations in captures and, without a ``limit``, requests for which the device has no
+    memory. The cache's memory cannot be shared with other processes, and other devices have no access to it: for these,
+    take a :class:`CachingAllocator`. Which streams have cached memory, captures, threads, watchers and closing are as
+    for that class.
 
     Parameters
     ----------
     pool
         Pool of a device's memory, for what is not cached.
     limit
-        Limit of the cache's own memory in bytes; 0: no limit.
+        Limit of the cache's own memory in bytes, which it never exceeds: a request beyond it raises OutOfMemoryError.
+        0: no limit.
 
-    Raises
+            Raises
     ------
     TypeError, ValueError
         ``pool`` is not a pool of device memory, or a size is not valid.
@@ -861,7 +895,7 @@ class ExpandableCache(CachingAllocator):
         return CacheStatistics(segment.reserved, segment.reserved_high, *figures)
 
     def reset_peaks(self) -> None:
-        """Set the high-water marks to the present figures."""
+        """Set the high-water marks of :meth:`statistics` to the bytes that are used and reserved now."""
         state = self._state
         state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
 
@@ -887,7 +921,9 @@ class ExpandableCache(CachingAllocator):
         return True  # The search for memory keeps the limit, because it can move chunks instead.
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Make a buffer's memory return to the cache by another buffer, whose stream can be assigned."""
+        """Move a buffer's block to another buffer, whose stream can be assigned, and return that. Its free returns the
+        block to the cache.
+        """
         shared, block = shared_state(buffer), buffer._ptr
         if isinstance(shared, SharedBehind):
             return shared.behind

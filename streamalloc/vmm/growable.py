@@ -120,14 +120,18 @@ class GrowableBuffer(VirtualBuffer):
             There is not enough memory. The buffer is unchanged.
         EvictedError
             The buffer is evicted: :meth:`restore` it first.
-        ValueError
-            ``nbytes`` is more than the capacity.
+                    InUseError
+                        The buffer is frozen, or a signal handler or a hook called this during another call.
+                    ValueError
+                        ``nbytes`` is more than the capacity.
         """
         self._resize(nbytes, after, release)
 
     @claimed
     def grow(self, nbytes: int) -> None:
-        """Grow by ``nbytes``: ``resize(self.nbytes + nbytes)``, in one step if other threads resize, too."""
+        """Grow by ``nbytes`` bytes: ``resize(self.nbytes + nbytes)`` as one call, during which no other thread resizes.
+        Errors as for :meth:`resize`.
+        """
         self._resize(self._nbytes + checked_size("nbytes", nbytes))
 
     def _resize(self, nbytes: int, after: After = None, release: bool = True) -> None:
@@ -229,9 +233,8 @@ def stripe(
 
 
 class RemappableBuffer(VirtualBuffer):
-    """Memory at a constant address; :meth:`set_chunks` replaces the mapped chunks.
-
-    ``offset`` is the offset in bytes of the buffer's first byte in the first chunk.
+    """Memory at a constant address whose chunks :meth:`set_chunks` replaces. ``offset``: bytes from the start of the
+    first chunk to the buffer's first byte.
     """
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
@@ -263,8 +266,12 @@ class RemappableBuffer(VirtualBuffer):
 
         Raises
         ------
-        CudaError, ValueError
-            Memory cannot be made, or cannot be mapped at its offset.
+        ValueError
+                    The memory of ``make`` has another granularity, or the chunks exceed the capacity.
+                CudaError
+                    The driver refused to make or to map memory.
+                InUseError
+                    A signal handler or a hook called this during another call.
         """
         wanted = tuple(names)
         made: list[GenericAllocation] = []

@@ -29,7 +29,9 @@ from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_seg
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
-    """Map memory in a separate range; return the arguments of :class:`LoneMapping`."""
+    """Map ``memory`` with the permissions ``rights`` in a range of its own, whose address is a multiple of
+    ``alignment``. Returns the arguments of :class:`LoneMapping`. Raises AddressSpaceError, CudaError.
+    """
     step = granularity(memory._session)
     range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
     range._owned = True
@@ -38,8 +40,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
-    """Return the memory between two offsets of a range, with its offsets, in the order of addresses. The returned
-    objects have open handles.
+    """Return the memory that is mapped between two offsets of a range: objects with open handles, each with its offset
+    in bytes, in the order of addresses.
 
     Raises
     ------
@@ -77,7 +79,9 @@ def state_of(memory: GenericAllocation) -> AllocationState:
 
 
 def check_mappable(memory: PhysicalMemory) -> None:
-    """Check the size of imported memory by mapping it: the driver maps only whole allocations."""
+    """Check the size of imported memory by mapping it (``cuMemMap``): the driver maps only whole allocations. Raises
+    ValueError for a size that is no multiple of the granularity, CudaError for another wrong one.
+    """
     granularity = memory._spec.granularity
     if memory.nbytes % granularity:
         raise ValueError(f"physical memory of {memory.nbytes} bytes, which are no multiple of {granularity}")
@@ -86,14 +90,14 @@ def check_mappable(memory: PhysicalMemory) -> None:
 
 
 def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Notify a watcher of each later mapping on a driver."""
+    """Notify ``watcher`` of each mapping that this package makes on a driver from now on."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers += (watcher,)
 
 
 def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Stop notifying a watcher."""
+    """Stop notifying ``watcher`` of mappings."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers = tuple(other for other in allocations.watchers if other is not watcher)
@@ -109,8 +113,7 @@ def is_counted(memory: MappedMemory) -> bool:
 
 
 def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:
-    """Map memory from the first address of an empty range on, and set its permissions.
-
-    After an error the caller must unmap the range.
+    """Map ``memories`` from the first address of an empty range on (``cuMemMap``), and set the permissions ``rights``.
+    After an error, CudaError or ValueError, the caller unmaps the range.
     """
     range._map_all(memories, 0, rights)

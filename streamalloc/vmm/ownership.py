@@ -10,8 +10,8 @@ addresses cannot be freed. A mapping of physical memory alone needs no order to 
 until both are gone.
 
 ``cuMemUnmap`` does not wait for queued work, and work that uses an unmapped address breaks the context of its device.
-So who closes a range waits for the work first. A finaliser cannot wait: it submits the node to the queue of
-:mod:`streamalloc.core.deferred`, which releases it once the work that was queued at that moment has completed.
+So a call that closes a range waits for the work first. A finaliser cannot wait: it submits the node to the queue of
+:mod:`streamalloc.core.deferred`, which releases the node once the work that was queued at that moment has completed.
 
 The same driver calls export, import, map and release physical memory and multicast objects
 (``CUmemGenericAllocationHandle``), see :class:`GenericAllocation`.
@@ -63,10 +63,11 @@ class Kind(enum.Enum):
 
 
 def _fence_since(session: Session, dropped: int) -> Fence:
-    """Return a fence behind all work that known streams had queued at a time of ``time.monotonic_ns``; it may include
-    later work.
+    """Return a fence behind all work that known streams had queued at the time ``dropped`` (``time.monotonic_ns``). It
+    may include later work.
 
-    Items dropped before it was made share it, so a thousand items need one record per stream.
+    Nodes that were dropped before the latest fence was made share that fence, so a thousand nodes need one record per
+    stream.
     """
     allocations = allocations_of(session)
     latest = allocations.latest_fence
@@ -116,7 +117,9 @@ class Node:
         return False
 
     def in_use(self, session: Session) -> bool:
-        """Whether work that was queued when the owner dropped it has not completed."""
+        """Whether work may still use the resource: work that was queued when the owner was dropped, and is not done.
+        False after a close, which waits for the work before.
+        """
         if self._dropped is None or not self.users:
             return False
         if self._fence is None:
@@ -128,14 +131,18 @@ class Node:
         self.given_up = True
 
     def unmap_owned(self) -> None:
-        """Unmap or unbind the nodes that this node owns, as far as possible now. Must not block."""
+        """Release the mappings or bindings that this node owns, as far as possible now. Must not block. Raises
+        CudaError.
+        """
 
     def release(self) -> None:
-        """Release the resource and set :attr:`gone`, or leave it unset for a later attempt. Must not block."""
+        """Release the resource and set :attr:`gone`; leave it unset if a later attempt is needed. Must not block.
+        Raises CudaError.
+        """
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the node from the tables that list it; idempotent."""
+        """Remove the node from the tables that list it, after its release; idempotent."""
 
 
 class Team(Node):
@@ -197,7 +204,9 @@ class HandleNode(Node):
         return self._raw
 
     def release_by(self, call: str, *args: Any) -> None:
-        """Release the handle by this driver call, once."""
+        """Release the handle by driver function ``call`` with the further arguments ``args``, at most once. Raises
+        CudaError; the node then keeps the handle, unless it is gone.
+        """
         try:
             self.allocations.session.release(self, call, *args)
         finally:
@@ -246,7 +255,9 @@ class AllocationHandle(HandleNode):
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """Share the state of other objects with the same driver handle."""
+        """Share the state of other objects with the same driver handle; called once the handle is known. This node is
+        then released after the same nodes as theirs.
+        """
         state = self.state
         state.handle = int(self._raw)
         before = self.allocations.by_handle.setdefault(state.handle, state)
@@ -304,15 +315,17 @@ class MappingWatcher(Protocol):
     """Listener for the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
-        """Called before memory is created and mapped at an address. An error propagates to the caller."""
+        """Called before ``nbytes`` bytes of memory are created and mapped at ``address``. An exception goes to the
+        caller of the mapping, and nothing is mapped.
+        """
 
     def mapped(self, address: int, memory: MappedMemory, /) -> None:
-        """Called after memory was mapped at an address. If it raises, the memory is unmapped, and the error
-        propagates.
+        """Called after ``memory`` was mapped at ``address``. If this method raises, the memory is unmapped, and the
+        exception goes to the caller of the mapping.
         """
 
     def unmapped(self, address: int, /) -> None:
-        """Called after the mapping at an address was unmapped. Never raises."""
+        """Called after the mapping at ``address`` was unmapped. Never raises."""
 
 
 class Allocations:
@@ -357,7 +370,7 @@ class Allocations:
         return found
 
     def make_room(self) -> int:
-        """Release the unused pages of all arenas; return their bytes."""
+        """Release the unused memory of all arenas and expandable caches (``cuMemRelease``); return its bytes."""
         return sum(pages.make_room() for pages in members(self.arenas))
 
     def forget(self, state: AllocationState) -> None:
@@ -370,12 +383,14 @@ class Allocations:
         return work(self.session)
 
     def drop(self, node: Node) -> None:
-        """Submit a node for release after the work that is queued now. For finalisers."""
+        """Submit a node to the queue, which releases it after the work that is queued now. Takes no lock, so finalisers
+        call it.
+        """
         node._dropped = time.monotonic_ns()
         self.deferred.submit(_Later(self, node))
 
     def end(self, node: Node) -> None:
-        """Release a node now. If other nodes come first, it is released once they are gone.
+        """Release a node now, or by an item of the queue once the nodes that precede it are gone.
 
         Raises
         ------
@@ -414,7 +429,9 @@ class Allocations:
         return node.gone
 
     def attempt_all(self, nodes: Iterable[Node]) -> None:
-        """Attempt all of these nodes, even if the driver refuses to release one."""
+        """Attempt all of these nodes, also after the driver has refused to release one. Raises the first CudaError,
+        with later ones attached.
+        """
         undo_all(functools.partial(self.attempt, node) for node in nodes)
 
 
@@ -443,12 +460,13 @@ allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
 
 
 def check_exported(number: int) -> int:
-    """Return a descriptor's number, unless no driver can have exported it: a closed descriptor, a file, a socket.
+    """Return the number of a file descriptor after a cheap check. Other wrong descriptors are refused by the driver.
 
     Raises
     ------
     ValueError
-        No driver has exported it.
+        The descriptor is certainly not a driver's handle: it is closed, a directory, a socket, a pipe, or a file with a
+        name.
     """
     try:
         found = os.fstat(number)
@@ -483,19 +501,22 @@ class GenericAllocation(OwnsNode, Shareable):
     """Reason why ordinary reads of the memory's mappings are undefined; empty if such reads are defined."""
 
     def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
-        """Make the node that will own the handle."""
+        """Set the attributes, make the node that will own the handle, and attempt deferred releases, which may free
+        memory.
+        """
         self._session = session
         self.nbytes = nbytes
         self._node = AllocationHandle(allocations_of(session), kind)
         self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
-        """Call the driver function that creates the handle."""
+        """Create the handle by driver function ``name``. Raises CudaError with ``hint``."""
         self._node._raw = self._session.call(name, *args, hint=hint)
         self._node.known()
 
     def _import(self, handle: Fd | int | bytes) -> None:
-        """Open a handle that another process exported (``cuMemImportFromShareableHandle``).
+        """Import a handle that another process exported (``cuMemImportFromShareableHandle``). Raises TypeError,
+        ValueError, CudaError.
 
         ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle.
         """
@@ -548,13 +569,15 @@ class GenericAllocation(OwnsNode, Shareable):
     def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | MemFabricHandle:
         """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        Returns an :class:`Fd` or a :class:`MemFabricHandle`. The driver keeps the memory while a handle or an importer
-        holds it, even after it is closed here.
+        Returns an :class:`Fd` or a :class:`MemFabricHandle`. The driver keeps the memory while the handle is open or an
+        importer has the memory, even after this object was closed.
 
         Raises
         ------
         ValueError
-            The memory was not created with this handle type.
+            The memory was not created with this handle type, or ``handle_type`` is not one that Linux has.
+                    ClosedError
+                        The object was closed.
         """
         kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
         if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:
@@ -583,11 +606,15 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @abc.abstractmethod
     def _check_mappable(self) -> None:
-        """Raise if the object cannot be mapped."""
+        """Raise if the object cannot be mapped: ValueError for a tile pool, IncompleteTeamError for a multicast object
+        without all its devices.
+        """
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
-        """Raise if the driver does not grant these permissions on this memory."""
+        """Raise NotSupportedError if the driver does not grant these permissions on this memory, before any of them is
+        set.
+        """
 
     @property
     def _state(self) -> AllocationState:

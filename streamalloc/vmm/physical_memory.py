@@ -114,7 +114,10 @@ class MemorySpec:
         return -(-nbytes // self.granularity) * self.granularity
 
     def checked(self, nbytes: int, *, round_up: bool = False, name: str = "nbytes") -> int:
-        """Check a size in bytes; ``ValueError`` if it is zero or not a multiple of the granularity."""
+        """Return ``nbytes`` if it is a valid size, or with ``round_up`` rounded up to the granularity. Raises
+        TypeError, and ValueError for zero and for other sizes that are no multiple of the granularity; ``name``: the
+        argument's name.
+        """
         size = checked_size(name, nbytes)
         if round_up:
             size = self.round_up(size)
@@ -137,7 +140,10 @@ class MemorySpec:
         self.create(owner, nbytes)
 
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Call ``cuMemCreate`` as :meth:`obtain` does, without attempting the deferred releases first."""
+        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``, as :meth:`obtain` does. Deferred
+        releases are attempted, and arenas release unused pages, only if memory runs out. Raises OutOfMemoryError,
+        CudaError.
+        """
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
             if not result:
@@ -176,7 +182,9 @@ class MemorySpec:
         return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
-        """Add to an error the requested bytes, and the free and total bytes of the device."""
+        """Return ``error`` with the figures of the request: its bytes, the free and total bytes of the device, and who
+        holds memory there.
+        """
         figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
         if self.prop.location.type is MemLocationType.DEVICE:
@@ -191,13 +199,17 @@ class MemorySpec:
 
 
 def spec_of(session: Session, prop: MemAllocationProp, *, exists: bool = False) -> MemorySpec:
-    """Return the cached :class:`MemorySpec` of these properties."""
+    """Return the :class:`MemorySpec` of these properties, made at the first call. ``exists``: the memory exists
+    already, so the properties are not checked. Raises ValueError, NotSupportedError.
+    """
     known: dict[object, MemorySpec] = allocations_of(session).specs
     return known.get((prop, exists)) or known.setdefault((prop, exists), MemorySpec(session, prop, exists=exists))
 
 
 def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:
-    """Call ``cuMemGetAllocationGranularity`` for a ``CUmemAllocationProp``; return bytes."""
+    """Return the granularity in bytes of memory with these properties, a ``CUmemAllocationProp``
+    (``cuMemGetAllocationGranularity``): the smallest, or the ``recommended`` one. Raises CudaError.
+    """
     # CU_MEM_ALLOC_GRANULARITY_MINIMUM is 0, _RECOMMENDED is 1
     which = cuda.CUmemAllocationGranularity_flags(int(recommended))
     return int(session.call("cuMemGetAllocationGranularity", struct, which))
@@ -210,8 +222,8 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """Return the properties for these arguments. ``where`` may be complete properties, which exclude the other
-    arguments.
+    """Return the properties for these arguments of :class:`PhysicalMemory`. ``where`` may be complete properties: then
+    the other arguments raise ValueError. Raises TypeError.
     """
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
@@ -225,7 +237,9 @@ def properties_for(
 
 
 def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
-    """Swap the first two arguments of a public call if the size comes first. This gives a ``DeprecationWarning``."""
+    """Return ``where`` and ``nbytes``, swapped if the size was given first. Then warn (``DeprecationWarning``) that
+    this order of the function ``name`` is deprecated.
+    """
     if isinstance(where, int) and not isinstance(nbytes, int):
         warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning)
         return nbytes, where
@@ -298,7 +312,7 @@ class PhysicalMemory(GenericAllocation):
         self._node.known()
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
-        """Set all attributes but the handle."""
+        """Set all attributes but the handle, which :meth:`MemorySpec.obtain` or an import sets."""
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
@@ -310,8 +324,9 @@ class PhysicalMemory(GenericAllocation):
     ) -> int:
         """Return the granularity in bytes of such memory (``cuMemGetAllocationGranularity``).
 
-        Sizes and addresses are multiples of it. ``recommended`` selects the granularity with the best performance
-        instead of the smallest.
+        Sizes and addresses are multiples of it. ``where`` and ``driver`` are those of :class:`PhysicalMemory`.
+        ``recommended`` selects the granularity with the best performance instead of the smallest. Raises TypeError,
+        ValueError, CudaError.
         """
         prop = properties_for(where, MemHandleType.NONE, False, False)
         return granularity_of(session_for(where, driver), prop.to_driver(), recommended=recommended)
@@ -320,7 +335,7 @@ class PhysicalMemory(GenericAllocation):
     def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
         """Return the memory that is mapped at an address, by any library (``cuMemRetainAllocationHandle``).
 
-        The object owns a handle like any other object. Its size is that of the mapping.
+        The object gets a handle of its own, which it releases. Its size is that of the mapping.
 
         Raises
         ------
@@ -421,7 +436,9 @@ class PhysicalMemory(GenericAllocation):
         return memory
 
     def _hold(self, raw: Any, which: str) -> None:
-        """Take a handle of memory of this process, and read its properties; after an error this object is closed."""
+        """Take ``raw``, a handle of memory of this process, and read its properties. After an error this object is
+        closed. ``which``: words that name the handle in the error. Raises ValueError for a multicast object, CudaError.
+        """
         node = self._node
         node._raw = raw
         known = node.allocations.by_handle.get(int(raw))
@@ -461,7 +478,9 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def compressible(self) -> bool:
-        """Whether the driver reports the memory as compressible."""
+        """Whether the memory is compressible, as each read asks the driver
+        (``cuMemGetAllocationPropertiesFromHandle``). False if compression was requested and not granted.
+        """
         return self.query().alloc_flags.compression_type == _COMPRESSION
 
     def _check_mappable(self) -> None:
@@ -486,7 +505,8 @@ class PhysicalMemory(GenericAllocation):
 
 
 def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
-    """Open physical memory of another process (``cuMemImportFromShareableHandle``).
+    """Import physical memory of another process (``cuMemImportFromShareableHandle``). Raises TypeError, ValueError,
+    CudaError.
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
     ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`.
@@ -563,6 +583,8 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     ------
     ValueError
         The memory is empty, or does not begin and end at a page.
+            TypeError
+                ``memory`` is no memory of this package.
     NotSupportedError
         The device has no DMA-BUF (:attr:`Capabilities.dma_buf`), or not this kind of mapping.
     """

@@ -98,7 +98,7 @@ class MemAllocationProp:
             raise ValueError("win32_handle_meta_data: only None is allowed on Linux")
 
     def to_driver(self) -> Any:
-        """These properties as a ``CUmemAllocationProp``."""
+        """Return a ``CUmemAllocationProp`` with these properties."""
         struct = cuda.CUmemAllocationProp()
         struct.type = cuda.CUmemAllocationType(int(self.type))
         struct.requestedHandleTypes = handle_types_member(int(self.requested_handle_types))
@@ -110,7 +110,7 @@ class MemAllocationProp:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmemAllocationProp`` holds."""
+        """Return the properties that a ``CUmemAllocationProp`` holds."""
         flags = struct.allocFlags
         return cls(
             type=MemAllocationType(int(struct.type)),
@@ -143,9 +143,9 @@ class ArrayMapInfo:
     level, layer
         Level and layer of the part.
     offsets, extents
-        The first element of the part, and its elements, in x, y and z; of a sparse level.
+        For a part of a level: its first element, and its numbers of elements, in x, y and z.
     mip_tail
-        Offset and size in bytes of a part of the mip tail, in place of a level's; None for a level.
+        For a part of the mip tail: its offset and size in bytes. None for a part of a level.
     mem_handle
         Number of the ``CUmemGenericAllocationHandle`` to map; 0 unmaps.
     offset
@@ -156,7 +156,8 @@ class ArrayMapInfo:
     Raises
     ------
     TypeError, ValueError
-        A number is none or negative, the mask has another number of bits, or an array without levels is given one.
+        A field is no number or is negative, the mask does not have exactly one bit, or ``level`` is given for an array
+        that is not mipmapped.
     """
 
     resource: int
@@ -179,7 +180,7 @@ class ArrayMapInfo:
             raise ValueError(f"level={self.level}: an array that is not mipmapped has level 0 only")
 
     def to_driver(self) -> Any:
-        """This change as a ``CUarrayMapInfo``."""
+        """Return a ``CUarrayMapInfo`` with this change."""
         info = cuda.CUarrayMapInfo()
         if self.mipmapped:
             info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY

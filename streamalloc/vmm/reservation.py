@@ -1,7 +1,7 @@
 """Address reservations and their mappings, with offsets, permissions and release.
 
-A :class:`MappedBytes` is one mapping. For memory that a buffer creates for itself, the mapping also holds the driver
-handle. On request a :class:`PhysicalMemory` object is made, which takes over the handle.
+A :class:`MappedBytes` is one mapping. If a buffer creates memory for itself, the mapping also holds the memory's
+handle. A user who asks for that memory gets a :class:`PhysicalMemory` object, which takes the handle over.
 """
 
 from __future__ import annotations
@@ -63,17 +63,21 @@ class MappedBytes(Node):
 
     @property
     def alone(self) -> bool:
-        """Whether no other object of this process holds the handle."""
+        """Whether this mapping alone holds the handle of its memory in this process, so that its release frees the
+        memory.
+        """
         raw = self._raw
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
     def users(self) -> Collection[int]:
-        """Ordinals of the devices with access."""
+        """Ordinals of the devices with access; the host is not among them."""
         return accessing((self.rights,))
 
     def set_memory(self, memory: GenericAllocation) -> None:
-        """Set the memory object, and relate the mapping to the nodes of multicast objects."""
+        """Set the memory object. Order the release of this mapping before and after the nodes of multicast objects that
+        the memory is bound to.
+        """
         handle = memory._node
         self._memory, self.state = memory, handle.state
         of_object = handle.kind is Kind.OBJECT
@@ -85,7 +89,9 @@ class MappedBytes(Node):
         handle.state.mappings[self] = None
 
     def map(self, raw: Any) -> None:
-        """Call ``cuMemMap`` with a handle of the memory, and notify the watchers."""
+        """Map the memory with the handle ``raw`` (``cuMemMap``), and notify the watchers. Raises CudaError, and the
+        errors of watchers.
+        """
         allocations = self.reservation.allocations
         address = int(self.reservation._raw) + self.offset
         result = allocations.session.cuMemMap(address, self.stop - self.offset, 0, raw, 0)[0]
@@ -103,7 +109,9 @@ class MappedBytes(Node):
             self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", address)
 
     def map_again(self) -> None:
-        """Map the memory again after an unmap, without permissions. Does nothing if it is mapped."""
+        """Map the memory again after an unmap, without permissions (``cuMemMap``). Does nothing if it is mapped. Raises
+        CudaError.
+        """
         if self.gone:
             self.reservation.add(self)
             self.gone = False
@@ -116,13 +124,15 @@ class MappedBytes(Node):
                 self.state.mappings[self] = None
 
     def release(self) -> None:
-        """Unmap the memory, then release the handle if the mapping holds it."""
+        """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping holds it (``cuMemRelease``). Raises
+        CudaError.
+        """
         self.unmap()
         self.release_handle()
 
     def unmap(self) -> None:
-        """Call ``cuMemUnmap``. The call can be repeated, for example after a signal handler raised: the driver also
-        accepts addresses that are unmapped already.
+        """Unmap the memory (``cuMemUnmap``), and notify the watchers. The call can be repeated, for example after a
+        signal handler raised: the driver accepts addresses that are unmapped already. Raises CudaError.
         """
         reservation = self.reservation
         reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
@@ -139,11 +149,15 @@ class MappedBytes(Node):
         self.forget()
 
     def release_handle(self) -> None:
-        """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser attempts it again."""
+        """Release the handle if the mapping holds it (``cuMemRelease``). Raises CudaError; the finaliser then attempts
+        it again.
+        """
         self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
-        """Release the memory. After an error the finaliser of the owner attempts it again."""
+        """Release the handle that this mapping or its memory object holds (``cuMemRelease``). Errors of the driver are
+        hidden: the finaliser of the owner attempts it again.
+        """
         with contextlib.suppress(CudaError):
             if self._raw is not None:
                 self.release_handle()
@@ -151,8 +165,9 @@ class MappedBytes(Node):
                 self._memory.close()
 
     def undo(self, first: BaseException) -> None:
-        """Undo a mapping that failed with error ``first`` before its first use. Errors of the undo are attached to
-        ``first``.
+        """Unmap and release the memory of a mapping that failed with the error ``first`` before its first use. After a
+        refused ``cuMemCreate`` or ``cuMemMap`` nothing is mapped, so only the handle is released. Errors of the undo
+        are attached to ``first``.
         """
         try:
             if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
@@ -203,8 +218,8 @@ class Reservation(HandleNode):
         """
 
     def table(self) -> list[MappedBytes]:
-        """Return the mappings in the order of addresses, after unmapped entries and their memory objects were
-        forgotten.
+        """Return the mappings in the order of addresses, as the list that the range itself uses. Unmapped entries are
+        removed before.
         """
         if self.stale:
             self.stale = False  # Before the scan: an entry that another thread unmaps during it sets the mark again.
@@ -225,8 +240,8 @@ class Reservation(HandleNode):
 
     @contextlib.contextmanager
     def adding(self, entry: MappedBytes) -> Iterator[None]:
-        """List an entry, then map it in a ``with`` block. If the block fails, the entry is unmapped and leaves the
-        list.
+        """List ``entry`` before a ``with`` block maps it. If the block fails, undo this entry
+        (:meth:`MappedBytes.undo`); the caller undoes the entries before it.
         """
         try:
             self.add(entry)
@@ -243,14 +258,18 @@ class Reservation(HandleNode):
         return overlapping(entries, start, stop)
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        """Check and return the start and the end of a part of the range, as offsets in bytes. None: the range's end."""
+        """Return the start and the end of a part of the range, as offsets in bytes; ``stop=None`` is the range's end.
+        Raises TypeError, and ValueError for a part outside of the range.
+        """
         begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
         if not begin <= end <= self.nbytes:
             raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
         return begin, end
 
     def within(self, start: int, stop: int | None) -> list[MappedBytes]:
-        """Return the mappings between two offsets; ``ValueError`` if an offset is inside a mapping."""
+        """Return the mappings between two offsets. Raises ValueError if an offset is outside of the range, or inside of
+        a mapping: the driver changes whole mappings only.
+        """
         begin, end = self.bounds(start, stop)
         entries = self.touching(begin, end)
         if entries and (entries[0].offset < begin or entries[-1].stop > end):
@@ -258,7 +277,9 @@ class Reservation(HandleNode):
         return entries
 
     def grant(self, entries: Sequence[MappedBytes], rights: Rights) -> None:
-        """Set permissions of adjacent mappings (``cuMemSetAccess``). Without mappings or permissions, make no call."""
+        """Set the permissions ``rights`` of adjacent mappings in one call (``cuMemSetAccess``). Without mappings or
+        permissions, make no call. Raises CudaError.
+        """
         if not (entries and rights):
             return
         start, structs = entries[0].offset, structs_of(rights)
@@ -270,8 +291,9 @@ class Reservation(HandleNode):
             entry.rights = {**entry.rights, **rights}
 
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        """Set permissions of all mappings. After an error no mapping has changed. If a device loses a permission, first
-        wait for ``after``.
+        """Set the permissions ``rights`` of adjacent mappings (``cuMemSetAccess``). After an error no mapping has
+        changed. If a device loses a permission, the host first waits for ``after``, by default for all work of that
+        device. Raises NotSupportedError, CaptureError, CudaError.
         """
         for entry in entries:
             if entry._memory is not None:  # The buffers check the permissions of their own memory.
@@ -288,7 +310,9 @@ class Reservation(HandleNode):
             self.grant(entries, rights)
 
     def unmap(self, entries: Iterable[MappedBytes]) -> None:
-        """Unmap mappings, with one ``cuMemUnmap`` for each run of adjacent mappings."""
+        """Unmap mappings in the order of addresses, with one ``cuMemUnmap`` for each run of adjacent ones. Raises
+        CudaError; the runs before it stay unmapped.
+        """
         run: list[MappedBytes] = []
         for entry in entries:
             if run and run[-1].stop != entry.offset:
@@ -324,7 +348,7 @@ class Reservation(HandleNode):
         return {device for entry in self._live() for device in entry.users}
 
     def in_use(self, session: Session) -> bool:
-        """Whether work that may use the range has not completed."""
+        """Whether work may still use the range: that of :meth:`Node.in_use`, and the last copies to the range."""
         return super().in_use(session) or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
@@ -336,7 +360,9 @@ class Reservation(HandleNode):
         super().give_up()
 
     def unmap_owned(self) -> None:
-        """Unmap all mappings that no other node precedes, and release their handles."""
+        """Unmap all mappings that no other node precedes (``cuMemUnmap``), and release their handles. Raises
+        CudaError.
+        """
         self.allocations.attempt_all(self._live())
 
     def release(self) -> None:
