@@ -447,19 +447,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         """The sizes of the dimensions, in C order."""
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Size of an element in bytes."""
-        return self.dtype.itemsize
 
     @property
     def bytes(self) -> BufferView:
@@ -560,8 +550,8 @@ class TypedView(BufferView, Generic[ScalarT]):
             raise ValueError(f"{name} has the shape {shape}, not {self.shape}")
 
     def __getitem__(self, item: Index) -> TypedView[ScalarT]:
-        offset, shape = part_of(self.shape, self.itemsize, item)
-        return TypedView(BufferView(self, offset, math.prod(shape) * self.itemsize), self.dtype, shape)
+        offset, shape = part_of(self.shape, self.dtype.itemsize, item)
+        return TypedView(BufferView(self, offset, math.prod(shape) * self.dtype.itemsize), self.dtype, shape)
 
     def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
         """Return a view of the elements from ``start`` to ``stop`` of the first dimension; also written
@@ -577,9 +567,8 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _interface_type(self) -> dict[str, Any]:
         found = interface_type(self.dtype)
         if found is None:
-            raise AttributeError(
-                f"array interfaces have no name for {self.dtype}: export view_as('V{self.itemsize}') and view it there"
-            )
+            way_out = f"export view_as('V{self.dtype.itemsize}') and view it there"
+            raise AttributeError(f"array interfaces have no name for {self.dtype}: {way_out}")
         return found | {"shape": self.shape}
 
     @property

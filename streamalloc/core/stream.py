@@ -316,18 +316,6 @@ class Stream(Closes, Shown):
         """The stream's priority; lower numbers run first (``cuStreamGetPriority``)."""
         return int(self._call("cuStreamGetPriority"))
 
-    @property
-    def blocking(self) -> bool:
-        """Whether the stream and the legacy default stream wait for each other (``cuStreamGetFlags``).
-
-        Raises
-        ------
-        CaptureError
-            The stream is being captured: the call would invalidate the capture.
-        """
-        refuse_capture(self, "cuStreamGetFlags", "it would end the capture; ask afterwards")
-        return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-
     # -- work --------------------------------------------------------------------------------------------------
 
     def _checked_raw(self) -> Any:

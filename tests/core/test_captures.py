@@ -504,7 +504,7 @@ class TestStreamsOfOursThatOtherCodeCaptures:
                         inside.fill(1)
                     if allocator == "cache" and not checked:
                         kept.pop().free()  # a cache takes it back, and nobody gets it in the capture
-                    each_raises(sa.CaptureError, own.close, lambda: own.blocking, *[buffer.free for buffer in kept])
+                    each_raises(sa.CaptureError, own.close, *[buffer.free for buffer in kept])
                     dropped.clear()
                     gc.collect()
                     work(session_of(device))

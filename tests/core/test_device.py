@@ -171,7 +171,6 @@ class TestStreamsOfADevice:
         with device.create_stream() as free, device.create_stream(blocking=True) as bound:
             streams = [device.default_stream, device.per_thread_stream, bound, free]
             assert [one.is_default for one in streams] == [True, True, False, False]
-            assert [one.blocking for one in streams] == [True, True, True, False]
 
     def test_of_an_ended_thread_is_no_thread_s(self, device: sa.Device) -> None:
         """Another thread may get its identifier."""

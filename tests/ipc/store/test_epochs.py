@@ -39,7 +39,7 @@ def test_contents_types_and_addresses(store: ipc.Store, device: sa.Device) -> No
         assert (found["table"].address, found["model.layers.0/bias"].address) == addresses
         assert found.names == ("table", "model.layers.0/bias", "empty")
         assert [view.shape for _, view in found.items()] == [(20, 30), (5,), (0, 4)]
-        assert found["table"].dtype == np.float32 and found["model.layers.0/bias"].itemsize == 2
+        assert found["table"].dtype == np.float32 and found["model.layers.0/bias"].dtype.itemsize == 2
         assert np.array_equal(read(found["table"]).view(np.float32).reshape(20, 30), table)
         assert holds(found["model.layers.0/bias"], 3)
         assert (found.epoch, found.metadata, found.device) == (1, {"step": 7}, device)
