@@ -28,8 +28,6 @@ from streamalloc.traces.trace import Trace
 from streamalloc.vmm import ExpandableCache
 
 _KEEP_ALL = 2**64 - 1
-# Bytes with which RMM's pool begins. Its default is half of the device's memory.
-_RMM_BEGINS = 32 << 20
 
 
 @dataclass
@@ -171,13 +169,13 @@ def _drop(thing: object) -> None:
     """Drop the last reference to an allocation, which frees it."""
 
 
-def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driver_pool: bool = False) -> Subject:
+def _cupy(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
     """Return the functions of a pool of CuPy. It allocates on CuPy's current stream, and a free takes no stream."""
     cupy = importlib.import_module("cupy")
     resources.enter_context(cupy.cuda.Device(device.ordinal))
     theirs = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
     resources.enter_context(theirs[0] if theirs else cupy.cuda.Stream(non_blocking=True))
-    pool = cupy.cuda.MemoryAsyncPool() if driver_pool else cupy.cuda.MemoryPool()
+    pool = cupy.cuda.MemoryPool()
     malloc = pool.malloc
     used: Any = None
 
@@ -199,29 +197,6 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack, *, driv
     out_of_memory = (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError)
     resources.callback(pool.free_all_blocks)
     return Subject(theirs, allocate, _drop, free_on, out_of_memory, pool.total_bytes, begin=begin)
-
-
-def _rmm(device: Device, streams: int, resources: contextlib.ExitStack, *, pool: bool = False) -> Subject:
-    mr = importlib.import_module("rmm.mr")
-    stream = importlib.import_module("rmm.pylibrmm.stream").Stream
-    if pool:
-        resource = mr.PoolMemoryResource(mr.CudaMemoryResource(), initial_pool_size=_RMM_BEGINS)
-    else:
-        resource = mr.CudaAsyncMemoryResource()
-    take, give = resource.allocate, resource.deallocate
-
-    def allocate(nbytes: int, stream: Any) -> tuple[int, int, Any]:
-        return take(nbytes, stream), nbytes, stream
-
-    theirs = [stream() for _ in range(streams)]
-    order = _ordering(device, theirs, resources)  # RMM has no events of its own.
-
-    def free_on(thing: tuple[int, int, Any], own: Any, other: Any) -> None:
-        order(own, other)
-        give(thing[0], thing[1], other)
-
-    reserved = resource.pool_size if pool else None
-    return Subject(theirs, allocate, lambda thing: give(*thing), free_on, MemoryError, reserved)
 
 
 def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
@@ -267,9 +242,6 @@ ALLOCATORS: dict[str, Entry] = {
     "expandable": Entry("streamalloc ExpandableCache", lambda *all: _pool(*all, cache=ExpandableCache)),
     "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
     "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
-    "cupy-async": Entry("CuPy MemoryAsyncPool", lambda *all: _cupy(*all, driver_pool=True), other=True),
-    "rmm": Entry("RMM PoolMemoryResource", lambda *all: _rmm(*all, pool=True), other=True),
-    "rmm-async": Entry("RMM CudaAsyncMemoryResource", _rmm, other=True),
     "pytorch": Entry("PyTorch caching allocator", _torch, other=True),
 }
 """Allocators by name, for :func:`~streamalloc.traces.replay`."""

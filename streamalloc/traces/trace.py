@@ -110,13 +110,13 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "events", tuple(self.events))  # A tuple, because an iterator could be read only once.
-        checked = CheckedTrace()
-        for number, event in enumerate(self.events):
-            try:
-                checked.add(event)
-            except ValueError as error:
-                raise ValueError(f"event {number}: {error}") from None
+        events: list[Event] = []
+        try:
+            for event in _checked(self.events):
+                events.append(event)
+        except ValueError as error:
+            raise ValueError(f"event {len(events)}: {error}") from None
+        object.__setattr__(self, "events", tuple(events))  # A tuple, because an iterator could be read only once.
 
     @property
     def allocations(self) -> int:
@@ -166,62 +166,55 @@ class Trace:
         return f"<Trace of {len(self.events):,} events on {self.streams} streams, at most {peak} at once>"
 
 
-class CheckedTrace:
-    """Builder of a trace. It checks each event as it is added, so that an error can name the line of the file."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._alive: dict[int, int] = {}
-        """Bytes of each live allocation, by its number."""
-        self._seen: set[int] = set()
-        """Numbers of all allocations so far."""
-
-    def add(self, event: Event) -> None:
-        """Add an event. Raise ``ValueError`` if it does not fit those before."""
-        self._check(event)
-        self._events.append(event)
-
-    def trace(self, source: str, skipped: Mapping[str, int]) -> Trace:
-        """Return the trace of all events. The constructor would check them again."""
-        trace = Trace.__new__(Trace)
-        vars(trace).update(events=tuple(self._events), source=source, skipped=skipped)
-        return trace
-
-    def _check(self, event: Event) -> None:
+def _checked(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events. Raise ``ValueError`` at one that does not fit those before."""
+    alive: dict[int, int] = {}
+    seen: set[int] = set()
+    for event in events:
+        _check_fields(event)
         action, number, nbytes, *_ = event
-        if action not in ("allocate", "free"):
-            raise ValueError(f"action {action!r}: allowed are 'allocate' and 'free'")
-        for name, value in zip(event._fields[1:], event[1:], strict=True):
-            if type(value) is not int or not 0 <= value <= _MOST:
-                raise ValueError(f"{name}={value!r}: it has to be an integer from 0 to 2**63 - 1")
         if action == "allocate":
-            if number in self._seen:
+            if number in seen:
                 raise ValueError(f"allocation {number} was made before")
-            self._seen.add(number)
-            self._alive[number] = nbytes
-            return
-        allocated = self._alive.pop(number, None)
-        if allocated is None:
-            known = number in self._seen
-            raise ValueError(f"allocation {number} {'was freed before' if known else 'is unknown'}")
-        if nbytes != allocated:
-            raise ValueError(f"a free of {nbytes} bytes, but allocation {number} has {allocated}")
+            seen.add(number)
+            alive[number] = nbytes
+        else:
+            allocated = alive.pop(number, None)
+            if allocated is None:
+                raise ValueError(f"allocation {number} {'was freed before' if number in seen else 'is unknown'}")
+            if nbytes != allocated:
+                raise ValueError(f"a free of {nbytes} bytes, but allocation {number} has {allocated}")
+        yield event
+
+
+def _check_fields(event: Event) -> None:
+    if event.action not in ("allocate", "free"):
+        raise ValueError(f"action {event.action!r}: allowed are 'allocate' and 'free'")
+    for name, value in zip(event._fields[1:], event[1:], strict=True):
+        if type(value) is not int or not 0 <= value <= _MOST:
+            raise ValueError(f"{name}={value!r}: it has to be an integer from 0 to 2**63 - 1")
 
 
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """Return the trace in the lines of a file."""
-    numbered = enumerate(lines, 1)
-    header = _header(next(numbered, (1, ""))[1], file)
-    checked = CheckedTrace()
-    for number, line in numbered:
-        try:
-            value = json.loads(line)
-            if type(value) is not list or len(value) != len(Event._fields):
-                raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
-            checked.add(Event(*value))
-        except (ValueError, RecursionError) as error:
-            raise TraceFormatError(str(error), file, number) from None
-    return checked.trace(**header)
+    lines = iter(lines)
+    header = _header(next(lines, ""), file)
+    events: list[Event] = []
+    try:
+        for event in _checked(map(_event, lines)):
+            events.append(event)
+    except TraceFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise TraceFormatError(str(error), file, len(events) + 2) from None
+    return Trace(tuple(events), **header)
+
+
+def _event(line: str) -> Event:
+    value = json.loads(line)
+    if type(value) is not list or len(value) != len(Event._fields):
+        raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
+    return Event(*value)
 
 
 def _header(line: str, file: str) -> dict[str, Any]:
@@ -291,7 +284,7 @@ class _Recording:
     """Builder of a trace from addresses and handles, which it replaces by numbers."""
 
     def __init__(self) -> None:
-        self._checked = CheckedTrace()
+        self._events: list[Event] = []
         self._numbers = itertools.count()
         self._alive: dict[object, tuple[int, int]] = {}
         """Number and bytes of each live allocation, by address."""
@@ -328,10 +321,12 @@ class _Recording:
         streams, threads = self._streams, self._threads
         of_stream = streams.setdefault(stream, len(streams))
         of_thread = threads.setdefault(thread, len(threads))
-        self._checked.add(Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0)))
+        event = Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0))
+        _check_fields(event)
+        self._events.append(event)
 
     def trace(self, source: str) -> Trace:
-        return self._checked.trace(source, dict(self.skipped))
+        return Trace(tuple(self._events), source, dict(self.skipped))
 
 
 def _shown(address: object) -> str:
