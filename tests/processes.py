@@ -45,9 +45,9 @@ SECONDS = 20.0
 OPAQUE_BYTES = 64
 
 _LARGEST = 1 << 17
-_forkserver = multiprocessing.get_context("forkserver")
+forkserver = multiprocessing.get_context("forkserver")
 # What the test modules import, too: it would take longer than most tests.
-_forkserver.set_forkserver_preload(
+forkserver.set_forkserver_preload(
     [
         "pytest",
         "tests.processes",
@@ -61,7 +61,7 @@ _forkserver.set_forkserver_preload(
 
 def start_quickly(function: Callable[..., None], *args: Any) -> Any:
     """A process of the forkserver that calls a function; it ends without the end of an interpreter."""
-    process = _forkserver.Process(target=function, args=args, daemon=True)
+    process = forkserver.Process(target=function, args=args, daemon=True)
     process.start()
     return process
 

@@ -27,7 +27,7 @@ _EXTRA = {
     "failures": ("failed", ",d"),
 }
 """Title of the column, and format, for each figure that is no time."""
-_FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
+_FIGURES = {"reserved_over_used": "reserved / used "}
 """Titles, in targets, of figures that are no times."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,8 +21,6 @@ CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
 """Largest number of calls in a block that queue work: the queue of a stream holds about 1,000."""
-MOST_ALIVE = 1_000_000
-"""Largest number of live allocations; a tenth of it with ``--quick`` and on a simulated driver."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
@@ -34,36 +31,19 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 # --- allocate and free ----------------------------------------------------------------------------------------------
 
 
-def pair(bench: Bench, *, kind: str, nbytes: int = SIZE, streams: int = 0, alive: int = 0, drop: bool = False) -> Call:
-    """Allocate and free beside ``alive`` other allocations. With ``streams``, each pair is on the next of so many
-    streams.
-
-    The raw calls are the bindings' functions with objects for handles, results unchecked.
-    """
-    if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
-        raise ImportError("so many allocations take too long")
+def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
+    """Allocate and free. The raw calls are the bindings' functions with objects for handles, results unchecked."""
     pool, raw_pool = bench.new_pool()
     allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
-    stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
-    buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
-    bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
-    for one in those:  # The first allocation on a stream takes longer, in the driver.
-        allocator.allocate(nbytes, one).free()
+    stream = bench.new_stream()
+    allocator.allocate(SIZE, stream).free()  # The first allocation on a stream takes longer, in the driver.
     if drop:
-        return partial(allocator.allocate, nbytes, stream)
-    next_stream = itertools.cycle(those).__next__
+        return partial(allocator.allocate, SIZE, stream)
     if kind != RAW:
-        if streams:
-            return lambda: allocator.allocate(nbytes, next_stream()).free()
-        return lambda: allocator.allocate(nbytes, stream).free()
+        return lambda: allocator.allocate(SIZE, stream).free()
     allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-    raw, next_raw = raw_handle(stream), itertools.cycle(map(raw_handle, those)).__next__
-
-    def on_the_next() -> None:
-        on = next_raw()
-        free(allocate(nbytes, raw_pool, on)[1], on)
-
-    return on_the_next if streams else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
+    raw = raw_handle(stream)
+    return lambda: free(allocate(SIZE, raw_pool, raw)[1], raw)
 
 
 def cuda_core_pair(cuda: CudaCore) -> Call:
@@ -94,29 +74,6 @@ def capsule_of(array: Any, stream: int = -1) -> Call:
 def torch_ordered(torch: PyTorch) -> Call:
     return capsule_of(torch.tensor(), torch.torch.cuda.Stream(torch.device).cuda_stream)
 
-
-# --- many live allocations, many streams ----------------------------------------------------------------------------
-
-
-def _scaled(key: str, title: str, scales: dict[str, dict[str, Any]]) -> BenchRow:
-    """Return a row that allocates and frees at several scales.
-
-    Targets: at each larger scale, the pool's ratio to the raw calls and the cache's time are at most 1.15 times those
-    at the first scale.
-    """
-    kinds = (RAW, OURS, CACHED)
-    variants = {
-        f"{kind}, {scale}": partial(pair, kind=kind, **options) for scale, options in scales.items() for kind in kinds
-    }
-    bases = {f"{kind}, {scale}": f"{RAW}, {scale}" for scale in scales for kind in kinds}
-    first, *others = scales
-    targets = [Target(f"{OURS}, {scale}", 1.15, f"{OURS}, {first}", "ratio_to_raw") for scale in others]
-    targets += [Target(f"{CACHED}, {scale}", 1.15, f"{CACHED}, {first}") for scale in others]
-    return BenchRow(key, title, variants, tuple(targets), bases=bases)
-
-
-_LIVE = {f"{count:,} alive": {"nbytes": 512, "alive": count} for count in (10, 1_000, 100_000, 1_000_000)}
-_ON = {"1 stream": {"streams": 1}, "64 streams": {"streams": 64}}
 
 ROWS = (
     BenchRow(
@@ -187,6 +144,4 @@ ROWS = (
         (Target(OURS, 0.6), Target(ORDERED, 2.5)),
         most=_QUEUED,
     ),
-    _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE),
-    _scaled("streams", "Allocate and free 4 KiB, on the next stream each time", _ON),
 )

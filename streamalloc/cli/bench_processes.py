@@ -8,20 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-import unittest.mock
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc, traces, vmm
-from streamalloc.cli import measuring
 from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools, need_virtual_memory
 from streamalloc.cli.measuring import (
     Bench,
@@ -36,9 +34,9 @@ from streamalloc.cli.measuring import (
     undone,
     value_of,
 )
-from streamalloc.cli.worker import SECONDS, Worker, WorkerBase, environment
+from streamalloc.cli.worker import SECONDS, context, start
 from streamalloc.core.errors import size_text
-from streamalloc.driver.internal import cuda, opaque_bytes, opaque_struct
+from streamalloc.driver.internal import choice_of, cuda, opaque_bytes, opaque_struct
 
 SIZE = 1 << 20
 """Bytes of the buffer that is sent: 1 MiB."""
@@ -48,41 +46,30 @@ HANDLE_BYTES = 64
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
+def environment(driver: Any) -> dict[str, str]:
+    """Return environment variables with which a new program uses the same driver, or simulates the same machine."""
+    package = str(Path(sa.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": choice_of(driver)}
+
+
 # --- sharing: the variants, each with the other process's half of a transfer ----------------------------------------
 
 
-class Stage(NamedTuple):
-    """Objects that a variant of "share" uses."""
-
-    bench: Bench
-    worker: Worker
-    pool: sa.MemoryPool
-    variant: str
-    """Name of the variant, the same in both processes."""
-
-    def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
-        """Let the other process set up its half with one end of a pipe or channel. Return the other end."""
-        ours, theirs = ends
-        self.bench.resources.enter_context(ours)
-        with theirs:
-            self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
-        return ours
-
-    def served(self, once: Call) -> Measured:
-        """Return the variant that runs ``once``, while the other process runs its half."""
-
-        def measure(number: int) -> float:
-            self.worker.begin("serve", self.variant, max(number, measuring.LEAST))
-            time = repeated(once, number)
-            self.worker.result()
-            return time
-
-        return Measured(measure)
+def _other(bench: Bench, half: Callable[..., None], *arguments: Any) -> Any:
+    """Start the other process, which runs ``half`` of each transfer until the pipe is closed. Return our end of it."""
+    process, ours = start(bench.chosen.driver, half, *arguments)
+    bench.resources.callback(process.join, SECONDS)
+    return bench.resources.enter_context(ours)
 
 
-def _connection(worker: WorkerBase) -> Any:
-    """Return the pipe's end in the other process."""
-    return multiprocessing.connection.Connection(worker.handles[0].detach())
+def _transferred(once: Call) -> Measured:
+    return Measured(functools.partial(repeated, once))
+
+
+def _shared_pool(bench: Bench) -> sa.MemoryPool:
+    need_shared_pools(bench.device)
+    return bench.resources.enter_context(sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL))
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
@@ -97,16 +84,16 @@ def _opened(driver: Any, shared: bytes) -> Any:
     return value_of(driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", shared)))
 
 
-def raw_share(stage: Stage) -> Measured:
+def raw_share(bench: Bench) -> Measured:
     """Share with the driver's functions, two events and a pipe."""
-    driver = stage.bench.driver
-    pool, stream = driver.CUmemoryPool(stage.pool.handle), stage.bench.raw_stream
+    driver, stream = bench.driver, bench.raw_stream
+    pool = driver.CUmemoryPool(_shared_pool(bench).handle)
     ready, shared = _event(driver)
-    stage.bench.resources.callback(driver.cuEventDestroy, ready)
+    bench.resources.callback(driver.cuEventDestroy, ready)
     with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, _POSIX, 0))) as fd:
-        ours = stage.connect(multiprocessing.Pipe(), shared.hex(), fds=[fd])
+        ours = _other(bench, _serve_raw, reduction.DupFd(fd.fileno()), shared)
     done = _opened(driver, ours.recv_bytes())
-    stage.bench.resources.callback(driver.cuEventDestroy, done)
+    bench.resources.callback(driver.cuEventDestroy, done)
     allocate, export, record = driver.cuMemAllocFromPoolAsync, driver.cuMemPoolExportPointer, driver.cuEventRecord
     wait, free = driver.cuStreamWaitEvent, driver.cuMemFreeAsync
 
@@ -119,38 +106,38 @@ def raw_share(stage: Stage) -> Measured:
         value_of(wait(stream, done, 0))
         value_of(free(pointer, stream))
 
-    return stage.served(once)
+    return _transferred(once)
 
 
-def _serve_raw(worker: WorkerBase, shared: str) -> Call:
-    """The other process's half of :func:`raw_share`. ``shared``: handle of the event after the contents, as text."""
-    driver = cast(Any, worker.device.driver)
-    worker.resources.enter_context(worker.device.current())
-    connection = _connection(worker)
-    pool = value_of(driver.cuMemPoolImportFromShareableHandle(worker.handles[1].fileno(), _POSIX, 0))
-    ready = _opened(driver, bytes.fromhex(shared))
-    done, shared_done = _event(driver)
-    connection.send_bytes(shared_done)
-    stream, new_data = driver.CUstream(worker.stream.handle), driver.CUmemPoolPtrExportData
-    import_, wait = driver.cuMemPoolImportPointer, driver.cuStreamWaitEvent
-    free, record = driver.cuMemFreeAsync, driver.cuEventRecord
-
-    def once() -> None:
-        data = new_data()
-        ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
-        pointer = value_of(import_(pool, data))
-        value_of(wait(stream, ready, 0))
-        value_of(free(pointer, stream))
-        value_of(record(done, stream))
-        connection.send_bytes(b"k")
-
-    return once
+def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
+    """The other process's half of :func:`raw_share`. ``shared``: handle of the event after the contents."""
+    device = sa.Device(0)
+    driver: Any = device.driver
+    with device.current(), device.create_stream() as ours:
+        pool = value_of(driver.cuMemPoolImportFromShareableHandle(fd.detach(), _POSIX, 0))
+        ready = _opened(driver, shared)
+        done, shared_done = _event(driver)
+        connection.send_bytes(shared_done)
+        stream, new_data = driver.CUstream(ours.handle), driver.CUmemPoolPtrExportData
+        import_, wait = driver.cuMemPoolImportPointer, driver.cuStreamWaitEvent
+        free, record = driver.cuMemFreeAsync, driver.cuEventRecord
+        while True:
+            data = new_data()
+            ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
+            pointer = value_of(import_(pool, data))
+            value_of(wait(stream, ready, 0))
+            value_of(free(pointer, stream))
+            value_of(record(done, stream))
+            connection.send_bytes(b"k")
 
 
-def our_share(stage: Stage) -> Measured:
+def our_share(bench: Bench) -> Measured:
     """Share with this library: the importer waits for the contents, and the free for the importer."""
-    channel = stage.connect(ipc.Channel.pair())
-    pool, stream = stage.pool, stage.bench.stream
+    channel, theirs = ipc.Channel.pair()
+    pool, stream = _shared_pool(bench), bench.stream
+    with theirs:
+        _other(bench, _serve_ours, reduction.DupFd(theirs.fileno()))
+    bench.resources.enter_context(channel)
 
     def once() -> None:
         buffer = pool.allocate(SIZE, stream)
@@ -158,27 +145,25 @@ def our_share(stage: Stage) -> Measured:
         channel.receive()
         buffer.free()
 
-    return stage.served(once)
+    return _transferred(once)
 
 
-def _serve_ours(worker: WorkerBase) -> Call:
-    channel = ipc.Channel.from_fd(worker.handles[0])
-    stream, driver = worker.stream, worker.device.driver
-
-    def once() -> None:
-        ipc.receive(channel, stream=stream, driver=driver).close()
-        channel.send(b"k")
-
-    return once
+def _serve_ours(_: Any, fd: Any) -> None:
+    channel, device = ipc.Channel.from_fd(fd.detach()), sa.Device(0)
+    driver = device.driver
+    with device.create_stream() as stream:
+        while True:
+            ipc.receive(channel, stream=stream, driver=driver).close()
+            channel.send(b"k")
 
 
-def cuda_core_buffer(stage: Stage) -> Measured:
+def cuda_core_buffer(bench: Bench) -> Measured:
     """Share with cuda.core, after its pool was sent. It orders neither the contents nor the free."""
-    cuda = stage.bench.library(CudaCore)
+    cuda = bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
-    stage.bench.resources.callback(resource.close)
-    ours = stage.connect(multiprocessing.Pipe(), fds=[int(resource.allocation_handle)])
+    bench.resources.callback(resource.close)
+    ours = _other(bench, _serve_cuda_core, reduction.DupFd(int(resource.allocation_handle)))
 
     def once() -> None:
         buffer = resource.allocate(SIZE, stream=stream)
@@ -186,68 +171,24 @@ def cuda_core_buffer(stage: Stage) -> Measured:
         ours.recv_bytes()
         buffer.close(stream)
 
-    return stage.served(once)
+    return _transferred(once)
 
 
-def _serve_cuda_core(worker: WorkerBase) -> Call:
-    connection = _connection(worker)
+def _serve_cuda_core(connection: Any, fd: Any) -> None:
     core = importlib.import_module("cuda.core")
     device = core.Device(0)
     device.set_current()
     stream = device.create_stream()
-    resource = core.DeviceMemoryResource.from_allocation_handle(device, worker.handles[1].fileno())
+    resource = core.DeviceMemoryResource.from_allocation_handle(device, fd.detach())
     open_ = core.Buffer.from_ipc_descriptor
-
-    def once() -> None:
+    while True:
         open_(resource, pickle.loads(connection.recv_bytes()), stream=stream).close()
         connection.send_bytes(b"k")
 
-    return once
-
-
-# --- the row about sharing ------------------------------------------------------------------------------------------
 
 RAW_SHARE = "raw calls and a pipe, results checked"
 OUR_SHARE = "streamalloc share and open"
 CUDA_CORE = "cuda.core, its pool sent beforehand"
-
-VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
-    RAW_SHARE: (raw_share, _serve_raw),
-    OUR_SHARE: (our_share, _serve_ours),
-    CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
-}
-"""Two setups of each variant: that of this process, which returns the measured half of a transfer, and that of the
-other process, which returns its half.
-"""
-
-
-class BenchActions(WorkerBase):
-    """Actions of the other process."""
-
-    def set_up(self, name: str, *arguments: Any) -> None:
-        """Set up the other half of a variant."""
-        self.opened[name] = VARIANTS[name][1](self, *arguments)
-
-    def serve(self, name: str, count: int) -> None:
-        """Serve ``count`` transfers."""
-        once = self.opened[name]
-        for _ in range(count):
-            once()
-        self.stream.synchronize()
-
-
-def _need_sharing(bench: Bench) -> None:
-    """Start the other process, and make the pool that is shared. All variants use them."""
-    need_shared_pools(bench.device)
-    worker = bench.resources.enter_context(Worker(bench.chosen.driver, BenchActions))
-    pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
-    bench.common = worker, bench.resources.enter_context(pool)
-
-
-def _staged(bench: Bench, *, variant: str) -> Measured:
-    worker, pool = bench.common
-    return VARIANTS[variant][0](Stage(bench, worker, pool, variant))
-
 
 # --- queues of multiprocessing ---------------------------------------------------------------------------------------
 
@@ -256,15 +197,8 @@ QUEUE, TORCH_QUEUE = "streamalloc buffer", "PyTorch tensor"
 
 def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     """Put what ``make`` returns into a queue. The other process takes it, drops it, and replies."""
-    spawn = multiprocessing.get_context("spawn")
-    queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
-    bench.resources.callback(replies.close)
-    process = spawn.Process(target=_answer_queue, args=(queue, theirs), daemon=True)
-    # multiprocessing gives the new process the environment that this process has at the start. So the driver is set
-    # there for that moment.
-    with unittest.mock.patch.dict(os.environ, environment(bench.chosen.driver)), theirs:
-        process.start()
-    bench.resources.callback(process.join, SECONDS)
+    queue = context.SimpleQueue()
+    replies = _other(bench, _answer_queue, queue)
     bench.resources.callback(queue.put, None)
 
     def once() -> None:
@@ -274,10 +208,10 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
         if isinstance(sent, sa.Buffer):
             sent.free()
 
-    return Measured(functools.partial(repeated, once))
+    return _transferred(once)
 
 
-def _answer_queue(queue: Any, replies: Any) -> None:
+def _answer_queue(replies: Any, queue: Any) -> None:
     for received in iter(queue.get, None):
         if hasattr(received, "close"):
             received.close()
@@ -292,8 +226,7 @@ def _torch_queue(bench: Bench) -> Measured:
 
 
 def _our_queue(bench: Bench) -> Measured:
-    need_shared_pools(bench.device)
-    pool = bench.resources.enter_context(sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL))
+    pool = _shared_pool(bench)
     return _queued(bench, lambda: pool.allocate(SIZE, bench.stream))
 
 
@@ -430,10 +363,9 @@ ROWS = (
     BenchRow(
         "share",
         "Send 1 MiB to another process, and wait for its reply",
-        {name: functools.partial(_staged, variant=name) for name in VARIANTS},
+        {RAW_SHARE: raw_share, OUR_SHARE: our_share, CUDA_CORE: cuda_core_buffer},
         (Target(OUR_SHARE, 1.3, RAW_SHARE), Target(OUR_SHARE, 1.1, CUDA_CORE)),
         most=500,
-        need=_need_sharing,
     ),
     BenchRow(
         "queue",

@@ -224,12 +224,18 @@ def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     return sleep, back, nbytes * SEGMENTS if host != NO_BYTES else 0
 
 
+def _slept(host: str) -> dict[str, Setup]:
+    return {
+        **_both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=host)),
+        **_both((OUR_SLEEP, OUR_WAKE), functools.partial(_segments_of_a_group, host=host)),
+    }
+
+
 def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
     return slow_row(
         name,
         f"Put {SEGMENTS} segments to sleep {title}",
-        _both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=host))
-        | _both((OUR_SLEEP, OUR_WAKE), functools.partial(_segments_of_a_group, host=host)),
+        _slept(host),
         (Target(OUR_SLEEP, limit, SLEEP), Target(OUR_WAKE, limit, WAKE)),
         rounds=(5, 3),
         bases={OUR_WAKE: WAKE},
@@ -238,7 +244,7 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
 
 
 def _weights(bench: Bench, *, timed: str) -> Measured:
-    """Put weights to sleep, or wake them, with host memory of a tier. ``timed`` is the name of the variant."""
+    """Put weights to sleep with host memory of a tier: new, prepared, or frozen, as ``timed`` says."""
     keep_open, stream = bench.resources.enter_context, bench.stream
     tier = keep_open(vmm.HostTier(bench.device))
     group = keep_open(vmm.SleepGroup(bench.device, backup=tier))
@@ -248,25 +254,19 @@ def _weights(bench: Bench, *, timed: str) -> Measured:
     def sleep() -> None:
         group.sleep(stream=stream)
 
-    def wake() -> None:
+    def undo() -> None:
         group.wake(stream=stream)
         stream.synchronize()
-
-    def forget() -> None:
-        wake()
-        tier.trim()
-
-    def wake_and_prepare() -> None:
-        forget()
-        group.prepare()
+        if timed != FROZEN:
+            tier.trim()
+        if timed == PREPARED:
+            group.prepare()
 
     first = timeit.timeit(sleep, number=1)
-    undo = {FIRST: forget, PREPARED: wake_and_prepare, FROZEN: wake, OUR_WAKE: sleep}[timed]
     if timed == FROZEN:
         group.freeze()
-    if timed != OUR_WAKE:
-        undo()
-    made = undone(wake if timed == OUR_WAKE else sleep, undo, nbytes * SEGMENTS)
+    undo()
+    made = undone(sleep, undo, nbytes * SEGMENTS)
     if timed == FIRST:
         made.extra["first_gb_per_s"] = nbytes * SEGMENTS / first / 1e9
     return made
@@ -392,31 +392,26 @@ ROWS = (
         bases={RESTORE: FROM_PINNED},
         need=_need_evicted,
     ),
+    *map(_blocks, (4 << 10, 16 << 10, 64 << 10)),
     slow_row(
-        "sleep",
-        "Put weights to sleep and wake them, beside the loops of others with new pinned memory: 57 GiB took 21.9 s in "
-        "vLLM's issue 58066. The first run of all may wait for memory that the machine gets from its host",
+        "segments",
+        f"Put weights in {SEGMENTS} segments to sleep with new pinned memory, and wake them, beside others' loops: "
+        "2.6 and 5.7 GB/s in torch_memory_saver's issue 111, 2.8 to sleep in vLLM's issue 58066. The first run of all "
+        "may wait for memory that the machine gets from its host",
         {
-            **_both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=NEW)),
-            **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN, OUR_WAKE)},
+            **_slept(NEW),
+            **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN)},
         },
         (
+            Target(OUR_SLEEP, 1.05, SLEEP),
+            Target(OUR_WAKE, 1.05, WAKE),
             Target(FIRST, 0.25, SLEEP),
             Target(PREPARED, 0.1, SLEEP),
             Target(FROZEN, 0.02, SLEEP),
-            Target(OUR_WAKE, 1, WAKE),
         ),
-        rounds=(3, 2),
+        rounds=(5, 3),
         bases={OUR_WAKE: WAKE},
         need=_need_evicted,
-    ),
-    *map(_blocks, (4 << 10, 16 << 10, 64 << 10)),
-    _segments(
-        "segments",
-        "with new pinned memory, and wake them: 2.6 and 5.7 GB/s in torch_memory_saver's issue 111, 2.8 to sleep in "
-        "vLLM's issue 58066",
-        NEW,
-        1.05,
     ),
     _segments(
         "segments-kept",

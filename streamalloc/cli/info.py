@@ -17,7 +17,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.machine import POSIX, Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, add_json_argument
-from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
+from streamalloc.cli.worker import Worker, WorkerError
 from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import (
     BINDINGS_VERSION,
@@ -282,22 +282,18 @@ def _dma_buf(device: sa.Device) -> str:
 # --- sharing: the other process -------------------------------------------------------------------------------------
 
 
-class InfoActions(WorkerBase):
-    """Actions of the other process."""
+def _wrong_bytes(memory: Any) -> int:
+    """Return how many bytes of opened memory differ from the pattern."""
+    with memory:
+        return len(memory.tobytes().replace(bytes([_PATTERN]), b""))
 
-    def read(self) -> int:
-        """Receive memory, and return how many bytes differ from the pattern."""
-        with self.receive() as memory:
-            host = read(memory, self.stream)
-        self.stream.synchronize()
-        return int(np.count_nonzero(host != _PATTERN))
 
-    def wait(self) -> None:
-        """Receive an event, and wait for it on the stream and on the host."""
-        with self.receive() as event:
-            self.stream.wait(event)
-            self.stream.synchronize()
-            event.synchronize()
+def _wait(event: sa.Event) -> None:
+    """Wait for an opened event on a stream and on the host."""
+    with event, event.device.create_stream() as stream:
+        stream.wait(event)
+        stream.synchronize()
+        event.synchronize()
 
 
 # --- sharing --------------------------------------------------------------------------------------------------------
@@ -305,7 +301,7 @@ class InfoActions(WorkerBase):
 
 def _try_sharing(device: sa.Device) -> list[Row]:
     """Share each kind of memory, and an event, with another process, which uses it. ``how`` is the mechanism."""
-    with Worker(device.driver, InfoActions) as worker, device.create_stream() as stream:
+    with Worker(device.driver) as worker, device.create_stream() as stream:
         trials = [
             _tried({"what": what, "how": how}, trial, worker, device, stream)
             for what, how, trial in (
@@ -321,7 +317,7 @@ def _try_sharing(device: sa.Device) -> list[Row]:
 
 
 def _given(worker: Worker, memory: object) -> str:
-    wrong = worker.give("read", memory)
+    wrong = worker.ask(_wrong_bytes, memory)
     if wrong:
         raise ValueError(f"the other process read {wrong:,} wrong bytes")
     return "shared, and read by another process"
@@ -349,7 +345,7 @@ def _cuda_ipc(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
 def _event(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
     with device.create_event(interprocess=True) as event:
         stream.record(event)
-        worker.give("wait", event)
+        worker.ask(_wait, event)
     return "shared, and waited for by another process"
 
 

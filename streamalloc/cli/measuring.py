@@ -87,7 +87,7 @@ class Target:
     to: str = ""
     """Variant whose figure divides the figure of ``of``; empty if the limit is for the figure itself."""
     figure: str = ""
-    """Key in ``extra``, or ``"ratio_to_raw"``; empty for the time."""
+    """Key in ``extra``; empty for the time."""
 
 
 @dataclass(frozen=True)

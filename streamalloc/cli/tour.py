@@ -21,7 +21,7 @@ from streamalloc import ipc, vmm
 from streamalloc.cli import machine
 from streamalloc.cli.machine import POSIX, Chosen, Unavailable
 from streamalloc.cli.terminal import OutputError, Terminal, plural
-from streamalloc.cli.worker import Worker, WorkerBase, read
+from streamalloc.cli.worker import Worker
 from streamalloc.driver import checked, use
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.testing import Gate
@@ -39,7 +39,7 @@ Part: TypeAlias = Callable[..., Steps]
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
     """Copy memory to the host in stream order, and return the values of its bytes, each once."""
-    found: list[int] = np.unique(read(memory, stream)).tolist()
+    found: list[int] = np.unique(np.frombuffer(memory.tobytes(stream), np.uint8)).tolist()
     return found
 
 
@@ -95,7 +95,7 @@ class Tour(contextlib.ExitStack):
     def worker(self) -> Worker:
         """The other process, which all parts share."""
         machine.need_shared_pools(self.device)
-        return self.enter_context(Worker(self.device.driver, TourActions))
+        return self.enter_context(Worker(self.device.driver))
 
     @property
     def multicast(self) -> Literal["auto", False]:
@@ -201,31 +201,37 @@ def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
 # --- sharing --------------------------------------------------------------------------------------------------------
 
 
-class TourActions(WorkerBase):
-    """Actions of the other process; ``name`` is the key of an opened object."""
+_opened: dict[str, Any] = {}
+"""Memory that the other process has opened."""
 
-    def open(self, name: str) -> str:
-        """Receive an object and open it; return its class."""
-        self.opened[name] = self.receive()
-        return type(self.opened[name]).__name__
 
-    def idle(self) -> bool:
-        """Whether the stream has no work left."""
-        return self.stream.query()
+def open_(memory: ipc.ImportedBuffer, name: str) -> str:
+    """Keep opened memory under a name; return its class."""
+    _opened[name] = memory
+    return type(memory).__name__
 
-    def contents(self, name: str) -> list[int]:
-        """Return the different bytes of an opened object."""
-        return contents(self.opened[name], self.stream)
 
-    def fill(self, name: str, value: int) -> None:
-        """Fill an opened object and wait for it."""
-        self.opened[name].fill(value, self.stream)
-        self.stream.synchronize()
+def idle(name: str) -> bool:
+    """Whether the stream of opened memory has no work left."""
+    return bool(_opened[name].stream.query())
 
-    def close(self, name: str) -> None:
-        """Close an opened object and wait for the stream."""
-        self.opened.pop(name).close()
-        self.stream.synchronize()
+
+def read(name: str) -> list[int]:
+    """Return the different bytes of opened memory."""
+    return contents(_opened[name], _opened[name].stream)
+
+
+def fill(name: str, value: int) -> None:
+    """Fill opened memory and wait for it."""
+    _opened[name].fill(value)
+    _opened[name].stream.synchronize()
+
+
+def close(name: str) -> None:
+    """Close opened memory and wait for its stream."""
+    memory = _opened.pop(name)
+    memory.close()
+    memory.stream.synchronize()
 
 
 def two_processes(worker: Worker, device: sa.Device, stream: sa.Stream, gate: Gate) -> Steps:
@@ -234,16 +240,16 @@ def two_processes(worker: Worker, device: sa.Device, stream: sa.Stream, gate: Ga
     buffer = pool.allocate(8 * MiB, stream)
     gate.hold(stream)
     buffer.fill(0x11)
-    opened = worker.give("open", ipc.share(buffer), "first")
+    opened = worker.ask(open_, ipc.share(buffer), "first")
     yield f"opened by process {worker.process.pid}", opened, ipc.ImportedBuffer.__name__
-    yield "whose stream waits for the fill, held by a gate", worker.ask("idle"), False
+    yield "whose stream waits for the fill, held by a gate", worker.ask(idle, "first"), False
     gate.open()
-    yield "gate opened: it reads the filled bytes", worker.ask("contents", "first"), [0x11]
-    worker.ask("fill", "first", 0x22)
+    yield "gate opened: it reads the filled bytes", worker.ask(read, "first"), [0x11]
+    worker.ask(fill, "first", 0x22)
     yield "what it writes is seen here", contents(buffer, stream), [0x22]
     buffer.free()
     yield "the free waits for its close", pool.statistics().used, 8 * MiB
-    worker.ask("close", "first")
+    worker.ask(close, "first")
     yield "closed there: freed", pool.statistics().used, 0
 
 

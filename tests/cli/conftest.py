@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import sys
 from collections.abc import Callable
-from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import main, worker
-from tests.processes import start_quickly
+from tests.processes import forkserver
 
 Run = Callable[..., tuple[int, str]]
 
@@ -33,37 +30,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-class QuickProcess:
-    """A process of the forkserver with what the commands use of :class:`subprocess.Popen`."""
-
-    def __init__(self, variables: dict[str, str], fd: int, actions: str) -> None:
-        self._process = start_quickly(_run_worker, variables, reduction.DupFd(fd), actions)
-        self.pid = self._process.pid
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        code: int | None = self._process.exitcode
-        return code
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _run_worker(variables: dict[str, str], fd: Any, actions: str) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.argv[1:] = [str(fd.detach()), actions]
-    worker.main()
-
-
-def start_worker_quickly(driver: Any, fd: int, actions: str) -> QuickProcess:
-    return QuickProcess(worker.environment(driver), fd, actions)
-
-
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes of the commands start with everything imported. Those of :func:`complete` start as for users."""
-    monkeypatch.setattr(worker, "start", start_worker_quickly)
+    monkeypatch.setattr(worker, "context", forkserver)
 
 
 class Complete(NamedTuple):

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 
 import streamalloc.driver as sd
-from streamalloc.cli import bench, bench_calls, bench_processes, bench_vmm, main, measuring, worker
+from streamalloc.cli import bench, bench_processes, bench_vmm, main, measuring, worker
 from streamalloc.cli.machine import Chosen, Unavailable
 from streamalloc.cli.measuring import BenchRow, Target
 from streamalloc.traces import Event, Trace
-from tests.cli.conftest import Complete, Run, complete, start_worker_quickly, without
+from tests.cli.conftest import Complete, Run, complete, without
+from tests.processes import forkserver
 
 pytestmark = pytest.mark.timeout(300)  # the first test measures every row, under the checker
 
@@ -53,7 +54,6 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "ROWS", tuple(map(own, ALL_ROWS)))
         patch.setattr(measuring, "BLOCK", 0.001)
-        patch.setattr(bench_calls, "MOST_ALIVE", 10_000)
         patch.setattr(bench_processes, "_made", lambda name: SMALL)
         patch.setattr(measuring, "LEAST", 5)
         patch.setattr(bench_processes, "_TIMED", "print(0.1)  # instead of import {}")
@@ -61,7 +61,7 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
         patch.setattr(bench_vmm, "EVICTED", 32 << 20)
         patch.setattr(bench_vmm, "EVICTED_SIMULATED", 4 << 20)
         # As users start it: in the tests of the tour.
-        patch.setattr(worker, "start", start_worker_quickly)
+        patch.setattr(worker, "context", forkserver)
         run = complete(on_cuda, "bench", "--quick", "--json", str(target))
     report = json.loads(target.read_text())
     return Measured(run, report, {row["key"]: row for row in report["rows"]})

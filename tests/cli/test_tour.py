@@ -84,7 +84,7 @@ def test_another_process_that_is_killed_fails_its_parts(
 
     monkeypatch.setattr(Worker, "ask", kill_and_ask)
     code, text = run("tour")
-    assert code == 1 and "FAILED  PeerGoneError" in text
+    assert code == 1 and "FAILED  WorkerError: the other process has ended" in text
 
 
 @pytest.mark.parametrize(
