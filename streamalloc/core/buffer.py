@@ -297,11 +297,6 @@ class Buffer(Memory, Closes):
         return self._allocator.location
 
     @property
-    def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address: true for host and managed memory."""
-        return self.managed or self.location.on_host
-
-    @property
     def managed(self) -> bool:
         """Whether the driver migrates the memory between devices and host."""
         return self._allocator.managed

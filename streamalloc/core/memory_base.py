@@ -71,9 +71,14 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         """Whether the stream's device may use the memory."""
 
     @property
+    def managed(self) -> bool:
+        """Whether the memory is managed: one address for all devices and the host. The driver migrates it."""
+        return False
+
+    @property
     def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address."""
-        return self.location.on_host
+        """Whether the CPU may use the memory at the same address: true for host and managed memory."""
+        return self.managed or self.location.on_host
 
     def used(
         self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False, atomic: bool = False
@@ -212,11 +217,6 @@ class Migrating(MemoryBase):
 
     __slots__ = ()
 
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: one address for all devices and the host. The driver migrates it."""
-        return False
-
     def prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
         """Migrate managed memory in stream order, in whole host pages (``cuMemPrefetchAsync``).
 
@@ -233,8 +233,10 @@ class Migrating(MemoryBase):
             The memory is not managed, or this driver does not have the device.
         """
         self._check_managed()
-        place = self._known("location", location)
-        self._queue(stream, "cuMemPrefetchAsync", self._at, self.nbytes, place.to_driver(), 0)
+        place, ordered = self._known("location", location).to_driver(), self._ordered_on(stream)
+        if self.nbytes:
+            wanted = self._at, self.nbytes, place, 0, ordered._checked_raw()
+            ordered._in_context(self._session.call, "cuMemPrefetchAsync", *wanted)
 
     def discard(self, stream: StreamLike | None = None) -> None:
         """Discard the contents of managed memory in stream order, so they need no migration
@@ -350,12 +352,6 @@ class Migrating(MemoryBase):
         if place.type is MemLocationType.NONE:
             raise ValueError(f"{name}={place}: allowed are a device, the host and its NUMA nodes")
         return place
-
-    def _queue(self, stream: StreamLike | None, name: str, *args: Any) -> None:
-        ordered = self._ordered_on(stream)
-        if not self.nbytes:
-            return
-        ordered._in_context(self._session.call, name, *args, ordered._checked_raw())
 
 
 def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Where | Sequence[Where]) -> None:

@@ -192,11 +192,6 @@ class Borrowed(Memory, Closes):
         return int(self._address)
 
     @property
-    def host_accessible(self) -> bool:
-        """Whether the CPU may use the memory at the same address: pinned host memory and managed memory."""
-        return self.managed or self.location.on_host
-
-    @property
     def closed(self) -> bool:
         """Whether it was closed."""
         return self._keep is None
