@@ -187,10 +187,10 @@ class PlainMemory(_Source):
         ------
         ValueError
             The memory is host or managed memory.
-                    InvalidValueError
-                        A size is 0, or ``element`` is not 4, 8 or 16.
-                    OutOfMemoryError, CaptureError
-                        As for :meth:`allocate`.
+        InvalidValueError
+            A size is 0, or ``element`` is not 4, 8 or 16.
+        OutOfMemoryError, CaptureError
+            As for :meth:`allocate`.
         """
         if self.location.on_host or self._managed:
             raise ValueError(f"{self!r} has no rows with a pitch: device memory has")

@@ -55,10 +55,10 @@ class AddressRange(OwnsNode):
     driver
         The driver to use; default: the current one.
 
-            Raises
-            ------
-            TypeError, ValueError
-                A size or an address is not an integer, is not a multiple of the granularity, or ``nbytes`` is 0.
+    Raises
+    ------
+    TypeError, ValueError
+        A size or an address is not an integer, is not a multiple of the granularity, or ``nbytes`` is 0.
     AddressSpaceError
         The process has no such range of addresses left; physical memory is not the cause.
     """

@@ -120,10 +120,10 @@ class GrowableBuffer(VirtualBuffer):
             There is not enough memory. The buffer is unchanged.
         EvictedError
             The buffer is evicted: :meth:`restore` it first.
-                    InUseError
-                        The buffer is frozen, or a signal handler or a hook called this during another call.
-                    ValueError
-                        ``nbytes`` is more than the capacity.
+        InUseError
+            The buffer is frozen, or a signal handler or a hook called this during another call.
+        ValueError
+            ``nbytes`` is more than the capacity.
         """
         self._resize(nbytes, after, release)
 
@@ -267,11 +267,11 @@ class RemappableBuffer(VirtualBuffer):
         Raises
         ------
         ValueError
-                    The memory of ``make`` has another granularity, or the chunks exceed the capacity.
-                CudaError
-                    The driver refused to make or to map memory.
-                InUseError
-                    A signal handler or a hook called this during another call.
+            The memory of ``make`` has another granularity, or the chunks exceed the capacity.
+        CudaError
+            The driver refused to make or to map memory.
+        InUseError
+            A signal handler or a hook called this during another call.
         """
         wanted = tuple(names)
         made: list[GenericAllocation] = []

@@ -576,8 +576,8 @@ class GenericAllocation(OwnsNode, Shareable):
         ------
         ValueError
             The memory was not created with this handle type, or ``handle_type`` is not one that Linux has.
-                    ClosedError
-                        The object was closed.
+        ClosedError
+            The object was closed.
         """
         kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
         if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:

@@ -583,8 +583,8 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     ------
     ValueError
         The memory is empty, or does not begin and end at a page.
-            TypeError
-                ``memory`` is no memory of this package.
+    TypeError
+        ``memory`` is no memory of this package.
     NotSupportedError
         The device has no DMA-BUF (:attr:`Capabilities.dma_buf`), or not this kind of mapping.
     """

@@ -133,8 +133,9 @@ class TilePool(Closes):
         self._free = deque((tile, None, None) for tile, *_ in self._free)
 
     def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
-        """Take tiles for use on ``stream``, adjacent ones with ``in_a_row``. The tiles that have been free longest come
-        first, because the work that used them is most likely done.
+        """Take ``count`` free tiles for use on ``stream``, adjacent ones with ``in_a_row``, and have the stream wait
+        for the work that used them. Tiles that have been free longest come first, because that work is most likely
+        done. Raises OutOfMemoryError, ClosedError.
         """
         self._check_open()
         if in_a_row:
@@ -152,7 +153,9 @@ class TilePool(Closes):
         return taken
 
     def _begin_with_row(self, count: int) -> None:
-        """Reorder the free tiles so that the first ``count`` of them are adjacent."""
+        """Reorder the free tiles so that the first ``count`` of them are adjacent. Raises OutOfMemoryError if no such
+        tiles are free.
+        """
         ordered = sorted(self._free, key=operator.itemgetter(0))
         for first in range(len(ordered) - count + 1):
             if ordered[first + count - 1][0] - ordered[first][0] == count - 1:
@@ -188,14 +191,14 @@ class _Array(HandleNode):
         """
 
     def done(self, pool: TilePool) -> None:
-        """Let a pool be released before the array, once the array has no tiles of the pool."""
+        """Let ``pool`` be released before the array, if the array has no more tiles of it."""
         if all(user is not pool for user, _ in self.map.values()):
             pool.memory._node.first.pop(self, None)
 
     @property
     def users(self) -> tuple[int, ...]:
-        """The device of the array, because the driver does not document that ``cuArrayDestroy`` waits for
-        queued work.
+        """Ordinal of the array's device. Its queued work comes before the release, because the driver does not document
+        that ``cuArrayDestroy`` waits for it.
         """
         return (self.device.ordinal,)
 
@@ -363,7 +366,9 @@ class SparseArray(OwnsNode):
         return self.dtype.itemsize * self.channels
 
     def level_shape(self, level: int = 0) -> tuple[int, ...]:
-        """Return the shape of one level in elements, without layers."""
+        """Return the shape of one level in elements, without layers. Raises ValueError if the array has no such
+        level.
+        """
         most = max(self.levels, 1)
         if not 0 <= level < most:
             raise ValueError(f"level={level}: the array has {most}")
@@ -371,7 +376,9 @@ class SparseArray(OwnsNode):
         return tuple(max(extent >> level, 1) for extent in extents)
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return an array that tells for each tile of a level whether it is mapped."""
+        """Return an array that says for each tile of a level and layer whether it is mapped. Raises ValueError if the
+        array has no such level or layer.
+        """
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
         found = np.full(grid, self.deferred and bool(self._node.map))
@@ -417,18 +424,22 @@ class SparseArray(OwnsNode):
         self._map(self._tiles(region, level, layer), pool, stream)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
-        """Unmap the tiles of a region, stream-ordered, and return them to their pools.
+        """Unmap the tiles of a region, stream-ordered (``cuMemMapArrayAsync``), and return them to their pools.
 
         Unmapped tiles are skipped. Parameters and errors as for :meth:`map`.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
-        """Map the mip tail of a layer, stream-ordered; parameters and errors as for :meth:`map`."""
+        """Map the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). Parameters and errors as for
+        :meth:`map`; ValueError also if the array has no mip tail.
+        """
         self._map(self._tail_tiles(layer), pool, stream)
 
     def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
-        """Unmap the mip tail of a layer, stream-ordered."""
+        """Unmap the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). Parameters and errors as for
+        :meth:`map_tail`.
+        """
         self._unmap(self._tail_tiles(layer), stream)
 
     def _map(self, tiles: Iterator[_Tile], pool: TilePool, stream: StreamLike) -> None:
@@ -473,21 +484,30 @@ class SparseArray(OwnsNode):
         """Copy from a contiguous host array into a region, stream-ordered (``cuMemcpy3DAsync``).
 
         ``source`` has the shape of the region, plus a last dimension if there are several channels. Unmapped tiles
-        discard the bytes.
+        discard the bytes. ``region``, ``level`` and ``layer`` as for :meth:`map`, but the region may cut tiles.
+
+        Raises
+        ------
+        ValueError
+            The array has another shape or type, is not contiguous, or the region is empty or outside of the level.
+        CaptureError
+            The stream is being captured.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 
     def copy_to(
         self, target: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
-        """Copy a region into a contiguous host array, stream-ordered; see :meth:`copy_from`."""
+        """Copy a region into ``target``, a writable contiguous host array, stream-ordered (``cuMemcpy3DAsync``).
+        Parameters and errors as for :meth:`copy_from`; TypeError if ``target`` is no such array.
+        """
         if not isinstance(target, np.ndarray) or not target.flags.writeable:
             raise TypeError(f"target must be a writable numpy array, not {target!r}")
         self._copy(target, stream, region, level, layer, to_array=False)
 
     def close(self) -> None:
-        """Wait for queued maps, unmaps and copies, destroy the array (``cuArrayDestroy``) and return its tiles.
-        Idempotent.
+        """Destroy the array (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``) and return its tiles, after the host has
+        waited for queued maps, unmaps and copies. Idempotent.
         """
         # The driver does not document that ``cuArrayDestroy`` waits for queued work.
         for fence in self._node.last.values():
@@ -498,7 +518,9 @@ class SparseArray(OwnsNode):
     # -- the driver's structs --------------------------------------------------------------------------------
 
     def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> ArrayMapInfo:
-        """Make the change that maps a tile to memory of a pool, or unmaps it if ``pool`` is None."""
+        """Return the change that maps ``tile`` to the tile ``slot`` of ``pool``'s memory, or unmaps it if ``pool`` is
+        None.
+        """
         common: dict[str, Any] = {"mipmapped": bool(self.levels), "device_bit_mask": 1 << self.device.ordinal}
         if pool is not None:
             common |= {"mem_handle": pool.memory.handle, "offset": slot * _TILE}
@@ -519,7 +541,9 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Fence:
-        """Return a fence behind the latest work on a stream. :meth:`close` and the reuse of tiles wait for it."""
+        """Record the work that was just queued on ``stream``, and return a fence behind it: :meth:`close` and the next
+        use of the tiles wait for it.
+        """
         last, key = self._node.last, weakref.ref(of_this_thread(stream))
         if len(last) > _MOST_NOTED:
             for done in [other for other, its in last.items() if its.done()]:
@@ -564,7 +588,9 @@ class SparseArray(OwnsNode):
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the start and stop indices of a region, in elements."""
+        """Return the start and stop indices of a region, in elements. Raises ValueError for a region, level or layer
+        that the array does not have.
+        """
         self._check_layer(layer)
         shape = self.level_shape(level)
         parts = (slice(None),) * len(shape) if region is None else tuple(region)

@@ -58,16 +58,16 @@ class PageArena(Closes):
     device
         Device of the memory.
     page_size
-        Size of a page in bytes, a multiple of the granularity of physical memory (2 MiB).
+        Size of a page in bytes, a multiple of the granularity of physical memory, which is 2 MiB.
     limit
         Limit of the bytes of all physical pages, spare pages included. The page of zeros does not count. None: no
         limit.
     budget
         Limit that the arena shares with other arenas, even of other processes.
     patience
-        Most seconds that a call which finds no memory waits for the work that uses released or swapped-out pages. It
-        takes their memory as soon as there is enough, and raises :class:`OutOfMemoryError` if there is not. None to
-        wait until that work is done, 0 to raise at once.
+        Longest time in seconds that a call without memory waits for the work that uses parked pages, to take their
+        memory. It continues as soon as there is enough, and raises :class:`OutOfMemoryError` if the time ends before.
+        None to wait until that work is done, 0 to raise at once.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class PageArena(Closes):
         return PageSpace(self, self._physical, nbytes, stream)
 
     def prepare(self, count: int) -> Future[int]:
-        """Create physical pages in the background until ``count`` pages are spare or kept (``cuMemCreate``).
+        """Create physical pages on a background thread until ``count`` pages are spare or kept (``cuMemCreate``).
 
         Returns
         -------
@@ -173,7 +173,7 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the statistics, after parked pages whose work has completed were released."""
+        """Return the numbers of pages by state. Parked pages whose work is done become kept or spare before."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
@@ -260,7 +260,8 @@ class PageTable(Closes):
         return self._buffer.freed
 
     def update(self) -> int:
-        """Queue a copy of the changed entries (``cuMemcpyHtoDAsync``). Returns their number.
+        """Queue a copy of the entries that have changed since the last update (``cuMemcpyHtoDAsync``). Returns their
+        number.
 
         Raises
         ------

@@ -141,7 +141,9 @@ class PageBudget(Closes):
     # -- the file --------------------------------------------------------------------------------------------
 
     def _in_table(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread or process changes records. ``act`` must not wait."""
+        """Call ``act`` while no other thread or process changes records, and return its result. ``act`` must not wait:
+        all processes of the budget wait for it. Raises ClosedError, OSError.
+        """
         with self._lock:
             self._check_open()
             number, unlock = self._file.fileno(), flock(fcntl.F_UNLCK, _TABLE_LOCK)
@@ -188,7 +190,9 @@ class PageBudget(Closes):
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: object) -> None:
-        """Count the pages of an arena from now on. For the first arena, start the thread that answers requests."""
+        """Count the pages of ``user``, an arena's page stock, from now on. For the first one, start the thread that
+        answers requests. Raises ClosedError.
+        """
         self._check_open()
         with self._lock:
             if self._end_of_thread is None:
@@ -220,8 +224,8 @@ class PageBudget(Closes):
         return sum([one.make_room() for one in others]) > 0 and self._in_table(publish)
 
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
-        """Request bytes from other processes, and block until so many are free or the time is over. Returns whether
-        they are free.
+        """Request ``nbytes`` bytes from other processes, and block until so many are free or ``timeout`` is over.
+        Returns whether they are free.
 
         Another process may take the free bytes first. Unused pages that arenas of this process keep count as used: call
         :meth:`PageArena.trim` before.
@@ -251,7 +255,9 @@ class PageBudget(Closes):
         return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Write requests to the other members' records. Call within :meth:`_in_table`."""
+        """Request ``missing`` bytes from the other ``members``: unused pages from all, used pages only from those above
+        their share. Call within :meth:`_in_table`.
+        """
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
             if at != self._at and one.used:
@@ -266,7 +272,9 @@ class PageBudget(Closes):
         self._end_of_thread = end
 
     def answer(self) -> int:
-        """Release the bytes that other processes requested, and return how many. For the budget's thread."""
+        """Release the bytes that other processes requested: unused pages first, then by ``on_ask``. Returns how many.
+        The budget's thread calls this. Raises ClosedError, and what ``on_ask`` raises.
+        """
         wanted, asked = self._requests()
         if not (wanted or asked):
             return 0
@@ -279,7 +287,9 @@ class PageBudget(Closes):
         return given
 
     def _requests(self) -> tuple[int, int]:
-        """Read the bytes that other members requested. No lock of the file is needed: one write makes a request."""
+        """Return the bytes that other members requested from unused pages and from any pages. No lock of the file is
+        needed, because one write makes a request.
+        """
         with self._lock:
             self._check_open()
             data = os.pread(self._file.fileno(), _MEMBER.size, _HEADER.size + self._at * _MEMBER.size)
@@ -325,7 +335,9 @@ class PageBudget(Closes):
 
 
 def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
-    """Answer requests until the budget is closed or collected. The thread holds no strong reference while it waits."""
+    """Answer requests until the budget is closed or collected. Between two readings the thread has only a weak
+    reference, so that a dropped budget ends.
+    """
     pause = _LOOK
     while not end.wait(pause):
         budget, pause = reference(), _LOOK

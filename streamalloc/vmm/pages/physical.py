@@ -39,7 +39,7 @@ class Page(HandleEnd):
         """Address at which watchers count the page; 0 if no watcher counts it."""
 
     def forget(self) -> None:
-        """Forget the handle without a driver call, because the driver no longer exists."""
+        """Forget the handle without a driver call, because the context of the page is gone, and its memory with it."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -94,10 +94,12 @@ class PageStock(abc.ABC):
 
     @abc.abstractmethod
     def usage(self) -> str:
-        """Describe the use of the pages that are not spare, for errors."""
+        """Return a text for errors: how many pages are in use, and how many are parked."""
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Return the bytes of all pages at a location, including the page of zeros."""
+        """Return the bytes of all pages of the arena, the page of zeros included, if its device is at ``location``;
+        otherwise 0.
+        """
         zeros = self.zero.raw is not None
         return (self.count + zeros) * self.size if self.location == location else 0
 
@@ -107,12 +109,15 @@ class PageStock(abc.ABC):
         return self.count * self.size
 
     def use_zero(self) -> None:
-        """Add a space as a user of :attr:`zero`. The first space creates that page.
+        """Count one more space that uses :attr:`zero`. The first call creates that page and fills it (``cuMemCreate``,
+        ``cuMemsetD8Async``).
 
         Raises
         ------
         ClosedError
             The arena was closed.
+        OutOfMemoryError
+            The device has no memory for the page.
         """
         self._check_open()
         self.add_users([self.zero])
@@ -128,7 +133,8 @@ class PageStock(abc.ABC):
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
-        """Map pages side by side in a separate range for a ``with`` block, which gets the address.
+        """Map ``pages`` side by side in a range of their own for a ``with`` block, which gets the address
+        (``cuMemMap``).
 
         At the end of the block the host waits for ``stream``; after an error, for the device. If that fails, pages and
         addresses stay mapped, because queued work may use them.
@@ -159,7 +165,7 @@ class PageStock(abc.ABC):
                 self.add_users(pages)
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Queue a fill with zeros on a stream (``cuMemsetD8Async``)."""
+        """Queue zeros for ``nbytes`` bytes from ``address`` on (``cuMemsetD8Async``). Raises CudaError."""
         self.session.call("cuMemsetD8Async", address, 0, nbytes, raw_handle(stream))
 
     def add_users(self, pages: Iterable[Page]) -> None:
@@ -188,7 +194,9 @@ class PageStock(abc.ABC):
             raise ClosedError("the arena was closed")
 
     def _create(self, count: int) -> list[Page]:
-        """Create pages with one user each. After an error, the pages created before it become spare."""
+        """Create ``count`` pages with one user each (``cuMemCreate``). After an error, the pages created before it
+        become spare. Raises OutOfMemoryError if the limit, the budget or the device has no room.
+        """
         with self.lock:
             self._check_limit(count)
             numbers = self._numbers[: -count - 1 : -1]
@@ -217,7 +225,7 @@ class PageStock(abc.ABC):
         return made
 
     def _check_limit(self, missing: int) -> None:
-        """Raise if the limit has no room for ``missing`` more pages."""
+        """Raise OutOfMemoryError if the limit has no room for ``missing`` more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
         why = (
@@ -228,7 +236,9 @@ class PageStock(abc.ABC):
         raise error
 
     def _release(self, pages: Sequence[Page]) -> None:
-        """Release pages. Pages that the driver refuses are released later."""
+        """Release pages (``cuMemRelease``). Raises the first CudaError, after all were attempted. Pages that the driver
+        refuses are released later.
+        """
         later = deferred_queue(self.session)
         self._forget([page.number for page in pages if page is not self.zero])
         try:

@@ -113,7 +113,8 @@ class Places(MappedBytes):
         return self.physical.changing(checked)
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
-        """Return the list of places that already hold an unshared page, and new pages by place for the others.
+        """Return the list of those ``places`` that already hold an unshared page, and new pages by place for the
+        others. Raises OutOfMemoryError, ClosedError.
 
         Call within :meth:`locked`, for places that are not committed.
         """
@@ -128,8 +129,8 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split places that hold a page in two lists: places whose release would leave their page without a user, and
-        places whose page other places would still use.
+        """Return two lists of the places that hold a page: first those that are the last users of their page, then
+        those whose page has other users beside ``places``.
         """
         alone: list[int] = []
         shared: list[int] = []
@@ -142,15 +143,14 @@ class Places(MappedBytes):
         return alone, shared
 
     def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
-        """Map these pages at these places and commit the places.
+        """Map ``pages``, given by place, and commit these places and those of ``ready``, which keep the page that they
+        hold. Either all places change or none. Raises CudaError.
 
-        The places of ``ready`` are committed with the pages that they already hold. With ``parking``, the places of
-        ``pages`` are parked instead of committed. Either all places change or none.
-
-        The caller has counted one user of a page for each place; after an error this user is removed.
+        ``parking``: the places of ``pages`` are parked with it instead of committed. The caller has counted one user of
+        a page for each place; after an error this user is removed.
 
         Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
-        If the undo also fails, the next call repeats the undo, and no page is lost.
+        If the undo of an error fails, too, the next call repeats it, and no page is lost.
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
@@ -175,7 +175,8 @@ class Places(MappedBytes):
         drop(before)
 
     def _repair(self, places: Iterable[int], first: BaseException) -> None:
-        """Map again the page that each of these places has on record, or zeros, after a change of them has failed.
+        """Map at each of these places the page that :attr:`backing` records, or zeros, after a change has failed with
+        the error ``first``.
 
         If that fails, too, the places stay :attr:`broken`, and the error is attached to ``first``.
         """
@@ -190,7 +191,9 @@ class Places(MappedBytes):
             attach(first, later)
 
     def put(self, pages: Mapping[int, Page]) -> None:
-        """Map pages at places. An error is not undone: the run of places that failed is then :attr:`broken`."""
+        """Map ``pages``, given by place (``cuMemUnmap``, ``cuMemMap``, ``cuMemSetAccess``). After an error, a
+        CudaError, the run of places that failed is :attr:`broken`, and earlier runs stay changed.
+        """
         zero = self.physical.zero
         zeros = [place for place, page in pages.items() if page is zero]
         others = [place for place in pages if pages[place] is not zero] if zeros else pages
@@ -228,7 +231,9 @@ class Places(MappedBytes):
             broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
-        """Mark places as released and parked. :meth:`Parking.finish` keeps or unmaps their pages after the work."""
+        """Record that ``places`` are released and wait for ``parking``. After its work, :meth:`Parking.finish` keeps or
+        unmaps their pages.
+        """
         self.numbers[places] = -1
         for place in places:
             self._unwatch(place)
@@ -236,7 +241,9 @@ class Places(MappedBytes):
         parking.places |= dict.fromkeys(places)
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
-        """Park places until contents have been copied to them. A place without a page can be parked, too."""
+        """Park ``places`` with ``parking`` until contents have been copied to them. A place without a page can be
+        parked, too.
+        """
         self.notify(places, released=False)
         with self.physical.lock:
             for place in places:
@@ -244,8 +251,8 @@ class Places(MappedBytes):
             self.park([*places], parking)
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
-        """Notify the session's listener that places were released, or that they are used again. Their pages stay
-        mapped.
+        """Notify a checking driver that ``places`` were ``released``, or that they are used again. Their pages stay
+        mapped, so no driver call shows that.
         """
         listener = self.physical.session.listener
         if listener is not None:
@@ -253,7 +260,9 @@ class Places(MappedBytes):
                 listener.released(self._address(run.start), len(run) * self.physical.size, released)
 
     def commit(self, places: Collection[int]) -> None:
-        """Commit places with the pages that they hold. A place without a page is then not committed."""
+        """Record ``places`` as committed with the pages that they hold. A place without a page is recorded as not
+        committed.
+        """
         with self.physical.lock:
             self.notify(places, released=False)
             for place in places:
@@ -297,8 +306,8 @@ class Places(MappedBytes):
             del self.physical.kept[page]
 
     def retire(self, places: Collection[int]) -> None:
-        """Map zeros at places that hold a page, and remove one user of each of these pages. Either all places change or
-        none.
+        """Map the page of zeros at ``places``, which hold a page, and remove one user of each of their pages. Either
+        all places change or none. Raises CudaError.
         """
         self.exchange(dict.fromkeys(places, self.physical.zero))
 
@@ -312,7 +321,9 @@ class Places(MappedBytes):
                 self.parked.pop(place, None)
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
-        """Queue a fill with zeros for places, one call for each run of adjacent places."""
+        """Queue zeros for ``places`` on ``stream``, by one call for each run of adjacent places (``cuMemsetD8Async``).
+        Raises CudaError.
+        """
         with stream.device.current():
             for run in adjacent(places):
                 self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
@@ -322,8 +333,8 @@ class Places(MappedBytes):
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap all places, unless another thread changes mappings or a page is being cleared; then the deferred queue
-        tries again.
+        """Unmap all places, for the queue of ends (``cuMemUnmap``). If another thread changes mappings, or work still
+        uses a parked place, nothing is done, and the queue attempts it again.
         """
 
         def unmap() -> None:
@@ -333,7 +344,9 @@ class Places(MappedBytes):
         self.physical.try_changing(unmap, None)
 
     def unmap_all(self) -> None:
-        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.try_changing`."""
+        """Unmap all places by one ``cuMemUnmap``; idempotent. Call within :meth:`locked` or
+        :meth:`PhysicalPages.try_changing`. Raises CudaError.
+        """
         if not self.gone and any(self.mapped):
             super().release()
         self.unmapped()
@@ -364,12 +377,13 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses their pages. A parking that :meth:`begin` has made waits until
-    zeros are written to the pages.
+    """Released places that wait for work: a first parking for the work that uses their pages, a second one, which
+    :meth:`begin` makes, for the zeros that are written to the pages.
 
-    :meth:`begin` parks the places anew before it queues the zeros. If the driver refuses a call or a signal handler
-    raises in between, the places still wait for the zeros that may have been queued. The new fence is recorded after
-    the zeros. A fence before them would be done too early, and the zeros would overwrite what the next user writes.
+    :meth:`begin` parks the places with the second parking before it queues the zeros. So if the driver refuses a call
+    or a signal handler raises in between, the places still wait for zeros that may have been queued. The second fence
+    is recorded after the zeros. A fence before them would be done too early, and the zeros would overwrite what the
+    next user of the page writes.
     """
 
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
@@ -390,8 +404,8 @@ class Parking(Deferred):
         return self._owner.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """Keep the pages that are cleared and unmap the others. Returns False, and does nothing, if the work has not
-        completed.
+        """Keep the pages that are cleared and unmap the others. If the work is not done, do nothing and return False.
+        Raises CudaError.
 
         Call within :meth:`Places.locked`.
         """
@@ -430,7 +444,9 @@ class Parking(Deferred):
         return ahead
 
     def clear(self, behind: Stream | None) -> Parking | None:
-        """Queue the zeros for :meth:`begin`."""
+        """Queue the zeros for :meth:`begin` (``cuMemsetD8Async``), on ``behind`` or on an idle stream of the arena.
+        Returns the new parking; None if nothing was queued. Raises CudaError.
+        """
         owner, physical = self._owner, self._owner.physical
         # Another thread may have committed some of the places meanwhile.
         alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
@@ -529,8 +545,8 @@ class PhysicalPages(PageStock, Claimable):
         return len(self.spare) + len(self.kept)
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, to clear pages; None if all such streams are busy. Call within
-        :meth:`changing`.
+        """Return a stream without queued work, for zeros; None if all 16 streams of the arena are busy. Call within
+        :meth:`changing`. Raises CudaError.
         """
         for stream, fence in self.streams.items():
             if fence.done():
@@ -598,15 +614,16 @@ class PhysicalPages(PageStock, Claimable):
         return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` as :meth:`changing` does. While another call is changing mappings, return ``otherwise``, because
-        deferred items must not wait.
+        """Call ``act`` as :meth:`changing` does, and return its result; return ``otherwise`` if another call is
+        changing mappings. For deferred items, which must not wait.
         """
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
-        """Return ``count`` pages: first spare pages, then kept pages, which are unmapped, then new pages.
+        """Return ``count`` pages with one user each: first spare pages, then kept pages, which are unmapped, then new
+        pages (``cuMemCreate``).
 
-        Each has one user. Pages of ``besides`` are not taken. Call within :meth:`changing`.
+        Pages of ``besides`` are not taken. Call within :meth:`changing`.
 
         Raises
         ------
@@ -635,15 +652,17 @@ class PhysicalPages(PageStock, Claimable):
             return taken + self._create(count - len(taken))
 
     def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
-        """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
-        :meth:`changing`.
+        """Unmap the pages of ``kept``, a part of :attr:`kept`: they become spare. Each space changes completely or not
+        at all. Call within :meth:`changing`. Raises CudaError.
         """
         by_space = sorted(kept.values(), key=lambda where: id(where[0]))
         for places, group in groupby(by_space, lambda where: where[0]):
             places.retire([place for _, place in group])
 
     def fill(self, count: int) -> int:
-        """Create pages until ``count`` are spare or kept. Return the number of spare and kept pages."""
+        """Create pages until ``count`` are spare or kept (``cuMemCreate``). Returns the number of spare and kept pages.
+        Raises OutOfMemoryError.
+        """
 
         def create() -> None:
             if self.available < count:
@@ -660,13 +679,17 @@ class PhysicalPages(PageStock, Claimable):
             parking.finish()
 
     def await_clearing(self) -> None:
-        """Wait for the zeros that no earlier work delays. Call without locks and outside of :meth:`changing`."""
+        """Block the host until the zeros are written that no unfinished work precedes. Call without locks and outside
+        of :meth:`changing`.
+        """
         for parking in list(self.clearing):
             if parking.before.done():
                 parking.fence.synchronize()
 
     def trim(self, keep: int) -> int:
-        """Release spare pages, then kept pages, until ``keep`` pages are left; return how many were released."""
+        """Release spare pages, then kept pages, until ``keep`` pages are left (``cuMemUnmap``, ``cuMemRelease``).
+        Returns how many were released. Raises CudaError.
+        """
         self.await_clearing()
 
         def vacate() -> None:
@@ -690,7 +713,8 @@ class PhysicalPages(PageStock, Claimable):
         self.trim(0)
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
-        """Call a function on the background thread, after the functions that were passed before.
+        """Call ``function`` on the arena's background thread, after the functions that were passed before, and return
+        its future.
 
         Raises
         ------
@@ -703,7 +727,9 @@ class PhysicalPages(PageStock, Claimable):
         return background.submit(function)
 
     def make_room(self) -> int:
-        """Release all unused pages, because another user needs the memory. Returns the bytes released."""
+        """Release all unused pages, because other code of the process needs the memory. Waits at most 50 ms for zeros.
+        Returns the bytes released; errors of the driver are hidden.
+        """
         before, until = self.count, time.monotonic() + _CLEARING
 
         def vacate() -> None:
@@ -721,7 +747,7 @@ class PhysicalPages(PageStock, Claimable):
 
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:
-    """Yield runs of adjacent places, in ascending order."""
+    """Yield the runs of adjacent numbers among ``places``, in ascending order."""
     start = stop = 0
     for place in sorted(places):
         if place != stop:

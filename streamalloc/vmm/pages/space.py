@@ -78,9 +78,10 @@ class SpaceMemory(Memory, Closes):
             self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
+        """Unmap all pages and free the addresses (``cuMemUnmap``, ``cuMemAddressFree``), after the host has waited for
+        ``after`` and for the work of parked pages. Idempotent.
 
-        Default of ``after``: all work of the device. Idempotent.
+        ``after``: events or streams whose work may use the pages; default: all work of the device.
         """
         if self._range.closed:
             return
@@ -126,7 +127,9 @@ class SpaceMemory(Memory, Closes):
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
-        """Return for each of these pages whether another page shares its memory."""
+        """Return for each of ``pages`` whether another page shares its memory. Raises TypeError, ValueError,
+        ClosedError.
+        """
         self._check_open()
         chosen = self._chosen(pages)
         with self._physical.lock:
@@ -215,7 +218,9 @@ class SpaceMemory(Memory, Closes):
         return self.address + np.array(places, np.int64) * self.page_size
 
     def _chosen(self, pages: Pages) -> list[int]:
-        """Check indices of pages, and return them in the given order."""
+        """Return indices of pages as a list, in the given order. Raises TypeError for other objects, ValueError for an
+        index outside of the space.
+        """
         count = self.page_count
         if isinstance(pages, np.ndarray):
             if pages.dtype.kind not in "iu":
@@ -236,7 +241,9 @@ class SpaceMemory(Memory, Closes):
         return sorted(set(self._chosen(pages)))
 
     def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
-        """Wait for ``after`` and for the work of parked places, then call ``act`` to change places."""
+        """Wait for ``after`` and for the work of those places of ``chosen`` that are parked, then call ``act`` to
+        change places. Returns its result. Raises CaptureError, and the errors of :meth:`_locked_after`.
+        """
         self._check_open()
         places, physical = self._places, self._physical
         wait(after, self._session, (physical.device.ordinal,))
@@ -364,8 +371,9 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
-        """Move contents in a ``with`` block, which gets a parking. Other calls wait for the places that are parked with
-        it until the block and its work have ended. Otherwise they could use a page before its contents have arrived.
+        """Return a ``with`` block that moves contents, and gets a parking for their places. Other calls wait for these
+        places until the block has ended and the work of ``ends`` is done. Otherwise they could use a page before its
+        contents have arrived.
         """
         fence = Fence(self._session, ends, queueing=True)
         try:
@@ -374,8 +382,8 @@ class SwapSpace(SpaceMemory):
             fence.queueing = 0
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking) -> dict[int, Kept]:
-        """Commit the places of a swap whose contents are still stored. Remove these contents from the table of stored
-        contents, and return them. Call within :meth:`Places.locked`.
+        """Commit the places of ``kept`` whose contents are still stored, and remove these contents from the table of
+        stored contents. Returns them by place. ``parking``: that of the swap. Call within :meth:`Places.locked`.
         """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
@@ -448,7 +456,9 @@ class SwapSpace(SpaceMemory):
         return len(kept)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking) -> None:
-        """Release the pages of a swap if their contents could not be copied."""
+        """Release ``left``, the pages of a swap that were not used, and those of the places of ``parking``, after an
+        error: their contents could not be copied.
+        """
         places = self._places
         self._physical.drop(left.values())
 
@@ -463,7 +473,9 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """Name the damaged page, in place of the block of the tier, in an error of a ``with`` block."""
+        """Replace the block of the tier by the page in a DamagedBackupError of a ``with`` block: block ``indices[i]``
+        is page ``places[i]``.
+        """
         try:
             yield
         except DamagedBackupError as error:
@@ -560,13 +572,15 @@ class PageSpace(SwapSpace):
                 self._physical.notify_watchers()
 
     def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
-        """Map the pages of ``others``. Queue zeros for these places and for those of ``ready`` that are not cleared,
-        and park both behind the zeros. Call within :meth:`Places.locked`.
+        """Map the pages of ``others``, given by place. Queue zeros for these places and for those of ``ready`` that are
+        not cleared, and park both until the zeros are written. Call within :meth:`Places.locked`.
 
         Raises
         ------
         _ParkedAgainError
-            Zeros were queued. Commit the places after them.
+            Zeros were queued: the caller waits for them and calls again, which commits the places.
+        CudaError
+            The driver refused a call.
         """
         places, physical = self._places, self._physical
         stale = [place for place in ready if place in places.parked and not places.parked[place].cleared]
@@ -787,7 +801,9 @@ class PageSpace(SwapSpace):
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
-        """Copy pages through a separate mapping, which no other thread can unmap. Blocks the host."""
+        """Copy ``sources`` to ``targets`` on ``stream``, by a mapping of their own, which no other thread can unmap.
+        Blocks the host. Raises CudaError.
+        """
         nbytes = len(sources) * self.page_size
         with self._physical.mapped([*sources, *targets], stream) as address:
             ordinal = self.device.ordinal
