@@ -93,7 +93,9 @@ class Residents(Shown):
 
     @classmethod
     def of(cls, device: Device, buffers: Mapping[Any, str], measured: Mapping[str, int]) -> Residents:
-        """Read the figures. ``buffers``: the group's buffers with their tags. ``measured``: bytes of other owners."""
+        """Read the figures now (``cuMemGetInfo`` and others, see the class). ``buffers``: the group's buffers with
+        their tags. ``measured``: bytes of other owners by name. Raises CudaError.
+        """
         group: dict[str, int] = {}
         for buffer, tag in buffers.items():
             group[tag] = group.get(tag, 0) + sum(_mapped(device, buffer.range._node).values())
@@ -124,7 +126,9 @@ class Residents(Shown):
             yield f"{owner}, as measured", nbytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """Return owners and bytes, as the table shows them."""
+        """Return the rows of the table: owner and bytes, the known owners first, then :attr:`others`, the free and all
+        bytes.
+        """
         rest = ("contexts, libraries, other processes", self.others)
         return [*self._known(), rest, ("free", self.free), ("total", self.total)]
 
@@ -138,9 +142,10 @@ class Residents(Shown):
 
 
 def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
-    """Return the bytes of physical memory on a device that this process created and mapped in a range.
+    """Return the bytes of physical memory of ``device`` that this process created and mapped in ``reservation``, by
+    memory.
 
-    The keys identify memory: memory with several mappings has one key, so that its bytes count once.
+    Memory with several mappings has one key, so that its bytes count once.
     """
     found: dict[object, int] = {}
     for entry in list(reservation.entries):
@@ -177,7 +182,7 @@ class Ranks(Protocol):
         """Number of this process, from 0."""
 
     def allgather(self, data: bytes, /, *, timeout: float | None = None) -> Sequence[bytes]:
-        """Return the bytes of all ranks, by rank."""
+        """Send ``data`` to all ranks, and return what each rank has sent, by rank. ``timeout`` is in seconds."""
 
 
 class RankRefusedError(RuntimeError):
@@ -239,7 +244,9 @@ class Votes:
             raise
 
     def _vote(self, refusal: str) -> None:
-        """Exchange the votes. An empty ``refusal`` votes for the call."""
+        """Send this rank's vote and receive those of all ranks. ``refusal``: the text of this rank's error; empty to
+        vote for the call. Raises RankRefusedError, and errors of the communicator.
+        """
         if self._ranks is None:
             return
         self._voted = True
@@ -363,7 +370,9 @@ class _Members(Closes, Claimable):
 
     @staticmethod
     def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
-        """Raise for a tag that no buffer has, because a misspelt tag would lose bytes."""
+        """Raise KeyError for a tag that no buffer has, because a misspelt tag would lose bytes; TypeError if a tag is
+        no text.
+        """
         unknown = [tag for tag in tags if checked_type("tag", tag, str) not in buffers.values()]
         if unknown:
             known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
@@ -407,7 +416,9 @@ class _Members(Closes, Claimable):
         count()
 
     def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
-        """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
+        """Call ``act(claim)`` under claims of the group and of ``buffers``, so that no other call changes them, and
+        return its result. Raises ClosedError, InUseError, and ValueError for a buffer that is not in the group.
+        """
 
         def open_only(claim: Claim) -> T:
             for one in (self, *buffers):
@@ -424,7 +435,9 @@ class _Members(Closes, Claimable):
 
 
 class _Backups(_Members):
-    """The bytes that a group keeps outside of device memory for its sleeping and its frozen buffers."""
+    """The methods of a group that use backups: the bytes of its sleeping and frozen buffers outside of device
+    memory.
+    """
 
     def __init__(
         self, device: Device, handle_types: MemHandleType, backup: MemoryPool | HostTier | DiskTier | None
@@ -451,9 +464,11 @@ class _Backups(_Members):
     def prepare(
         self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
     ) -> Future[int]:
-        """Pin host memory for the next sleep, because to pin takes longer than to copy; see :meth:`HostTier.prepare`.
+        """Pin host memory for the next sleep (``cuMemHostRegister``): pinning takes longer than the copy. See
+        :meth:`HostTier.prepare`.
 
-        Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
+        With ``background=True`` other work runs while threads pin the memory. A sleep during that time uses what is
+        pinned already. ::
 
             group.prepare(background=True, most_cores=2)
             serve()
@@ -664,13 +679,13 @@ class SleepGroup(_Backups):
             group.wake()
 
     Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with given tags. Buffers of one tag
-    that go to sleep together share one backup. It is freed once no buffer needs it, after the copies that read it. A
-    buffer that is closed or dropped leaves the group and the backup.
+    that go to sleep together share one backup. The backup ends once no buffer needs it, after the copies that read it.
+    A buffer that is closed or dropped leaves the group and the backup.
 
-    Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
-    each other. They also wait for calls that close, resize, evict or restore one of their buffers, and such calls and
-    :meth:`remove` wait for them. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
-    call that would have to wait, it raises :class:`InUseError`.
+    Thread-safe. Calls of :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close`
+    wait for each other, and for calls that close, resize, evict or restore one of the same buffers. Such calls and
+    :meth:`remove` wait for the former. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler
+    makes a call that would have to wait, the call raises :class:`InUseError`.
 
     Parameters
     ----------
@@ -704,7 +719,9 @@ class SleepGroup(_Backups):
         """Hooks of :meth:`after_wake`, each with its undo."""
 
     def tagged(self, tag: str) -> Tagged:
-        """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
+        """Return an allocator whose buffers belong to the group and get this tag, for
+        ``streamalloc.interop.torch.use``.
+        """
         return Tagged(self, tag)
 
     def sleep(
@@ -801,8 +818,9 @@ class SleepGroup(_Backups):
     ) -> int:
         """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
 
-        ``reserve`` returns no backups for a tag whose bytes are not kept. ``resumed``: the backups have the bytes
-        already (:meth:`resume`), so nothing is copied, and sleeping buffers get them, too.
+        ``reserve``: returns the backups for the buffers of a tag, none for a tag whose bytes are not kept. ``ordered``:
+        the stream of the copies. ``agree``: the vote of the ranks. ``resumed``: the backups have the bytes already
+        (:meth:`resume`), so nothing is copied, and sleeping buffers get these backups, too.
         """
         # The steps fill these, for what cannot be undone after them: mappings to release, and new backups.
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
@@ -1005,7 +1023,9 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
-    """Check that offset and array fit the buffer. Returns the offset, and the array as bytes."""
+    """Return the offset, and the array as bytes. Raises TypeError, and ValueError if the array is not contiguous or
+    does not fit the buffer at ``offset``.
+    """
     start = checked_size("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
@@ -1043,7 +1063,9 @@ def _reserve_all(tags: Mapping[VirtualBuffer, str], reserve: Reserve, saved: dic
 
 
 def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
-    """Make ``saved`` the kept bytes of a sleeping buffer, and drop what it had kept before: a backup or its memory."""
+    """Make ``saved`` the kept bytes of a sleeping buffer. Its previous backup is dropped, or the memory that it has
+    kept after a failed sleep.
+    """
     eviction = buffer.eviction
     assert eviction is not None
     buffer.eviction = eviction._replace(saved=saved, held=())
@@ -1067,7 +1089,9 @@ class Tagged:
         self._session = session_of(group)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
-        """Allocate a buffer with the tag, see :meth:`SleepGroup.allocate`."""
+        """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream`` and errors as for
+        :meth:`SleepGroup.allocate`.
+        """
         return self.group.allocate(nbytes, stream, tag=self.tag)
 
     def __repr__(self) -> str:

@@ -94,7 +94,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _open(
         self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, location: MemLocation
     ) -> None:
-        """Reserve the addresses and set all attributes."""
+        """Reserve ``capacity`` bytes of addresses (``cuMemAddressReserve``) and set all attributes. Raises
+        AddressSpaceError, TypeError, ValueError.
+        """
         self._claim: Claim | None = None
         self.device: Device = device
         """Device of the memory, or the first of several. For host memory, the device of the default stream."""
@@ -202,10 +204,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set permissions on the present and future memory of the buffer (``cuMemSetAccess``).
+        """Set permissions on the buffer's memory, also on that which it gets later (``cuMemSetAccess``).
 
-        Parameters as for :meth:`AddressRange.set_access`. While the buffer is evicted, the permissions take effect when
-        it is restored.
+        ``who``, ``access``, ``after`` and errors as for :meth:`AddressRange.set_access`; InUseError if the buffer is
+        frozen. While the buffer is evicted, the permissions take effect when it is restored.
         """
         self._check_open()
         self._check_thawed()
@@ -270,7 +272,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return the mappings, each with an open handle of its memory. Raises if memory cannot be released."""
+        """Return the mappings, each with an open handle of its memory. Raises ClosedError, EvictedError, and InUseError
+        if other users would keep the memory, except importers with ``shared``.
+        """
         self._check_open()
         if self.eviction:
             raise EvictedError(f"{self!r} is evicted already")
@@ -292,7 +296,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return entries
 
     def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
-        """Unmap the buffer's memory and keep its handles open. From now on the buffer is evicted."""
+        """Unmap ``entries``, all mappings of the buffer, and keep their handles open (``cuMemUnmap``). From now on the
+        buffer is evicted, with the backup ``saved``. Raises CudaError.
+        """
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self.eviction = Eviction(chunks, saved)
         self.range._node.unmap(entries)
@@ -300,8 +306,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _map_again(self, entries: Sequence[MappedBytes]) -> None:
         """Undo :meth:`_unmap`, even if it was not completed.
 
-        If that fails, the buffer stays evicted and keeps its memory, which has the bytes. Nobody else can have got this
-        memory, so a later :meth:`restore` maps it again. A backup is dropped then.
+        If the driver refuses that, too, the buffer stays evicted, and :attr:`Eviction.held` keeps the memory with the
+        bytes, for a later :meth:`restore`. The buffer's backup is forgotten. Raises CudaError.
         """
         if self.eviction is not None:
             self.eviction = self.eviction._replace(saved=None, held=tuple(entries))
@@ -335,10 +341,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         drop_woken({self: evicted})
 
     def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
-        """Queue the copy of the bytes from a backup to the new mappings ``made``. ``move`` queues it on ``stream``.
+        """Queue the copy of the bytes from the backup ``saved`` to the new mappings ``made``, by the function ``move``
+        on ``stream``. Raises CudaError.
 
-        If the stream's device may not write to the memory, it gets that permission until the copy is done, and the host
-        waits.
+        If the stream's device may not write to the memory, the device gets that permission until the copy is done, and
+        the host waits for that.
         """
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
@@ -355,7 +362,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @claimed
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, then unmap and release the memory and free the addresses. Idempotent."""
+        """Unmap and release the memory and free the addresses (``cuMemUnmap``, ``cuMemRelease``, ``cuMemAddressFree``),
+        after the host has waited for ``after``. Idempotent.
+
+        ``after``: events or streams; by default all work of the devices with access, ``()`` for none.
+        """
         if self.range.closed:
             return
         entries = list(self.range._node.table())
@@ -377,7 +388,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     # -- for subclasses --------------------------------------------------------------------------------------
 
     def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
-        """Create and map adjacent chunks and set their permissions: all of them, or none."""
+        """Create and map adjacent chunks and set their permissions: all of them, or none (``cuMemCreate``,
+        ``cuMemMap``, ``cuMemSetAccess``). Returns the mappings. Raises OutOfMemoryError, CudaError.
+        """
         if not chunks:
             return []
         start, node = chunks[0].offset, self.range._node
@@ -395,22 +408,20 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return made
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap memory, then release it. If the driver refuses a release, it is made later."""
+        """Unmap ``entries``, then release their memory. Raises CudaError for a refused unmap."""
         self.range._node.unmap(entries)
         for entry in entries:
             entry.close()
 
     def _release_from(self, start: int) -> None:
-        """Unmap and release all memory from an offset on, which may be memory that a failed call has left mapped."""
+        """Unmap and release all memory from the offset ``start`` on, also what a failed call has left mapped."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
             self._release(node.touching(start, node.nbytes))
 
     def _shrink_to(self, mapped: int, nbytes: int) -> None:
-        """Release everything behind ``mapped`` bytes, which must be the end of a chunk. After an error the buffer is
-        unchanged.
-        """
+        """Release all memory behind ``mapped`` bytes, the end of a chunk. After an error the buffer is unchanged."""
         before = self._mapped, self._nbytes
         self._mapped, self._nbytes = mapped, nbytes
         try:
@@ -439,7 +450,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return saved_in(backup, self._session)
 
     def _check_thawed(self) -> None:
-        """Raise if the buffer is frozen."""
+        """Raise InUseError if the buffer is frozen."""
         if self._frozen is not None:
             raise InUseError(f"{self!r} is frozen: thaw() its tag in the group first")
 
@@ -482,10 +493,10 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-# Eviction and restore of several buffers: each is a list of steps, which :func:`run_steps` does or undoes as a whole.
-# A step is made when those before it are done, because it may need what they found: a hook may close a buffer, and a
-# copy needs the memory. Whatever cannot be undone comes after :func:`run_steps`: released memory could be another
-# process's at once, and the room of a dropped backup could have other bytes.
+# Eviction and restore of several buffers: each is a sequence of steps, which :func:`run_steps` does or undoes as a
+# whole. A step is made when the steps before it are done, because it may need their results: a hook may close a buffer,
+# and a copy needs the new memory. Acts that cannot be undone come after :func:`run_steps`: another process could take
+# released memory at once, and the room of a dropped backup could get other bytes.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
 """An act and its undo. If the act fails, its undo is called, too, so an undo checks what was done."""
@@ -493,12 +504,12 @@ Steps: TypeAlias = "Generator[Step, None, None]"
 
 
 def do_nothing() -> None:
-    """The empty half of a step that has only an act or only an undo."""
+    """Do nothing: the act of a step that has only an undo, or the undo of a step that has only an act."""
 
 
 def run_steps(steps: Steps) -> None:
-    """Do steps in order. If one fails, undo it and the steps before, the last first, so that nothing has changed. All
-    undos are called, even if some fail. Their errors are attached to the first error.
+    """Do steps in order. If one raises, undo it and the steps before it, the last first, and raise its error. All undos
+    are called, also after one has failed; their errors are attached to the first error.
     """
     undos: list[Callable[[], object]] = []
     try:
@@ -519,8 +530,8 @@ Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
 
 
 def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups. Returns the full batches. Buffers that are copied after the last
-    full batch are in no batch.
+    """Queue the copies of buffers to their backups ``saved`` on ``stream``. Returns the full batches; buffers that are
+    copied after the last full batch are in none. Raises OSError, CudaError.
     """
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
@@ -544,7 +555,7 @@ def evict_steps(
     new: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
 ) -> Steps:
-    """Steps that copy the bytes of buffers to their backups, and unmap their memory.
+    """Yield the steps that copy the bytes of buffers to their backups, and unmap their memory.
 
     The memory is not released: another thread or process could take it at once, and a step that fails later could not
     be undone. :func:`release_all` releases it once all steps are done. Memory is unmapped after its own copy, while the
@@ -588,10 +599,10 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
 
 
 def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Steps:
-    """Steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
+    """Yield the steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
-    After an undo all buffers are evicted as before, with their backups. The copies may read a backup and write the new
-    memory, so they are awaited before memory is unmapped.
+    After an undo all buffers are evicted as before, with their backups. Queued copies may still read a backup and write
+    the new memory, so an undo waits for them before it unmaps the memory.
     """
     made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
     by_backup: dict[Stored | None, list[VirtualBuffer]] = {}
@@ -662,7 +673,7 @@ def read_only(rights: Rights) -> Rights:
 
 
 def protect(buffer: VirtualBuffer, rights: Rights) -> None:
-    """Set the permissions of all memory of a buffer."""
+    """Set the permissions ``rights`` on all memory of a buffer (``cuMemSetAccess``). Raises CudaError."""
     buffer.range._node.grant(list(buffer.range._node.table()), rights)
 
 
@@ -692,7 +703,10 @@ def device_rights(
     devices: Sequence[Device] = (),
     location: MemLocation | None = None,
 ) -> Rights:
-    """Convert an argument to permissions on memory of a location. Each of ``devices`` has read and write access."""
+    """Return the argument ``access`` as permissions on memory of ``location``. Each of ``devices`` also has read and
+    write access. ``permission``: for locations named without one. Raises TypeError, and ValueError if the host would
+    get access to device memory.
+    """
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
         if where.type is not MemLocationType.DEVICE and allowed and not (location and location.on_host):

@@ -1,9 +1,11 @@
 """Bytes outside of device memory, as blocks: the contents of pages, of smaller pieces, and of buffers that sleep.
 
-A tier has room in chunks, each an allocation or a file. One call that saves makes one :class:`Stored`, with an address
-in a chunk for each block. The room of a dropped block is used again, or released, after the copies that use it. Pages
-and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Buffers that sleep have chunks of
-their own; each buffer keeps its blocks as :class:`Saved`.
+A tier consists of chunks, each an allocation or a file. *Room* is the part of a chunk for a block, whether it has bytes
+or not. A call that saves makes one :class:`Stored`, with an address in a chunk for each block. The room of a dropped
+block is used again, or released, after the copies that use it.
+
+Pages and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Buffers that sleep have chunks
+of their own; each buffer keeps its blocks as :class:`Saved`.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class Chunk:
 
     @property
     def left(self) -> int:
-        """Return the number of blocks without contents."""
+        """Number of blocks without contents."""
         return sum(len(addresses) for addresses, _ in list(self._free))
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
@@ -107,12 +109,12 @@ class Chunk:
         return parts[0] if len(parts) == 1 else np.concatenate((self._every[:0], *parts)), tuple(last)
 
     def end(self) -> None:
-        """Release a chunk that was made for one :class:`Stored`, once it has no contents. The chunks of a
-        :class:`BlockTier` stay.
+        """Release the chunk, because its contents have ended. Only chunks that were made for one :class:`Stored` do so;
+        those of a :class:`BlockTier` stay for later contents.
         """
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
-        """Make addresses free again. They are reused after the copies of ``fences``."""
+        """Return addresses to the chunk. The next user of them waits for the copies of ``fences``."""
         self._free.append((addresses, fences))
         if self.left == self.count:
             # Take all addresses off the list first. Then a signal handler that takes room meanwhile gets none of them.
@@ -129,7 +131,7 @@ class Chunk:
 
 
 def may_run(fence: Fence) -> bool:
-    """Whether copies may still be running; never raises."""
+    """Whether the copies before ``fence`` may still run: also if the driver refuses to say. Never raises."""
     with contextlib.suppress(CudaError):
         return not fence.done()
     return True
@@ -167,8 +169,8 @@ class Stored(Unique, abc.ABC):
     def add(
         self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Sequence[int] | Addresses = ()
     ) -> None:
-        """Add blocks at addresses of a chunk, of the given sizes (for buffers) or of :attr:`nbytes` bytes. The caller
-        holds the tier's lock.
+        """Add blocks at ``addresses`` of ``chunk``. ``sizes``: bytes of each block of a buffer; other blocks have
+        :attr:`nbytes`. ``fences``: the last copies from or to these addresses. The caller holds the tier's lock.
         """
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
@@ -196,8 +198,8 @@ class Stored(Unique, abc.ABC):
 
     @abc.abstractmethod
     def moving(self, stream: Stream, *, out: bool) -> contextlib.AbstractContextManager[Move]:
-        """A ``with`` block in which copies of blocks are queued on a stream, from device memory if ``out``, otherwise
-        to it. At its end later work of the stream finds the bytes at their places.
+        """Return a ``with`` block that gets a function which queues copies on ``stream``: from device memory if
+        ``out``, otherwise to it. After the block, later work of the stream finds the bytes.
 
         Raises
         ------
@@ -206,31 +208,41 @@ class Stored(Unique, abc.ABC):
         """
 
     def seal(self, stream: Stream) -> None:
-        """Complete the contents once all their copies are queued on ``stream``: checksums, and the name of a file. By
-        default there is nothing to do, because later work of the stream finds the bytes.
+        """Complete the contents, once all their copies are queued on ``stream``: compute checksums, name a file. By
+        default nothing is left to do.
         """
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """Copy bytes of a buffer's block from ``offset`` on to a host array. Blocks the host."""
+        """Copy the bytes of a buffer's block from ``offset`` on into the host array ``target``. Blocks the host. Raises
+        OSError, DamagedBackupError, CudaError.
+        """
         raise NotImplementedError
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """Replace bytes of a buffer's block from ``offset`` on by those of a host array. Blocks the host."""
+        """Overwrite the bytes of a buffer's block from ``offset`` on with the host array ``source``. Blocks the host.
+        Raises OSError, OutOfMemoryError, CudaError.
+        """
         raise NotImplementedError
 
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
-        """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Copies`."""
+        """Copy all blocks from the device addresses ``source`` on ``stream``, and complete the contents (:meth:`seal`).
+        ``kernels``: see :class:`Copies`. Raises OSError, CudaError.
+        """
         with self.moving(stream, out=True) as move:
             move(Copies(range(len(self)), source, None, kernels))
         self.seal(stream)
 
     def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
-        """Queue the copies of these blocks to device memory; errors as for :meth:`moving`."""
+        """Queue the copies of ``blocks`` to the device addresses ``target`` on ``stream``. ``kernels``: see
+        :class:`Copies`. Raises DamagedBackupError, OSError, CudaError.
+        """
         with self.moving(stream, out=False) as move:
             move(Copies(blocks, target, None, kernels))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise the errors that :meth:`load` would raise, as far as they can be found without copying."""
+        """Raise DamagedBackupError if the contents of one of ``blocks`` have changed, as far as that can be found
+        without a copy.
+        """
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent.
@@ -271,7 +283,9 @@ class Stored(Unique, abc.ABC):
 
 
 def end_all(chunks: Iterable[Chunk]) -> None:
-    """End chunks that no contents use. Call it without locks."""
+    """End chunks that no contents use (:meth:`Chunk.end`). Call it without locks. Raises the first CudaError, after all
+    were attempted.
+    """
     undo_all(chunk.end for chunk in chunks)
 
 
@@ -295,17 +309,23 @@ class Saved(NamedTuple):
     blocks: range
 
     def move(self, move: Move, side: CopySide) -> None:
-        """Queue the copies from a buffer, or to it."""
+        """Queue the copies between the buffer ``side`` and its blocks, by the function ``move``, which knows stream and
+        direction.
+        """
         sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
 
     def read(self, offset: int, target: Bytes) -> None:
-        """Copy bytes from ``offset`` on to a host array. Blocks the host."""
+        """Copy the saved bytes from ``offset`` (bytes) on into the host array ``target``. Blocks the host. Raises
+        OSError, DamagedBackupError.
+        """
         for block, begin, part in self._touched(offset, target):
             self.stored.read(block, begin, part)
 
     def write(self, offset: int, source: Bytes) -> None:
-        """Replace bytes from ``offset`` on by those of a host array. Blocks the host."""
+        """Overwrite the saved bytes from ``offset`` (bytes) on with the host array ``source``. Blocks the host. Raises
+        OSError, OutOfMemoryError.
+        """
         for block, begin, part in self._touched(offset, source):
             self.stored.write(block, begin, part)
 
@@ -314,7 +334,9 @@ class Saved(NamedTuple):
         return overlapping(self.blocks, sizes, offset, array)
 
     def drop(self) -> None:
-        """Drop the bytes, see :meth:`Stored.drop`."""
+        """Return the room of the bytes to the tier, which reuses it after the copies (:meth:`Stored.drop`). Idempotent.
+        Raises CudaError.
+        """
         self.stored.drop(self.blocks)
 
 
@@ -341,7 +363,9 @@ def index_of(blocks: Indices) -> Indices | slice:
 
 
 def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
-    """Check the indices of blocks of memory, and return them."""
+    """Return the indices of blocks of ``nbytes`` bytes as an array. Raises TypeError for other objects, ValueError for
+    an index outside of the memory ``side``.
+    """
     size = checked_size("nbytes", nbytes)
     if not size:
         raise ValueError("nbytes=0: a block has at least one byte")
@@ -366,7 +390,7 @@ class Tier:
         """Held while room is taken, returned or counted."""
 
     def _room_returned(self) -> None:
-        """Release room after contents have returned it. Called under the lock."""
+        """Called under the lock after contents have returned room: a closed tier releases chunks that are empty now."""
 
 
 class BlockTier(Tier, Closes):
@@ -390,14 +414,16 @@ class BlockTier(Tier, Closes):
 
     @abc.abstractmethod
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        """Make a chunk with room for ``count`` blocks of ``nbytes`` bytes."""
+        """Make a chunk with room for ``count`` blocks of ``nbytes`` bytes: host memory or a file. Raises
+        OutOfMemoryError, OSError.
+        """
 
     @abc.abstractmethod
     def _stored(self, nbytes: int) -> Stored:
-        """Return a :class:`Stored` without blocks."""
+        """Return new contents without blocks, for blocks of ``nbytes`` bytes."""
 
     def _room(self, nbytes: int) -> int:
-        """Return the bytes of room that a block takes."""
+        """Return the bytes of room that a block of ``nbytes`` bytes takes: on disk whole pages."""
         return nbytes
 
     def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
@@ -466,7 +492,7 @@ class BlockTier(Tier, Closes):
             self._copy(move, memory, numbers, stored.nbytes, side, ordered, write=True)
 
     def _check_for(self, stream: Stream) -> None:
-        """Raise if the tier cannot take the bytes of buffers that are copied on this stream."""
+        """Raise ClosedError if the tier was closed, ValueError if ``stream`` belongs to another driver."""
         self._check_open()
         if session_of(stream) is not session_of(self.device):
             raise ValueError(f"backup {self!r} belongs to another driver")
@@ -482,7 +508,9 @@ class BlockTier(Tier, Closes):
         *,
         write: bool,
     ) -> None:
-        """Queue the copies of blocks of memory."""
+        """Queue the copies of the blocks ``numbers`` of ``memory``, each of ``nbytes`` bytes, by the function ``move``.
+        ``write``: the copies write to the memory.
+        """
         count, near = len(numbers), stream.device == self.device
         # The device copies the first blocks while the host prepares the later blocks.
         cuts = range(_FIRST, count, _LAUNCH) if count > _LAUNCH and nbytes <= _SMALL else ()
@@ -516,7 +544,9 @@ class BlockTier(Tier, Closes):
             free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
-        """Add room for ``count`` blocks to contents."""
+        """Give the contents ``stored`` room for ``count`` blocks, of existing chunks first. Raises OutOfMemoryError,
+        OSError, ClosedError.
+        """
         with self._lock:
             self._check_open()
             self._fill(stored, count)
@@ -538,8 +568,9 @@ class BlockTier(Tier, Closes):
         return chunk
 
     def _allowed(self, nbytes: int, wanted: int, needed: int, least: int = 1, under_way: int = 0) -> int:
-        """Return how many of ``wanted`` new blocks the limit allows. Raises if that is fewer than ``least``.
-        ``needed``: number of blocks in the error's text. ``under_way``: blocks that are being made.
+        """Return how many of ``wanted`` new blocks of ``nbytes`` bytes the limit allows. Raises OutOfMemoryError if
+        that is fewer than ``least``. ``needed``: number of blocks in the error's text. ``under_way``: blocks that are
+        being made.
         """
         size = self._room(nbytes)
         room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
@@ -583,5 +614,7 @@ class BlockTier(Tier, Closes):
 
 
 def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
-    """Return the events and streams that an argument names. For None, return an event after all work of the device."""
+    """Return the events and streams that ``after`` names; for None, an event after all work of the device
+    (:func:`~streamalloc.core.fence.all_work`). Raises ValueError, CaptureError.
+    """
     return all_work(device) if after is None else ends_of(after, session_of(device))

@@ -67,8 +67,8 @@ def copy_batch(
     Parameters
     ----------
     targets, sources
-        Addresses.
-    sizes
+        Addresses of the copies, on the device and in host memory.
+            sizes
         Bytes of each copy, or of all.
     memory
         For each copy a number that identifies its allocation in host memory, because a merged copy must stay within
@@ -120,8 +120,8 @@ def run_starts(apart: Mask) -> Addresses:
 
 
 def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
-    """Queue each copy (``cuMemcpyBatchAsync``). Without support for batches, and on the legacy default stream, each is
-    one ``cuMemcpyAsync``.
+    """Queue the copies of ``sizes`` bytes in batches (``cuMemcpyBatchAsync``). With bindings without batches, and on
+    the legacy default stream, each copy is one ``cuMemcpyAsync``. Raises CudaError.
     """
     session, raw, sides = session_of(stream), raw_handle(stream), (targets, sources, sizes)
     done, count = 0, _FIRST_BATCH
@@ -147,7 +147,9 @@ class Kernel:
         """Held by the thread that loads the kernel. Other threads do not wait, and copy one by one meanwhile."""
 
     def prepare(self, *, again: bool = False) -> None:
-        """Load the kernel and compare the two ways. ``again``: compare them even if they were compared before.
+        """Load the kernel (``cuModuleLoadData``) and measure up to which size it copies faster than single copies do.
+        ``again``: measure even if that was done before. Errors of the driver are hidden: then blocks are copied one by
+        one.
 
         Called when a tier is made, not when blocks are copied: to load a kernel the driver waits for the work of the
         device.
@@ -167,7 +169,9 @@ class Kernel:
                 self._lock.release()
 
     def most(self, out: bool) -> int:
-        """Return the bytes of a merged copy up to which the kernel is faster in this direction; 0 without a kernel."""
+        """Return the bytes of a merged copy up to which the kernel is faster, from the device if ``out``, otherwise to
+        it; 0 without a kernel.
+        """
         return self._most[out]
 
     def _measure(self) -> tuple[int, int]:

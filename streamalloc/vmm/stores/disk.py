@@ -102,9 +102,10 @@ class _Transfer:
     def move(
         self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
     ) -> None:
-        """Begin to move adjacent blocks of a file that fit in a slot. First wait for a free slot.
+        """Begin to move adjacent ``blocks`` of ``file``, which fit in a slot, after waiting for a free slot. Raises
+        OSError, DamagedBackupError, CudaError of earlier steps.
 
-        ``copy`` queues the copies from or to the slot. ``names`` has the index of each block for errors, or None.
+        ``copy``: queues the copies from or to the slot. ``names``: the index of each block for errors, or None.
         """
         while not self._free:
             if len(self._second) > self._most_second or not self._first:
@@ -132,8 +133,9 @@ class _Transfer:
             yield self._begin(file.write, blocks, slot)
 
     def _begin(self, access: Callable[..., None], *args: object) -> Future[None]:
-        """Begin a read or a write on a thread. It keeps the room in the file in use: :meth:`abandon` waits for no
-        thread, and a late write would replace what another call has stored in dropped room.
+        """Begin a read or a write, ``access(*args)``, on a thread. Until it ends, the room in the file counts as in
+        use: :meth:`abandon` waits for no thread, and a late write could otherwise overwrite what another call has
+        stored in dropped room.
         """
         # The thread ends the use. If it never begins, its argument is dropped, which ends it too.
         use = contextlib.ExitStack()
@@ -141,19 +143,21 @@ class _Transfer:
         return self._threads.submit(_access, use, access, *args)
 
     def _advance_oldest(self) -> None:
-        """Wait for the first part of the oldest step, and begin its second part."""
+        """Wait for the first part of the oldest step, and begin its second part. Raises the errors of both."""
         slot, parts, end = self._first.popleft()
         _await(end)
         self._second.append((slot, parts, next(parts)))
 
     def _end_oldest(self) -> None:
-        """Wait for the second part of the oldest step, and free its slot."""
+        """Wait for the second part of the oldest step, and free its slot. Raises the error of that part."""
         slot, _, end = self._second.popleft()
         _await(end)
         self._free.append(slot)
 
     def finish(self) -> None:
-        """Block the host until all blocks are copied and written, or read and copied."""
+        """Block the host until all blocks are on disk, or in device memory. Ends the threads, and gives the staging
+        memory back to the tier. Raises OSError, DamagedBackupError, CudaError.
+        """
         while self._first:
             self._advance_oldest()
         while self._second:
@@ -246,7 +250,9 @@ class _Contents(Stored):
 def _copy(
     device: Addresses, blocks: Sequence[FileBlock], stream: Stream, out: bool, kernels: bool, room: Bytes
 ) -> None:
-    """Queue the copies of blocks between device and staging memory."""
+    """Queue the copies of adjacent ``blocks`` between the addresses ``device`` and the slot ``room`` on ``stream``:
+    from the device if ``out``. ``kernels``: kernels may use the device memory. Raises CudaError.
+    """
     host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
     sizes = np.array([block.nbytes for block in blocks])
     targets, sources = (host, device)[:: 1 if out else -1]
@@ -334,21 +340,23 @@ class DiskTier(BlockTier):
         kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of these sizes. With a name, in a persistent tier, the file outlives the buffers.
+        """Create a file for buffers of ``sizes`` bytes, and return the room of each. With ``name``, in a persistent
+        tier, the file outlives the buffers. ``stream``: that of the copies.
 
         Raises
         ------
         ClosedError
             The tier was closed.
         OSError
-            The file cannot be created.
+            The file cannot be created, or the disk is full.
         """
         self._check_for(stream)
         stays = self.persistent and name is not None
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
-        """Open the complete file that an earlier :meth:`hold` made under this name, for buffers of the same sizes.
+        """Open the complete file that an earlier :meth:`hold` made under ``name``, for buffers of the same ``sizes`` in
+        bytes. Returns the bytes of each buffer.
 
         Raises
         ------
@@ -375,7 +383,9 @@ class DiskTier(BlockTier):
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
     def _staging(self, device: Device) -> HostMemory:
-        """Return staging memory that no call uses. If all staging memory is in use, make more."""
+        """Return staging memory that no call uses; make some if there is none (``cuMemHostRegister``). Raises
+        OutOfMemoryError.
+        """
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return HostMemory(device, _SLOTS * self.block, self.block)
@@ -408,7 +418,7 @@ class DiskTier(BlockTier):
 
 
 def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | DiskTier:
-    """Return the tier that an argument names.
+    """Return the tier for the argument ``backup``: itself, or one over a pool in host memory.
 
     Raises
     ------

@@ -81,8 +81,8 @@ _LARGE = 64 << 20
 
 
 def _close(fd: Fd) -> None:
-    """Close a file. Closing an unnamed file frees its blocks on disk, which takes half as long as writing them: large
-    unnamed files are closed on another thread.
+    """Close a file; a large unnamed one on another thread, because that frees its blocks on disk, which takes half as
+    long as writing them.
     """
     about = os.fstat(fd.fileno())
     if about.st_nlink or about.st_blocks * 512 < _LARGE:
@@ -113,8 +113,8 @@ os.register_at_fork(after_in_child=_closing.clear)
 
 
 def _in_room(call: Callable[..., T], *args: object) -> T:
-    """Make a call that needs room on disk. If the disk is full, wait for the files that other threads are closing, and
-    make the call again.
+    """Return the result of ``call``, which needs room on disk. If the disk is full, wait up to 60 seconds for files
+    that other threads are closing, and call again. Raises OSError.
     """
     before = list(_closing)
     try:
@@ -130,12 +130,14 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Return zeroed host memory for direct reads and writes. It is unmapped with its last view."""
+    """Return ``nbytes`` bytes of zeroed host memory, aligned for direct reads and writes. It is unmapped when its last
+    view is dropped.
+    """
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def padded(nbytes: int) -> int:
-    """Round a size up to a multiple of :data:`PAGE`."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`PAGE`, as direct writes need."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -170,9 +172,10 @@ class DiskFile:
 
     @classmethod
     def create(cls, folder: Path, sizes: Sequence[int], block: int, name: str = "") -> DiskFile:
-        """Create a file that only this user can open. Without a name, no other process can open it.
+        """Create a file in ``folder`` for buffers of ``sizes`` bytes, in blocks of ``block`` bytes. Only this user can
+        open it; without ``name``, no other process can. Raises OSError.
 
-        :meth:`seal` gives the file its name; before, it has a temporary one.
+        :meth:`seal` gives the file its name. Until then it has a temporary one.
         """
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
@@ -191,7 +194,8 @@ class DiskFile:
 
     @classmethod
     def open(cls, path: Path, sizes: Sequence[int], block: int) -> DiskFile:
-        """Open a complete file for buffers of these sizes, and check its header. Blocks are checked when they are read.
+        """Open the complete file ``path`` for buffers of ``sizes`` bytes, in blocks of ``block`` bytes, and check its
+        header. Blocks are checked when they are read.
 
         Raises
         ------
@@ -267,7 +271,10 @@ class DiskFile:
             self.direct = direct
 
     def _transfer(self, function: Callable[..., int], room: Bytes, position: int) -> int:
-        """Call ``os.preadv`` or ``os.pwritev``; return the number of bytes."""
+        """Call ``function``, ``os.preadv`` or ``os.pwritev``, for the memory ``room`` at ``position`` in the file;
+        return the number of bytes. If the file system refuses direct access, the call is repeated without. Raises
+        OSError.
+        """
         try:
             return function(self._fd.fileno(), [room.data], position)
         except OSError as error:
@@ -278,7 +285,7 @@ class DiskFile:
             return function(self._fd.fileno(), [room.data], position)
 
     def blocks(self, index: int) -> list[FileBlock]:
-        """Return the blocks of a buffer."""
+        """Return the blocks of the buffer with this index, in the order of their positions."""
         (number, position), size = self._starts[index], self.sizes[index]
         return [
             FileBlock(number + nth, position + offset, offset, min(self.block, size - offset))
@@ -286,7 +293,9 @@ class DiskFile:
         ]
 
     def write(self, blocks: Sequence[FileBlock], room: Bytes) -> None:
-        """Write adjacent blocks from aligned memory; each is padded with zeros to a multiple of 4096."""
+        """Write adjacent ``blocks`` from the aligned memory ``room``, and record their checksums. Each is padded with
+        zeros to a multiple of 4096 bytes. Raises OSError.
+        """
         start = blocks[0].position
         for block in blocks:
             stop = block.position - start + block.nbytes
@@ -300,7 +309,7 @@ class DiskFile:
             done += _in_room(self._transfer, os.pwritev, data[done:], position + done)
 
     def read(self, blocks: Sequence[FileBlock], room: Bytes, names: Sequence[int | None]) -> None:
-        """Read adjacent blocks to aligned memory.
+        """Read adjacent ``blocks`` into the aligned memory ``room``, and verify their checksums.
 
         Raises
         ------
@@ -322,7 +331,9 @@ class DiskFile:
                 raise DamagedBackupError(why, name)
 
     def seal(self) -> None:
-        """Write the header, flush the file to disk, and give it its name. Then it is complete."""
+        """Complete a file with a name: write its header, flush it to disk, and give it its name, in place of an earlier
+        file. Raises OSError.
+        """
         if self._path is None:
             return
         text = bytearray(_HEAD.pack(_MAGIC, _VERSION, self.block, len(self.sizes), self.nbytes))

@@ -47,9 +47,7 @@ _BLOCKS = PIECE // HUGE
 
 
 class MemoryChunk(Chunk):
-    """Memory with room for some blocks. It is released once it was dropped and the copies that use it have
-    completed.
-    """
+    """A chunk in memory. The memory is released after the chunk was dropped, once the copies that use it are done."""
 
     def __init__(
         self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
@@ -90,7 +88,7 @@ class InMemory(Stored):
 
     @abc.abstractmethod
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        """Queue copies from the device if ``out``, else to it."""
+        """Queue ``copies`` on ``stream``, from the device if ``out``, otherwise to it. Raises CudaError."""
 
 
 class _HostContents(InMemory):
@@ -117,11 +115,13 @@ class _HostContents(InMemory):
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
     def array(self, block: int) -> Bytes:
-        """Return the contents of a block. The copies must have completed."""
+        """Return the contents of a block as an array, without a copy. The caller has waited for the copies to the
+        block.
+        """
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise if the checksum of a block differs."""
+        """Raise DamagedBackupError if the checksum of one of ``blocks`` differs; its ``block`` is the index."""
         for block in blocks if self._sums else ():
             with self.tier._lock:  # Without the lock, another thread could drop the block during the check.
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
@@ -131,7 +131,7 @@ class _HostContents(InMemory):
 
 
 def blocks_of(nbytes: int) -> int:
-    """Return the number of blocks of a buffer."""
+    """Return the number of blocks for ``nbytes`` bytes of a buffer; the last block may be shorter."""
     return -(-nbytes // HUGE)
 
 
@@ -139,7 +139,9 @@ class _BufferBytes(InMemory):
     """The bytes of buffers in memory: in allocations of a pool, or in memory of the user."""
 
     def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        """Yield the blocks in order, each as soon as it has room, with the earlier copies from or to that room."""
+        """Yield parts of ``blocks``, in order, as soon as they have room, each with fences of the earlier copies from
+        or to that room.
+        """
         yield blocks, ()
 
     def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Memory | Bytes]]:
@@ -213,8 +215,8 @@ class _RoomReturn(Deferred):
 class _SleepingBytes(_BufferBytes):
     """The bytes of buffers in pinned host memory, in blocks of :data:`HUGE` bytes.
 
-    A block gets room when its bytes are first copied or written, so that the copies of the first blocks run while
-    memory for others is pinned.
+    A block gets its pinned memory when its bytes are first copied or written, so that the first copies run while more
+    memory is pinned.
     """
 
     tier: HostTier
@@ -226,15 +228,15 @@ class _SleepingBytes(_BufferBytes):
         ends = np.cumsum(counts)
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
         self._room = room = _RoomReturn(len(self._sizes))
-        # The item returns the room of blocks that were not dropped before. It refers to the same arrays, not to this
-        # object, which would then never be dropped.
+        # The item returns the pinned memory of blocks that :meth:`drop` did not return. It shares the arrays and does
+        # not refer to this object: the queue keeps the item, and so would keep this object for ever.
         self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
         self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
         """For each block, whether it has no room yet."""
         deferred_queue(session_of(tier.device)).end_with(self, room)
 
     def place(self, blocks: Addresses, chunk: MemoryChunk, addresses: Addresses) -> None:
-        """Give room to blocks. The caller holds the tier's lock."""
+        """Give ``blocks`` the room at ``addresses`` of ``chunk``. The caller holds the tier's lock."""
         self._chunks[chunk.address] = self._room.chunks[chunk.address] = chunk
         self._addresses[blocks], self._bases[blocks] = addresses, chunk.address
         self._present[blocks], self.lacking[blocks] = True, False
@@ -318,7 +320,8 @@ class HostTier(BlockTier):
         """Futures of :meth:`prepare` that are not complete."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Promise room for the bytes of buffers, and begin to make missing room.
+        """Promise room for buffers of ``sizes`` bytes, and return it. Threads begin to pin the memory that is missing
+        (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
         ------
@@ -386,7 +389,9 @@ class HostTier(BlockTier):
         return future
 
     def _end_preparations(self) -> None:
-        """Complete the futures if nothing is being made."""
+        """Complete the futures of :meth:`prepare`, unless threads still pin memory: with the free bytes, or with the
+        error of a thread.
+        """
         with self._lock:
             if self._under_way:
                 return
@@ -401,16 +406,16 @@ class HostTier(BlockTier):
                 future.set_result(free * HUGE)
 
     def _begin(self, extra: int, threads: int) -> None:
-        """Have threads make the promised blocks and ``extra`` blocks, as far as free blocks do not suffice. The caller
-        holds the lock.
+        """Have up to ``threads`` threads pin memory for the promised blocks and ``extra`` blocks, as far as free blocks
+        do not suffice. The caller holds the lock. Raises OutOfMemoryError if the limit is reached.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
         missing = promised + extra - self._free_blocks() - self._under_way
         if missing > 0:
             count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, self._under_way)
             self._failure = whole = None
-            # Reserved in one call, because a change of the address space waits for the threads that fill pages, and
-            # they for it.
+            # Reserved in one call: each change of the address space waits for the threads that fill pages, and stops
+            # them meanwhile.
             with contextlib.suppress(OutOfMemoryError):
                 whole = self._pinning.reserve(count * HUGE)
             pieces = [(at, min(at + _BLOCKS, count)) for at in range(0, count, _BLOCKS)]
@@ -432,9 +437,11 @@ class HostTier(BlockTier):
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
-        """Give room to the first of these blocks. If no room is free, wait until a thread has made some.
+        """Give room to the first of ``blocks`` of the contents ``stored``. If no room is free, wait until a thread has
+        pinned some.
 
-        Returns the number of blocks that got room, and the fences of earlier copies from or to that room.
+        Returns the number of blocks that got room, and the fences of earlier copies from or to that room. Raises the
+        error of a thread, ClosedError.
         """
         with self._grown:
             while True:
@@ -453,7 +460,9 @@ class HostTier(BlockTier):
                 self._grown.wait()
 
     def _make_piece(self) -> bool:
-        """Make room for some blocks. Returns whether there may be more to do."""
+        """Pin the next piece, for a thread of the tier. Returns False if there is no further piece: the thread then
+        ends.
+        """
         with self._grown:
             # At exit the interpreter waits for this thread, so it makes no more then.
             if self.closed or not threading.main_thread().is_alive():
@@ -499,7 +508,7 @@ class HostTier(BlockTier):
 
 
 def _make_pieces(tier: weakref.ref[HostTier]) -> None:
-    """Thread body: make blocks, until none is wanted or the tier is dropped."""
+    """Pin pieces until none is wanted or the tier is dropped. Threads of a tier run this function."""
     while (found := tier()) is not None and found._make_piece():
         del found
 
@@ -528,13 +537,13 @@ class _Piece(MemoryChunk):
     """One allocation of a pool with the bytes of buffers; or memory or an array of the user, which is not freed."""
 
     def end(self) -> None:
-        """Free the memory after the copies that use it."""
+        """Free the memory after the copies that use it (``cuMemFreeAsync``). Memory of the user is only let go."""
         self.release.end()
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
-    """Return the bytes of a buffer in memory or an array of the user. The memory is kept until the copies have
-    completed, and not freed.
+    """Return a backup in ``memory``, memory or an array of the user. The memory is kept alive until the copies are
+    done, and never freed.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
@@ -555,7 +564,8 @@ class PoolTier(Tier):
         self.pool: MemoryPool = pool
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Allocate memory for buffers on a stream.
+        """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return the
+        room of each. ``name`` has no effect.
 
         Raises
         ------

@@ -79,7 +79,8 @@ def _text(path: str) -> str:
 
 
 def reserve(nbytes: int, node: int | None = None) -> Bytes:
-    """Return zeroed host memory without pages. The pages will be huge ones, near a NUMA node, if the kernel has room.
+    """Reserve ``nbytes`` bytes of host memory that reads as zeros; :func:`fill` makes its pages. They are huge pages of
+    the NUMA node ``node`` if the kernel has such.
 
     Raises
     ------
@@ -105,7 +106,8 @@ def reserve(nbytes: int, node: int | None = None) -> Bytes:
 
 
 def fill(memory: Bytes, run: Run = map) -> Bytes:
-    """Make the pages of host memory exist, and return the memory.
+    """Make the kernel allocate all pages of host memory now, in parts that ``run`` may give to several threads, and
+    return the memory.
 
     Raises
     ------
@@ -156,7 +158,9 @@ def _say_once(text: str) -> None:
 
 
 def register(device: Device, memory: Bytes) -> Release:
-    """Pin page-aligned host memory for all devices (``cuMemHostRegister``); returns its release."""
+    """Pin page-aligned host memory for all devices (``cuMemHostRegister``). Returns the function that unpins it
+    (``cuMemHostUnregister``). Raises CudaError.
+    """
     session, address = session_of(device), memory.ctypes.data
     end = HandleEnd(session, "cuMemHostUnregister", None)
     with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), device.current():
@@ -269,7 +273,7 @@ class Pinning:
 
 
 class _Owner:
-    """Object that releases memory when it is collected."""
+    """Object whose end frees memory of ``cuMemHostAlloc``: an item of the queue is tied to it."""
 
 
 def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
@@ -294,7 +298,7 @@ class AfterCopies(Deferred):
         self._queue.end_with(owner, self)
 
     def use(self, fence: Fence) -> None:
-        """Keep the memory until the copies before ``fence`` have completed."""
+        """Keep the memory until the copies before ``fence`` are done."""
         self.fences[fence] = None
         if len(self.fences) > 64:
             self._forget_completed()
@@ -323,7 +327,9 @@ class HostMemory:
     """
 
     def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map, *, pinned: bool = True) -> None:
-        """``nbytes``: bytes of all slots; ``slot``: bytes of one slot."""
+        """Make memory of ``nbytes`` bytes, in slots of ``slot`` bytes. ``run``: fills its pages, perhaps by several
+        threads. Raises OutOfMemoryError, CudaError.
+        """
         memory, release = Pinning(device).obtain(nbytes, run) if pinned else (fill(reserve(nbytes), run), list)
         self.release: AfterCopies = AfterCopies(session_of(device), self, release)
         """Release of the memory, after the copies that may still use it."""
@@ -338,9 +344,10 @@ class HostMemory:
 
 
 def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
-    """Return zeroed host memory of these sizes, each in one slot.
+    """Return zeroed host memory of ``sizes`` bytes, each in one slot; ``pinned`` for ``device``, or pageable. Raises
+    OutOfMemoryError.
 
-    Several threads fill it: a copy to pages that do not exist yet takes ten times as long.
+    Several threads make its pages: a copy to pages that do not exist yet takes ten times as long.
     """
     # Two pools, because a thread of ``several`` waits for its parts: in one pool all threads could wait, and none would
     # fill parts.
