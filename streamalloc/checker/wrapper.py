@@ -493,9 +493,9 @@ class _WithoutLock:
     """Wrapped driver for the checker's own questions, which release the lock."""
 
     def __init__(self, driver: Any, turn: _CallTurn) -> None:
-        # The driver and the turn, not the recorder: recorder, state and this object would form a cycle, which keeps the
-        # driver alive after its last user. Nor a weak reference to the recorder: a finaliser may revive the recorder as
-        # garbage and make a call, and the reference would be empty by then.
+        # The driver and the turn, not the recorder: recorder, state and this object would form a cycle, and the driver
+        # would live until a garbage collection. Nor a weak reference to the recorder: the collector clears it before
+        # the finalisers of its garbage run, and a finaliser may still make a call.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:

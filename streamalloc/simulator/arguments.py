@@ -182,8 +182,8 @@ Module = Annotated[kernels.Module, Handle(cuda.CUmodule), _found_in("modules.mod
 Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[kernels.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
 Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# For calls that query a function's name, module or parameters, where a null handle has another result code (observed on
-# H200: test_modules).
+# Calls that query a function's name, module or parameters give another result code for a null handle than other calls
+# do (observed on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]

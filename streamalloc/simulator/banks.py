@@ -262,9 +262,9 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 # The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). *Regions* of 32
 # MiB, or a multiple for a larger allocation, contain large allocations and *blocks* of 2 MiB, which small allocations
-# share. Device and host memory lie side by side in regions. The newest region with room is used. Two searches, within a
-# region and within all blocks of one kind, take the smallest sufficient piece; of equal pieces, the one that has been
-# free longest. Unused blocks and regions are released.
+# share. Device and host memory lie side by side in regions. The newest region with room is used. A large allocation
+# takes the smallest sufficient piece of the region, a small one that of all blocks of its kind; of equal pieces, the
+# one that has been free longest. Unused blocks and regions are released.
 _REGION = 32 << 20
 
 

@@ -418,8 +418,8 @@ class QueueEvent:
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
         elif self.flags & EventFlag.INTERPROCESS:
-            # This counts as work of the stream even if the event has completed or was never recorded, but pools ignore
-            # the order (observed on H200: test_streams, test_placements).
+            # The wait counts as work of the stream even if the event is done or was never recorded, but pools do not
+            # use its order (observed on H200: test_streams, test_placements).
             stream.submit(Operation(), () if record is None else ((record.stream, record.seq), *record.others))
         elif record is not None:
             scheduler = stream.scheduler

@@ -81,8 +81,8 @@ class Pool(Accessible):
         self._scheduler = self.owner.scheduler
         self.label: Label = self.owner.labels.new("pool", self.place)
         bank = banks.bank(self.device)
-        # A pool has addresses for twice its maximum size; with several devices more (observed on H200:
-        # test_placements).
+        # A pool has addresses for twice its maximum size. With several devices it has as many as a pool without one
+        # (observed on H200: test_placements).
         few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA

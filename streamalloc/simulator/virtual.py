@@ -115,8 +115,8 @@ class VirtualMemory:
         check(hint % alignment == 0)
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
-        # takes low addresses (observed on H200: test_physical_memory).
+        # Small ranges get addresses in the free part of the context's region. When that is full, and for large ranges,
+        # the driver takes low addresses (observed on H200: test_physical_memory).
         ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
         near = (one.size for one in ranges if not one.is_placed)
         low = max(size, alignment) >= CHUNK or sum(near) + size > max(self.profile.context_free, default=0)

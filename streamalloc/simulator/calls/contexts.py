@@ -265,8 +265,8 @@ class ContextCalls(Calls):
     def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: QueueEvent) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
-        # No order with other streams is recorded: synchronising with the event shows no frees (observed on H200:
-        # test_reuse).
+        # The recording has no order with other streams: a host that waits for such an event does not make their frees
+        # reusable (observed on H200: test_reuse).
         hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
     # -- peers -----------------------------------------------------------------------------------------------

@@ -165,8 +165,8 @@ class VirtualMemoryCalls(Calls):
                 unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
                 if unknown and not self._machine.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
-                # The host cannot get access to device memory. The grants of earlier entries are not undone (observed on
-                # H200: test_mapping_access).
+                # The host cannot get access to device memory. The refusal does not undo the grants of earlier entries
+                # (observed on H200: test_mapping_access).
                 refused = flags and place.device is None and owner is not None
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
