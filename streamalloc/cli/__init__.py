@@ -1,4 +1,4 @@
-"""The commands behind ``python -m streamalloc``; nothing else in the package imports them."""
+"""Commands behind ``python -m streamalloc``. Nothing else in the package imports them."""
 
 from streamalloc.cli.main import main
 

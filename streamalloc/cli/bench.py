@@ -32,7 +32,7 @@ _FIGURES = {"reserved_over_used": "reserved / used "}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bench``."""
+    """Add ``--quick``, ``--rows`` and ``--json`` to the parser of the command."""
     parser.add_argument("--quick", action="store_true", help="measure a few rounds only, in seconds")
     about = "measure only rows with WORD in key or title; may be repeated"
     parser.add_argument("-k", "--rows", action="append", metavar="WORD", help=about)
@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Measure the rows and print each when it is done."""
+    """Measure the rows that ``--rows`` chooses, and print each when it is done. Returns 0.
+
+    Raises :class:`UsageError` if no row fits.
+    """
     words = [word.lower() for word in options.rows or [""]]
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
     if not rows:
@@ -96,7 +99,7 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
 
 
 def target_text(target: Mapping[str, Any], unit: str) -> str:
-    """Return a target, with the figure that was found, as text."""
+    """Return a target with the figure that was found, as text. ``unit``: that of the row's times."""
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
     if target["to"]:

@@ -24,7 +24,7 @@ _QUEUED = 200
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
-    """Return the setup of another library's variant. ``make`` gets the objects of the library."""
+    """Return the setup of another library's variant. ``make`` gets the objects of the library, and returns the call."""
     return lambda bench: make(bench.library(kind))
 
 
@@ -47,13 +47,13 @@ def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
 
 
 def cuda_core_pair(cuda: CudaCore) -> Call:
-    """Allocate and free with cuda.core, on its stream."""
+    """Return a call that allocates 4 KiB with cuda.core, and frees them on its stream."""
     resource, stream = cuda.resource, cuda.stream
     return lambda: resource.allocate(SIZE, stream=stream).close(stream)
 
 
 def torch_pair(torch: PyTorch) -> Call:
-    """Create and drop a tensor of PyTorch's caching allocator."""
+    """Return a call that creates a tensor of 4 KiB in PyTorch's caching allocator. The caller drops it."""
     empty, kind, device = torch.torch.empty, torch.torch.uint8, torch.device
     return lambda: empty(SIZE, dtype=kind, device=device)
 

@@ -73,14 +73,14 @@ def _shared_pool(bench: Bench) -> sa.MemoryPool:
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
-    """Make an interprocess event. Return it, and its handle as bytes."""
+    """Make an interprocess event. Returns it, and its handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
     return event, opaque_bytes(value_of(driver.cuIpcGetEventHandle(event)))
 
 
 def _opened(driver: Any, shared: bytes) -> Any:
-    """Open an event of the other process."""
+    """Open an event of the other process (``cuIpcOpenEventHandle``). ``shared``: its handle as bytes."""
     return value_of(driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", shared)))
 
 
@@ -239,7 +239,7 @@ EPOCH, LIKE = "streamalloc allocate_all, commit and open", "streamalloc like the
 
 
 def _need_store(bench: Bench) -> None:
-    """Start the server of a store, which all variants use."""
+    """Start the server of a store, and open the store as ``bench.common``. All variants of the row use it."""
     need_virtual_memory(bench.device)
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", "streamalloc", "serve", name]
@@ -252,7 +252,7 @@ def _need_store(bench: Bench) -> None:
 
 
 def _attached(bench: Bench, *, again: bool) -> Measured:
-    """Open weights of the store; with ``again``, attach weights that were detached."""
+    """Return the variant that opens weights of the store; with ``again``, that attaches weights which were detached."""
     store, key = bench.common, f"again {again}"
     with store.write(key, bench.device) as writer:
         for number in range(CHUNKS):
@@ -292,7 +292,10 @@ def _attached_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _epochs(bench: Bench, *, like: bool) -> Measured:
-    """Write an epoch without contents, and let a reader take it. Up to three epochs have memory at once."""
+    """Return the variant that writes an epoch without contents, and lets a reader switch to it.
+
+    ``like``: take the memory of a previous epoch. Up to three epochs have memory at once.
+    """
     store, key = bench.common, f"like {like}"
     count = TENSORS_SIMULATED if bench.chosen.is_simulated else TENSORS
     size = min(TENSOR, bench.device.memory_info().free // 8 // count)
@@ -327,7 +330,7 @@ load belongs to the measured import.
 
 
 def _import(bench: Bench, *, statement: str) -> Measured:
-    """Import in a new process, which tells the time."""
+    """Return the variant that imports in a new process, which measures the time. ``statement``: the import."""
     # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
     compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
     variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
@@ -345,7 +348,7 @@ _FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_
 
 
 def _replay(bench: Bench, *, name: str, workload: str) -> Measured:
-    """Replay a trace on an allocator."""
+    """Return the variant that replays the trace of a workload on the allocator ``name``."""
     trace = _made(workload)
     # A separate replay, because its figures are read after each allocation, which takes time.
     once = traces.replay(trace, name, bench.device, rounds=1)

@@ -39,13 +39,19 @@ PINNED = 2 << 30
 
 
 def _need_steps(bench: Bench) -> None:
-    """Choose the bytes of a step."""
+    """Choose the bytes of a step, as ``bench.common``.
+
+    Raises :class:`Unavailable` without virtual memory management.
+    """
     need_virtual_memory(bench.device)
     bench.common = STEP_SIMULATED if bench.chosen.is_simulated else STEP
 
 
 def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
-    """Return a function that makes memory, maps it at an address, and returns its handle, by raw calls."""
+    """Return a function that makes ``nbytes`` bytes of memory, maps them at an address, and returns the handle.
+
+    It makes raw calls.
+    """
     driver = bench.driver
     properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
     descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
@@ -60,7 +66,7 @@ def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
 
 
 def _grown_by_raw_calls(bench: Bench) -> Measured:
-    """Map memory step by step in one range of addresses, by raw calls."""
+    """Return the variant that maps memory step by step in one range of addresses, by raw calls."""
     driver, nbytes, handles = bench.driver, bench.common, list[Any]()
     map_at = _mapper(bench, nbytes)
     start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
@@ -79,7 +85,7 @@ def _grown_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _grown(bench: Bench) -> Measured:
-    """Grow the library's buffer."""
+    """Return the variant that grows the library's buffer step by step."""
     nbytes = bench.common
     buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, STEPS * nbytes))
 
@@ -91,7 +97,9 @@ def _grown(bench: Bench) -> Measured:
 
 
 def _copied(bench: Bench) -> Measured:
-    """Allocate memory that is one step larger, copy, and free the old memory, again and again."""
+    """Return the variant that allocates memory that is one step larger, copies, and frees the old memory, at each step
+    .
+    """
     driver, stream, nbytes, held = bench.driver, bench.raw_stream, bench.common, list[Any]()
 
     def grow() -> None:
@@ -109,7 +117,7 @@ def _copied(bench: Bench) -> Measured:
 
 
 def _both(names: tuple[str, str], kind: Callable[[Bench], tuple[Call, Call, int]]) -> dict[str, Setup]:
-    """Return two variants, which undo each other. ``kind`` returns both calls, and the bytes that each copies."""
+    """Return two variants that undo each other. ``kind`` returns both calls, and the bytes that each copies."""
 
     def setup(bench: Bench, back: bool) -> Measured:
         call, undo, nbytes = kind(bench)
@@ -140,7 +148,10 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
 
 
 def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
-    """Evict and restore a buffer; with ``keep``, its bytes go to a host pool that has memory already."""
+    """Return calls that evict and restore a buffer.
+
+    With ``keep``, its bytes go to a host pool that has memory already.
+    """
     location = need_host_pool(bench.device)
     nbytes, keep_open = bench.common, bench.resources.enter_context
     pool = keep_open(sa.MemoryPool(location, release_threshold=KEEP_ALL))
@@ -159,7 +170,10 @@ def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
 
 
 def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Put segments to sleep one after the other, with blocking copies, as torch_memory_saver and vLLM do."""
+    """Return calls that put segments to sleep and wake them one by one, with blocking copies.
+
+    torch_memory_saver and vLLM do the same. ``host``: whether pinned memory is new, kept or absent.
+    """
     driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
     map_at = _mapper(bench, nbytes)
     places = [int(value_of(driver.cuMemAddressReserve(nbytes, 0, 0, 0))) for _ in range(SEGMENTS)]
@@ -197,7 +211,11 @@ def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]
 
 
 def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Put the same segments to sleep as ``interop.memory_saver`` and ``interop.vllm`` do."""
+    """Return calls that put the same segments to sleep and wake them, as ``interop.memory_saver`` and ``interop.vllm``
+    do.
+
+    ``host``: whether pinned memory is new, kept or absent.
+    """
     group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
     nbytes = max(bench.common // SEGMENTS, GRANULARITY)
     buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
@@ -276,14 +294,16 @@ def _weights(bench: Bench, *, timed: str) -> Measured:
 
 
 def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]]:
-    """Return a buffer, and the numbers of half of its blocks in random order."""
+    """Return a buffer, and the numbers of half of its blocks in random order. ``size``: bytes of a block."""
     buffer = bench.resources.enter_context(bench.pool.allocate(2 * bench.common, bench.stream))
     count = bench.common // size
     return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
 
 
 def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
-    """Copy blocks one by one to adjacent pinned memory and back, as vLLM's ``swap_blocks`` does."""
+    """Return calls that copy blocks one by one to adjacent pinned memory, and from it, as vLLM's ``swap_blocks`` does
+    .
+    """
     driver, stream = bench.driver, bench.raw_stream
     buffer, blocks = _scattered(bench, size)
     pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))
@@ -300,7 +320,10 @@ def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
 
 
 def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
-    """Save blocks in a tier of host memory, or load them from it."""
+    """Return the variant that saves blocks in a tier of host memory, or loads them from it.
+
+    ``size``: bytes of a block.
+    """
     buffer, blocks = _scattered(bench, size)
     tier = bench.resources.enter_context(vmm.HostTier(bench.device))
     kept: list[Any] = []
@@ -342,7 +365,7 @@ def _blocks(size: int) -> BenchRow:
 
 
 def _need_evicted(bench: Bench) -> None:
-    """Choose the bytes to evict: fewer if the device or the host lacks memory."""
+    """Choose the bytes to evict, as ``bench.common``: fewer if the device or the host lacks memory."""
     need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
     # An eighth of the free memory, because six variants have device memory, and some have host memory, too.

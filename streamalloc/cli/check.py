@@ -25,7 +25,7 @@ from streamalloc.driver.internal import described
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add ``--raise``, ``--json`` and the arguments of the program to the parser of the command."""
     about = "end the program at the first finding, by an exception in its main thread"
     parser.add_argument("--raise", dest="raises", action="store_true", help=about)
     parser.add_argument("--json", dest="report", metavar="FILE", help="write what was found to a file, too")
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program under the check; its exceptions and exit codes are those of the command."""
+    """Run the program under the check. Returns 1 if something was found, else 0.
+
+    Exceptions and exit codes of the program are those of the command. With ``--raise`` a hazard raises
+    ``DriverMisuseError``.
+    """
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
         follow = _on_simulated if chosen.is_simulated else _on_gpu
@@ -74,7 +78,7 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
 
 
 def _ended(program: Callable[[], object]) -> _Ended:
-    """Run the program. Return its exit, or the error by which the check has ended it."""
+    """Run the program. Returns its exit, or the error by which the check has ended it; None if it came to its end."""
     try:
         program()
     except (SystemExit, DriverMisuseError) as ended:

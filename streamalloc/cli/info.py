@@ -36,12 +36,12 @@ _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``info``."""
+    """Add ``--json`` to the parser of the command."""
     add_json_argument(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Print the report as tables, as JSON, or both."""
+    """Print the report as tables, as JSON, or both. Returns 0."""
     found = report(chosen)
     _show(terminal, found, chosen)
     terminal.write_json(found)
@@ -49,7 +49,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def report(chosen: Chosen) -> dict[str, Any]:
-    """Return the report as plain data."""
+    """Return the report as plain data: versions, devices, peer access, and what the trials found."""
     devices = sa.Device.all(chosen.driver)
     imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
     return {
@@ -95,7 +95,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Return a capability as JSON has it. Handle types become names."""
+    """Return a capability as JSON has it: handle types become a list of names."""
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
@@ -105,7 +105,7 @@ def _plain(value: object) -> object:
 
 
 def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
-    """Print the whole report."""
+    """Print the whole report as tables."""
     terminal.paragraph(terminal.bold(found["headline"]), 0)
     if found["driver_not_found"]:
         terminal.line()
@@ -195,8 +195,9 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-# Device attributes tell what is supported. A trial shows whether a request succeeds: it allocates little, and releases
-# it at once. A trial is a row of plain data: `works` tells whether it succeeded, and `found` describes the result.
+# A device attribute says what is supported; only a request shows what works here, because limits, IMEX or permissions
+# may forbid it. So each trial requests a little memory and releases it at once. Its result is a row: `works`, and
+# `found` as text.
 
 Row = dict[str, Any]
 
@@ -204,11 +205,14 @@ _PATTERN = 0x5A
 
 
 class _Differs(Exception):
-    """The driver has accepted a request, but the result differs from it. The message says how."""
+    """The driver has accepted a request, but the result differs from the request. The message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
-    """Run a trial, and return its row. The trial returns a description of the result, or raises."""
+    """Run ``trial``, set ``works`` and ``found`` of its row, and return the row.
+
+    ``trial`` returns a description of the result, or raises.
+    """
     row["works"] = False
     try:
         row["found"] = trial(*arguments)
@@ -228,7 +232,7 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
 
 
 def _try_virtual_memory(device: sa.Device) -> list[Row]:
-    """Try each kind of physical memory, and DMA-BUF. Return a row for each; none without virtual memory management.
+    """Try each kind of physical memory, and DMA-BUF. Returns a row for each; none without virtual memory management.
 
     ``granularity`` and ``recommended`` are the smallest and the recommended granularity in bytes; None if there is
     none, or the driver refuses to tell it.
@@ -365,7 +369,7 @@ _ADMINISTRATOR = (
 
 
 def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
-    """Return the size of the largest team of this process, and what it may need beside devices that support it.
+    """Return the size of the largest team of this process, and what a team may need besides devices that support it.
 
     No object is made to try it, because objects take room in switches that all processes share.
     """
@@ -384,7 +388,7 @@ def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
 
 
 def missing_for(capabilities: sa.Capabilities) -> list[str]:
-    """Return why fabric handles, multicast or newer calls are missing, and the remedy, a line for each."""
+    """Return why fabric handles, multicast or newer calls are missing, and the remedy, one line for each."""
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")

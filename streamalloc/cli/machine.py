@@ -1,4 +1,4 @@
-"""Machine that a command runs on: choice of its driver, and what parts of commands need of its devices."""
+"""Machine that a command runs on: the choice of its driver, and the checks of what its devices offer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_simulated(driver: Driver) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The driver of a command."""
+    """Driver that a command runs on."""
 
     driver: Driver
     not_found: str = ""
@@ -113,7 +113,7 @@ def cuda_version(driver: Driver) -> str:
 
 
 class Unavailable(Exception):
-    """A part of the tour, or a row of the benchmark, cannot run on this machine. The message says why."""
+    """Part of the tour, or row of the benchmark, that cannot run on this machine. The message says why."""
 
 
 def need(condition: object, why: str) -> None:
@@ -123,25 +123,28 @@ def need(condition: object, why: str) -> None:
 
 
 def need_virtual_memory(device: sa.Device) -> None:
-    """Require virtual memory management."""
+    """Raise :class:`Unavailable` if the device has no virtual memory management."""
     need(device.supports.virtual_memory_management, "this device does not support virtual memory management")
 
 
 def need_gates(device: sa.Device) -> None:
-    """Require ``cuStreamWaitValue32``, which holds streams."""
+    """Raise :class:`Unavailable` if streams of the device cannot be held (``cuStreamWaitValue32``)."""
     why = "this device's streams cannot wait for memory values, so no step can keep work pending"
     need(device.supports.stream_memory_operations, why)
 
 
 def need_shared_pools(device: sa.Device) -> None:
-    """Require pools that another process on this machine can open."""
+    """Raise :class:`Unavailable` if the device has no pools that another process on this machine can open."""
     need_gates(device)
     kinds = device.supports.pool_handle_types or sa.MemHandleType.NONE
     need(POSIX in kinds, "this device's pools cannot be shared with other processes")
 
 
 def need_host_pool(device: sa.Device) -> sa.MemLocation:
-    """Return a location of host memory in which a pool can be that the device can access."""
+    """Return a location of host memory for a pool that the device can access.
+
+    Raises :class:`Unavailable` without one.
+    """
     supports = device.supports
     if supports.host_memory_pools:
         return sa.MemLocation.host()
@@ -150,7 +153,10 @@ def need_host_pool(device: sa.Device) -> sa.MemLocation:
 
 
 def need_peers(driver: Driver) -> list[sa.Device]:
-    """Return two GPUs or more that have access to each other's memory, GPU 0 first."""
+    """Return two GPUs or more that have access to each other's memory, GPU 0 first.
+
+    Raises :class:`Unavailable` if there are none.
+    """
     devices = sa.Device.all(driver)
     need(len(devices) > 1, "this machine has one GPU")
     peers: list[sa.Device] = []

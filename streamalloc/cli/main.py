@@ -1,4 +1,4 @@
-"""Command line of streamalloc: arguments, choice of the driver, exit codes."""
+"""Command line of streamalloc: its arguments, the choice of the driver, and its exit codes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect the standard output to the null device. Otherwise the interpreter's flush at exit would fail."""
+    """Redirect the standard output to the null device.
+
+    Otherwise the interpreter's flush at exit would fail, and print a second error.
+    """
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -39,7 +39,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """Variant that is set up, with the function that measures it."""
+    """Variant of a row after its set-up, with the function that measures it."""
 
     measure: Callable[[int], float]
     """Runs the variant as many times as its argument says, and returns the seconds of one run."""
@@ -48,20 +48,20 @@ class Measured:
 
 
 def timed(call: Call) -> Measured:
-    """Return a variant whose run is a function call."""
+    """Return a variant that runs ``call``, and takes its mean time."""
     timer = timeit.Timer(call)
     return Measured(lambda number: timer.timeit(number) / number)
 
 
 def repeated(once: Call, number: int) -> float:
-    """Return the median seconds of a call, of ``number`` runs and at least :data:`LEAST`."""
+    """Return the median time of ``once`` in seconds, of ``number`` runs and at least :data:`LEAST`."""
     return statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST)))
 
 
 def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
-    """Return a variant whose run is a function call, which ``undo`` reverses outside of the time.
+    """Return a variant that runs ``call``. After each run ``undo`` reverses it, outside of the time.
 
-    ``nbytes``: bytes that the call copies, for a figure in GB/s.
+    ``nbytes``: bytes that the call copies, for a figure in GB/s; 0: no such figure.
     """
     extra: dict[str, float] = {}
 
@@ -126,11 +126,11 @@ class Bench:
         self.shared = shared
         """Resources to close at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """Resources to close at the end of the present row."""
+        """Resources to close at the end of the current row."""
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that makes them."""
         self.common: Any = None
-        """Object that the variants of the present row share. The row's ``need`` sets it: a size, a store, a worker."""
+        """Object that the variants of the current row share. The row's ``need`` sets it: a size, a store, a worker."""
         # Any, because raw variants use the classes of the bindings, too, which every driver has.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
@@ -142,31 +142,31 @@ class Bench:
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
-        """Make a pool that keeps all its memory. Return it, and its handle."""
+        """Make a pool that keeps all its memory until the end of the row. Returns it, and its handle."""
         pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
         return pool, self.driver.CUmemoryPool(pool.handle)
 
     def new_stream(self) -> sa.Stream:
-        """Make a stream for the present row."""
+        """Make a stream, which is closed at the end of the row."""
         return self.resources.enter_context(self.device.create_stream())
 
     def library(self, kind: Callable[[Bench], Any]) -> Any:
-        """Return the objects of another library. The first call makes them."""
+        """Return the objects of another library. The first call makes them, for all rows. ``kind``: their class."""
         if kind not in self.libraries:
             self.libraries[kind] = kind(self)
         return self.libraries[kind]
 
     def buffer(self) -> sa.Buffer:
-        """Allocate 4 KiB for the present row."""
+        """Allocate 4 KiB from :attr:`pool`. The buffer is freed at the end of the row."""
         return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))
 
     def raw_buffer(self) -> Any:
-        """Allocate 4 KiB for the present row. Return the address as the bindings' object."""
+        """Allocate 4 KiB as :meth:`buffer` does. Returns the address as the bindings' object."""
         return self.driver.CUdeviceptr(self.buffer().address)
 
     @functools.cached_property
     def array(self) -> np.ndarray[Any, Any]:
-        """4 KiB of pageable host memory."""
+        """Array of 4 KiB in pageable host memory."""
         return np.zeros(SIZE, np.uint8)
 
 
@@ -177,7 +177,7 @@ Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
 class CudaCore:
-    """cuda.core, with a device, a stream and a pool of its own."""
+    """Objects of cuda.core: a device, a stream and a pool. Raises ``ImportError`` if it is not installed."""
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
@@ -189,24 +189,27 @@ class CudaCore:
         self.resource: Any = self.core.DeviceMemoryResource(self.device, self.core.DeviceMemoryResourceOptions())
 
     def buffer(self) -> Any:
-        """Allocate 4 KiB."""
+        """Allocate 4 KiB from cuda.core's pool, in the order of its stream."""
         return self.resource.allocate(SIZE, stream=self.stream)
 
 
 class CuPy:
-    """CuPy. A stream of its own is current until the end of the benchmark."""
+    """Objects of CuPy.
+
+    Its stream is current until the end of the benchmark. Raises ``ImportError`` if it is not installed.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.cupy: Any = importlib.import_module("cupy")
         self.stream: Any = bench.shared.enter_context(self.cupy.cuda.Stream(non_blocking=True))
 
     def array(self) -> Any:
-        """Allocate 4 KiB."""
+        """Make an array of 4 KiB from CuPy's memory pool."""
         return self.cupy.zeros(SIZE, self.cupy.uint8)
 
 
 class PyTorch:
-    """PyTorch with CUDA. A stream of its own is current until the end of the benchmark."""
+    """Objects of PyTorch. Its stream is current until the end of the benchmark. Raises ``ImportError`` without CUDA."""
 
     def __init__(self, bench: Bench) -> None:
         self.torch: Any = importlib.import_module("torch")
@@ -216,7 +219,7 @@ class PyTorch:
         bench.shared.enter_context(self.torch.cuda.stream(self.torch.cuda.Stream(self.device)))
 
     def tensor(self) -> Any:
-        """Allocate 4 KiB."""
+        """Make a tensor of 4 KiB from PyTorch's caching allocator."""
         return self.torch.zeros(SIZE, dtype=self.torch.uint8, device=self.device)
 
 
@@ -224,7 +227,7 @@ class PyTorch:
 
 
 def value_of(answer: Any) -> Any:
-    """Return the value of a raw driver call, or None without one. Raise ``RuntimeError`` if the call has failed."""
+    """Return the value of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the call has failed."""
     error, *values = answer
     if error:
         raise RuntimeError(error)
@@ -232,17 +235,17 @@ def value_of(answer: Any) -> Any:
 
 
 def is_library(name: str) -> bool:
-    """Whether a variant belongs to another library."""
+    """Whether a variant of this name belongs to another library."""
     return name.replace(",", " ").split()[0] in _LIBRARIES
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the ratios, round by round."""
+    """Return the median of the ratios of two variants' times, round by round."""
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
 def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
-    """Measure a row. Return its report, which has the reason if the row cannot be measured."""
+    """Measure a row and return its report. If the row cannot be measured, the report has the reason."""
     report: dict[str, Any] = {"key": row.key, "title": row.title, "unit": row.unit}
     with contextlib.ExitStack() as resources:
         bench.resources = resources
@@ -264,9 +267,9 @@ def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
 
 
 def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
-    """Set up the variants of a row. Return those that work, and for the others what the report says.
+    """Set up the variants of a row. Returns those that work, and for the others what the report says.
 
-    It says nothing about a library that is not installed (``ImportError``).
+    It says nothing about a library that is not installed (``ImportError``). Raises :class:`Unavailable` if none works.
     """
     ready: dict[str, Measured] = {}
     missing: list[dict[str, Any]] = []
@@ -306,7 +309,7 @@ def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str,
 
 
 def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
-    """Return how many calls take :data:`BLOCK` seconds."""
+    """Return how many calls of a variant take :data:`BLOCK` seconds, but at most ``row.most``."""
     if row.most == 1:
         return 1
     variant.measure(min(row.most, 50))
@@ -319,7 +322,10 @@ def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
 def _targets(
     bench: Bench, row: BenchRow, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the targets of a row, with the figures that were found. None: the variant was not measured, or lacks it."""
+    """Yield the targets of a row, with the figures that were found.
+
+    None: the variant was not measured, or lacks the figure.
+    """
     for target in () if bench.chosen.is_simulated else row.targets:
         found: float | None = None
         with contextlib.suppress(KeyError):

@@ -32,7 +32,9 @@ _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the arguments of the program to the command's parser
+    .
+    """
     add_json_argument(parser)
     parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
     parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")
@@ -42,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program under the account; its exceptions and exit codes are those of the command."""
+    """Run the program under the account, and report. Returns 0.
+
+    Exceptions and exit codes of the program are those of the command.
+    """
     running.check_files(options)
     if chosen.is_simulated:
         account = Memory(chosen.driver)
@@ -131,7 +136,7 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
 
 
 def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
-    """Return the bytes of each moment by a key of the rows, the largest first."""
+    """Return the bytes of each moment, summed by ``key``, a function of a row; the largest first."""
     found: dict[Any, list[int]] = {}
     for number, moment in enumerate(moments):
         for row in moment.rows:
@@ -143,7 +148,7 @@ def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
 
 
 class Frame(NamedTuple):
-    """Frame of a flame graph. Its bytes are the sum of all frames below it."""
+    """Frame of a flame graph. Its bytes are at least the sum of the frames below it."""
 
     depth: int
     """Number of frames above this frame."""
@@ -155,7 +160,10 @@ class Frame(NamedTuple):
 
 
 def frames(moment: Moment) -> list[Frame]:
-    """Return the frames of a moment, outermost first: all memory, GPU, library, kind of memory, and the lines."""
+    """Return the frames of a moment, outermost first: all memory, GPU, library, kind of memory, and the lines.
+
+    Frames of less than 1/2000 of the whole are left out.
+    """
     paths = []
     for row in moment.rows:
         lines = [f"{Path(file).name}:{line} {function}" for file, line, function in reversed(_lines(row))]
@@ -209,7 +217,10 @@ def page(program: str, moments: list[Moment]) -> str:
 
 
 def picture(path: str, moment: Moment) -> None:
-    """Draw the flame graph of a moment with matplotlib."""
+    """Write the flame graph of a moment to the file ``path``, with matplotlib.
+
+    Raises :class:`UsageError` if the file cannot be written.
+    """
     from streamalloc import plots
 
     found = frames(moment)

@@ -24,14 +24,17 @@ _NODES = 64  # The largest number of NUMA nodes to try.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``profile``."""
+    """Add ``--output`` and ``--multicast`` to the parser of the command."""
     parser.add_argument("-o", "--output", metavar="FILE", help="file to write (default: the standard output)")
     about = "query granularities of multicast objects, too; no object is made"
     parser.add_argument("--multicast", action="store_true", help=about)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Write the profile."""
+    """Write the profile to the file of ``--output``, or print it. Returns 0.
+
+    Raises :class:`UsageError` if there is no CUDA driver and none was chosen.
+    """
     if chosen.not_found:
         raise UsageError(f"{chosen.not_found} --driver=simulated reads a simulated machine.")
     with terminal.progress() as note:
@@ -111,8 +114,9 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an enum, aliases too, each with its name without the prefix. Members that stand for no
-    value (MAX, INVALID, FORCE_UINT) are left out.
+    """Yield the members of an enum, aliases too, each with its name without the prefix.
+
+    Members that stand for no value (MAX, INVALID, FORCE_UINT) are left out.
     """
     for name, member in getattr(cuda, enum).__members__.items():
         short = name.removeprefix(prefix)
@@ -126,8 +130,9 @@ def _attributes(driver: Any, device: int) -> dict[str, int | None]:
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:
-    """Return the default of a limit in a list of one number; None if the limit is not supported. The list has no range,
-    because only trials could find it.
+    """Return the default of a limit in a list of one number; None if the limit is not supported.
+
+    The list has no range, because only trials could find it.
     """
     found = _asked(driver.cuCtxGetLimit, member)
     return None if found is None else [int(found)]
@@ -156,8 +161,9 @@ def _imex_channel(device: sa.Device) -> int | None:
 
 
 def _placement(device: sa.Device) -> dict[str, int]:
-    """Return the fields ``pool_chunk``, the bytes by which a pool grows, and ``pool_alignment``, the distance of two
-    small allocations; empty without pools.
+    """Return the fields ``pool_chunk`` and ``pool_alignment``; empty without pools.
+
+    They are the bytes by which a pool grows, and the distance of two small allocations.
     """
     if not device.supports.memory_pools:
         return {}

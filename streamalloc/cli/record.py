@@ -19,14 +19,18 @@ from streamalloc.cupti import internal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add ``--output`` and the arguments of the program to the parser of the command."""
     about = "trace to write, compressed if its name ends in .gz"
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=about)
     running.add_arguments(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program and write the trace; its exceptions and exit codes are those of the command."""
+    """Run the program and write the trace. Returns 0.
+
+    Exceptions and exit codes of the program are those of the command. Raises :class:`UsageError` if the file cannot be
+    written.
+    """
     running.check_files(options)
     recording = internal.Recording()
 

@@ -20,7 +20,7 @@ from streamalloc.core.errors import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``replay``."""
+    """Add TRACE, ``--on`` and ``--json`` to the parser of the command."""
     parser.add_argument("trace", metavar="TRACE", help="a file, or one of: " + ", ".join(traces.WORKLOADS))
     names = ", ".join(traces.ALLOCATORS)
     about = f"allocator to replay on; may be repeated (default: all that are installed): {names}"
@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Replay the trace on each allocator and print the times."""
+    """Replay the trace on each allocator and print the times. Returns 0.
+
+    Raises :class:`UsageError` for a file that is missing or is no trace.
+    """
     try:
         made = traces.WORKLOADS.get(options.trace)
         trace = made() if made else traces.load(options.trace)
@@ -52,7 +55,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> dict[str, Any] | None:
-    """Replay on one allocator. Return its figures, or why it cannot run; None to leave it out."""
+    """Replay on the allocator ``name``. Returns its figures, or why it cannot run.
+
+    None: it is not installed, and ``--on`` does not name it (``asked``).
+    """
     entry = traces.ALLOCATORS[name]
     if entry.other and chosen.is_simulated:
         return {"name": entry.title, "unavailable": "it needs a GPU"}

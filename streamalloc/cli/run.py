@@ -22,7 +22,7 @@ _for_good = contextlib.ExitStack()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add ``--kernels``, ``-m``, the program and its arguments to the parser of the command."""
     about = "Python file that registers kernels (testing.kernel); it is run before the program and in child processes"
     parser.add_argument("--kernels", metavar="FILE", action="append", default=[], help=about)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program; its exceptions and exit codes are those of the command."""
+    """Run the program on the simulated driver, or, with ``--driver=cuda``, on the real one. Returns 0.
+
+    Exceptions and exit codes of the program are those of the command.
+    """
     check_files(options)
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
@@ -44,21 +47,24 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Raise :class:`UsageError` for a file that does not exist."""
+    """Raise :class:`UsageError` if the program or a file of ``--kernels`` does not exist."""
     for file in (*options.kernels, *[options.program] * (not options.module)):
         if not os.path.exists(file):
             raise UsageError(f"there is no file {file!r}")
 
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program with a machine in place of ``cuda.bindings``. Return the variables of the program."""
+    """Run the program with a machine in place of ``cuda.bindings``. Returns the variables of the program."""
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
         return run_program(options)
 
 
 def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
-    """Run a program, then call ``report``, also after an exception. A forked child that comes here does not report."""
+    """Run a program, then call ``report``, also after an exception, which is then raised.
+
+    A forked child that comes here does not report. ``UsageError`` of the program is raised without a report.
+    """
     process = os.getpid()
     try:
         kept = program()  # The program's variables: they hold memory until the report has shown it.
@@ -74,7 +80,10 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program in this process, as Python does. Return its variables."""
+    """Run the program in this process, as Python does. Returns its variables.
+
+    Raises :class:`UsageError` for a module that does not exist.
+    """
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())

@@ -18,7 +18,10 @@ from streamalloc.ipc import StoreBusyError, StoreServer
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a text such as ``100GiB``, for argparse."""
+    """Return the bytes of a text such as ``100GiB``, for argparse.
+
+    Raises ``argparse.ArgumentTypeError`` for other texts.
+    """
     try:
         return size_in(text)
     except ValueError as error:
@@ -33,7 +36,7 @@ def _ordinals(text: str) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``serve``."""
+    """Add NAME, ``--devices``, ``--limit``, ``--evict`` and ``--keep`` to the parser of the command."""
     parser.add_argument("name", metavar="NAME", help="name of the store: one server at a time has it")
     about = "devices whose memory it takes, such as 0,1; default: all"
     parser.add_argument("--devices", dest="served", metavar="ORDINALS", type=_ordinals, default=None, help=about)
@@ -46,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT. Returns 0.
+
+    Raises :class:`UsageError` if another server has the name, or if the arguments are wrong.
+    """
     try:
         # Only --devices needs the driver, for UUIDs. Without the option it is not loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver

@@ -17,7 +17,7 @@ from streamalloc.ipc.internal import store_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``store``."""
+    """Add the action, NAME, KEY, the files and the options of ``load`` to the parser of the command."""
     parser.add_argument(
         "action", nargs="?", default="list", choices=_ACTIONS, help="list keys (default); show, remove or load one"
     )
@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the action that the arguments name: list, show, remove or load. Its result is also the JSON report."""
+    """Run the action that the arguments name: list, show, remove or load. Returns 0.
+
+    Its result is also the JSON report. Raises :class:`UsageError` if an argument is missing or the store refuses.
+    """
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")
     if (options.action == "load") != bool(options.files):

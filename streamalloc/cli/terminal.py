@@ -40,12 +40,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``"1 device"`` or ``"2 devices"``."""
+    """Return a number with its noun, such as ``"1 device"`` or ``"2 devices"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a file that an option names."""
+    """Write a file that an option names. Raises :class:`UsageError` if that is not possible."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -81,7 +81,7 @@ class Terminal:
     warning: functools.partialmethod[str] = functools.partialmethod(_styled, "33")
 
     def line(self, text: str = "") -> None:
-        """Print a line."""
+        """Print a line, unless JSON replaces all lines. Raises :class:`OutputError` if the output cannot be written."""
         if self._json != "-":
             self._print(text)
 
@@ -101,7 +101,7 @@ class Terminal:
             write_file(self._json, text + "\n")
 
     def fits(self, text: str) -> bool:
-        """Whether a line has room for this text."""
+        """Whether a line of the terminal has room for this text. True in a pipe."""
         return self._width is None or _width(text) <= self._width
 
     def heading(self, text: str) -> None:
@@ -110,7 +110,10 @@ class Terminal:
         self.paragraph(self.bold(text), indent=0)
 
     def paragraph(self, text: str, indent: int = 2, first: str | None = None) -> None:
-        """Print text, folded to the width of the terminal. ``first`` replaces the indent of the first line."""
+        """Print text, folded to the width of the terminal.
+
+        ``indent``: spaces before each line. ``first``: text in their place before the first line.
+        """
         margin = " " * indent
         start = margin if first is None else first
         for part in [text] if self._width is None else _folded(text, max(self._width - indent, _NARROWEST)):
@@ -179,7 +182,7 @@ class Terminal:
             self._erase()
 
     def _erase(self) -> None:
-        """Erase the line of the progress."""
+        """Erase the line of :meth:`progress`, before anything else is printed."""
         if self._drawn:
             print(_ERASE, end="", file=sys.stderr, flush=True)
             self._drawn = False
@@ -190,7 +193,7 @@ def _time(seconds: float) -> str:
 
 
 def _width(text: str) -> int:
-    """Return the width of a text on the screen."""
+    """Return the width of a text on the screen: that of its longest line, without colours."""
     return max(map(len, _ESCAPES.sub("", text).split("\n")))
 
 
@@ -203,7 +206,7 @@ def _least(column: Sequence[str], letter: str, header: bool) -> int:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Fold a text at words. Each line gets its colour."""
+    """Fold a text at words to lines of ``width`` characters. Each line gets the colour of the text."""
     if _width(text) <= width:
         return text.split("\n")
     styled = _STYLED.fullmatch(text)

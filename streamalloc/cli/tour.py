@@ -44,7 +44,10 @@ def contents(memory: Any, stream: sa.Stream) -> list[int]:
 
 
 def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exception | str:
-    """Return the error that a call raises, or ``"no error"``."""
+    """Return the error that a call raises, or ``"no error"``.
+
+    The error has no traceback, which would keep objects alive.
+    """
     try:
         call(*arguments, **options)
     except Exception as error:
@@ -66,34 +69,34 @@ class Tour(contextlib.ExitStack):
 
     @property
     def stream(self) -> sa.Stream:
-        """A new stream."""
+        """New stream for the part."""
         return self._part.enter_context(self.device.create_stream())
 
     @property
     def pool(self) -> sa.MemoryPool:
-        """A new pool of the device."""
+        """New pool of the device for the part."""
         return self._part.enter_context(sa.MemoryPool(self.device))
 
     @property
     def gate(self) -> Gate:
-        """A gate, which holds streams."""
+        """New gate, which holds streams. Raises :class:`Unavailable` if the device cannot hold streams."""
         machine.need_gates(self.device)
         return self._part.enter_context(Gate(self.device))
 
     @property
     def peers(self) -> list[sa.Device]:
-        """Devices with access to each other's memory."""
+        """Devices with access to each other's memory. Raises :class:`Unavailable` if there are fewer than two."""
         return machine.need_peers(self.device.driver)
 
     @property
     def chunk(self) -> int:
-        """The granularity of virtual memory in bytes."""
+        """Granularity of virtual memory in bytes. Raises :class:`Unavailable` without virtual memory management."""
         machine.need_virtual_memory(self.device)
         return vmm.PhysicalMemory.granularity(self.device)
 
     @functools.cached_property
     def worker(self) -> Worker:
-        """The other process, which all parts share."""
+        """The other process, which all parts share. Raises :class:`Unavailable` if pools cannot be shared."""
         machine.need_shared_pools(self.device)
         return self.enter_context(Worker(self.device.driver))
 
@@ -103,7 +106,7 @@ class Tour(contextlib.ExitStack):
         return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
-        """Run a part. An error in it counts as a failed check, and the tour goes on."""
+        """Run a part. An error in it counts as a failed check, and does not end the tour."""
         self.terminal.heading(part.__doc__ or "")
         try:
             with contextlib.ExitStack() as self._part:
@@ -123,7 +126,10 @@ class Tour(contextlib.ExitStack):
                 self.terminal.line(f"    {self.terminal.dim(line)}")
 
     def step(self, code: list[str], text: str, found: object, expected: object) -> None:
-        """Print the code of a step, and its text. If the result is not the expected one, print both results."""
+        """Print the code of a step, and its text. If ``found`` is not as ``expected``, print both.
+
+        ``expected``: a value, or a class of which the result must be.
+        """
         passed = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
         self.passed += passed
         self.failed += not passed
@@ -278,11 +284,11 @@ PARTS: tuple[Part, ...] = (in_stream_order, growth, two_processes, symmetric)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: ``tour`` takes none."""
+    """Add no arguments: the command ``tour`` takes none."""
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Show the parts; return 0 if all results are as expected, else 1."""
+    """Run the parts. Returns 0 if all results are as expected, else 1."""
     terminal.paragraph(terminal.bold(chosen.headline), 0)
     # The last step asks the checker for objects that were not released.
     accounts = checked(chosen.driver)
