@@ -14,7 +14,7 @@ remaining items, or None.
 """
 
 # For each kind: the calls that create a handle, which is the first value of their answer, and the calls that end a
-# handle, which is their first argument.
+# handle, which is their first argument. A call that is missing here makes a false leak or a false double release.
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
@@ -50,7 +50,7 @@ _NODES = ("cuGraphAddMemAllocNode", "cuGraphAddNode", "cuGraphAddNode_v2")
 
 
 class HandleCounts:
-    """The number of owners of each handle or address."""
+    """Number of owners of each handle or address of a driver."""
 
     def __init__(self) -> None:
         self._live: Counter[tuple[str, int]] = Counter()
@@ -59,15 +59,15 @@ class HandleCounts:
         """Handles that need not be released: graph memory, imported pools, mipmap levels."""
 
     def may_end(self, name: str, handle: int) -> bool:
-        """Whether a call may end this handle."""
+        """Whether the call ``name`` may end this handle. If not, it is a double release or a wrong handle."""
         return handle in self._uncounted or self.owns(name, handle)
 
     def owns(self, name: str, handle: int) -> bool:
-        """Whether this handle has an owner that a call can end."""
+        """Whether this handle has an owner that the call ``name`` can end."""
         return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
-        """Record a successful call. ``captured``: the call became a node of a graph."""
+        """Count what a successful call makes or ends. ``captured``: the call became a node of a graph."""
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
@@ -76,7 +76,7 @@ class HandleCounts:
                 pass  # The stream was captured into a graph that exists already, and has its owner.
             elif handle:
                 # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory has
-                # to be freed.
+                # to be freed, so that it must count.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
@@ -106,11 +106,11 @@ class HandleCounts:
                 del self._live[key]
 
     def lost(self, kind: str, handle: int) -> None:
-        """Record the end of a handle with its context."""
+        """Record that a handle has ended with its context."""
         self._live.pop((kind, handle), None)
 
     def outstanding(self) -> dict[str, list[int]]:
-        """The handles that are not released, by kind."""
+        """Return the handles that are not released, by kind."""
         live: dict[str, list[int]] = {}
         for (kind, handle), count in sorted(self._live.items()):
             if count > 0:

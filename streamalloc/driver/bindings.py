@@ -1,7 +1,7 @@
 """NVIDIA's bindings and the differences between their versions.
 
-Only this module imports ``cuda.bindings``. Its enum and struct classes work on
-machines without a GPU, so both drivers share them.
+Only this module imports ``cuda.bindings``. Its enum and struct classes work on machines without a GPU, so both drivers
+share them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _ADDED = {
         """,
 }
 # First version of the bindings that has a name which the oldest supported version (12.9) lacks, that changed its result
-# (cuMemcpyBatchAsync), or that reads it (CU_MEMPOOL_ATTR_*, named since 13.1). For error messages only.
+# (cuMemcpyBatchAsync), or that reads it (CU_MEMPOOL_ATTR_*, named since 13.1). Error messages name this version as the
+# remedy; nothing else depends on it.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # CUmemPoolProps and CUmemAllocationProp both begin with the allocation type and the handle types, each a C int.
@@ -45,17 +46,17 @@ _HANDLE_TYPES_OFFSET = 4
 
 @functools.cache
 def runtime() -> Any:
-    """The module ``cuda.bindings.runtime``, imported at the first call."""
+    """Return the module ``cuda.bindings.runtime``, imported at the first call."""
     return importlib.import_module("cuda.bindings.runtime")
 
 
 def version_that_added(name: str) -> str:
-    """The first version of cuda-bindings that can use ``name``, or "a newer version". For error messages."""
+    """Return the first version of cuda-bindings that can use ``name``, or "a newer version". For error messages."""
     return _ADDED_IN.get(name, "a newer version")
 
 
 def check_name(enum_name: str, prefix: str, name: str) -> None:
-    """Raise ``ValueError`` with similar names unless some version of the bindings has this member."""
+    """Raise ``ValueError`` with similar names unless some version of the bindings has the member ``prefix + name``."""
     if prefix + name in _ADDED_IN:
         return
     import difflib  # Imported here, because it is slow to import and only the error message needs it.
@@ -67,7 +68,7 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
 
 
 def enum_member(enum_name: str, member: str) -> Any | None:
-    """A member of a bindings enum; None if these bindings lack it."""
+    """Return a member of a bindings enum; None if these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
 
 
@@ -91,14 +92,19 @@ _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 
 
 def takes(name: str, module: Any = cuda) -> list[str]:
-    """The parameters of a function as its documentation has them: ``attr: cudaDeviceAttr``, ``size_t numNodes=0``."""
+    """Return the parameters of a function, as its documentation writes them: ``attr: cudaDeviceAttr``.
+
+    A C type comes before the name, a default behind it: ``size_t numNodes=0``.
+    """
     head = (getattr(getattr(module, name, None), "__doc__", None) or "").split("\n")[0]
     inside = re.sub(r"\[[^][]*\]", lambda found: found[0].replace(",", ";"), head).partition("(")[2].rpartition(")")[0]
     return [one.strip() for one in inside.split(",") if one.strip()]
 
 
 def returns(name: str, module: Any = cuda) -> list[str]:
-    """The values of a function after the result code, as its documentation has them: ``pool : CUmemoryPool``."""
+    """Return the values of a function after the result code, as its documentation writes them: ``pool : CUmemoryPool``
+    .
+    """
     documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
     return [line for line in listed.split("\n") if line[:1].strip()][1:]
@@ -106,13 +112,13 @@ def returns(name: str, module: Any = cuda) -> list[str]:
 
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
-    """The parameter names of a driver function in order; empty if undocumented."""
+    """Return the parameter names of a driver function in order; empty if it is undocumented."""
     return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in takes(name))
 
 
 @functools.cache
 def c_signature(name: str) -> tuple[str, ...]:
-    """The C types of a driver function's arguments in order; empty for an unknown function."""
+    """Return the C types of a driver function's arguments in order; empty for an unknown function."""
     capsule = importlib.import_module("cuda.bindings.cydriver").__pyx_capi__.get(name)
     inside = re.search(r"\((.*)\)", str(capsule))  # Cython names the capsule by the C signature.
     return tuple(inside[1].split(", ")) if inside and inside[1] != "void" else ()
@@ -120,12 +126,12 @@ def c_signature(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def value_count(name: str) -> int:
-    """The number of values that a driver function returns after the result code."""
+    """Return the number of values that a driver function returns after the result code."""
     return len(returns(name))
 
 
 def number_of(value: Any) -> int:
-    """The number of a handle or address; 0 for None. For a host object with bytes, their address."""
+    """Return the number of a handle or address; 0 for None. For a host object with bytes it is their address."""
     if value is None:
         return 0
     if hasattr(value, "__array_interface__"):
@@ -138,7 +144,7 @@ def number_of(value: Any) -> int:
 
 
 def handle_types_member(value: int) -> Any:
-    """A ``CUmemAllocationHandleType`` for any combination of flags.
+    """Return a ``CUmemAllocationHandleType`` for any combination of flags.
 
     The driver accepts combined handle types (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no such
     member. Their setter accepts an instance made without the enum's look-up.
@@ -152,7 +158,7 @@ def handle_types_member(value: int) -> Any:
 
 
 def read_handle_types(props: Any) -> int:
-    """The handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, even if combined.
+    """Return the handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, even if combined.
 
     The bindings' getter raises on a combination, so the field is read from the struct's memory.
     """
@@ -163,22 +169,25 @@ _PROP_BYTES = int(cuda.sizeof(cuda.CUmemAllocationProp))
 
 
 def prop_bytes(prop: Any) -> bytes:
-    """The bytes of a ``CUmemAllocationProp``."""
+    """Return the bytes of a ``CUmemAllocationProp``."""
     return ctypes.string_at(prop.getPtr(), _PROP_BYTES)
 
 
-# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings give no access to
-# these, so they are read and written at the struct's address.
+# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings give no access to the
+# bytes, so these are read and written at the struct's address.
 _OPAQUE_BYTES = 64
 
 
 def opaque_bytes(struct: Any) -> bytes:
-    """The bytes of a 64-byte struct: a shareable handle, a pointer's export data, an attribute's value."""
+    """Return the bytes of a 64-byte struct: a shareable handle, a pointer's export data, an attribute's value."""
     return ctypes.string_at(struct.getPtr(), _OPAQUE_BYTES)
 
 
 def opaque_struct(name: str, data: bytes) -> Any:
-    """An opaque struct with these bytes; ``name`` is its class in the bindings."""
+    """Return an opaque struct with these bytes; ``name`` is its class in the bindings.
+
+    Raises ``ValueError`` if there are not 64 bytes.
+    """
     if len(data) != _OPAQUE_BYTES:
         raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")
     struct = getattr(cuda, name)()

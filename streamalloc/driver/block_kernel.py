@@ -29,10 +29,10 @@ _PART = 2048  # Bytes that a warp of threads copies as one piece of a block.
 
 
 class BlockCopies(ctypes.Structure):
-    """The parameters of a launch: base addresses of targets and sources, number of blocks, bytes of a block, and the
-    offsets of each block's target and source from the bases, in units of :data:`COPY_UNIT`.
+    """Parameters of a launch: where its blocks are, how many there are, and how many bytes a block has.
 
-    The driver reads only as many bytes as the kernel has parameters.
+    There are base addresses of targets and sources, and the offsets of each block's target and source from the bases,
+    in units of :data:`COPY_UNIT`. The driver reads only as many bytes as the kernel has parameters.
     """
 
     _fields_ = (
@@ -44,12 +44,15 @@ class BlockCopies(ctypes.Structure):
     )
 
     def shape(self, most: int) -> tuple[int, ...]:
-        """Extents of the grid and of a thread block, three each. The grid has at most ``most`` thread blocks."""
+        """Return the extents of the grid and of a thread block, three each.
+
+        The grid has at most ``most`` thread blocks.
+        """
         warps = self.count * -(-self.nbytes // _PART)
         return min(-(-warps * 32 // _THREADS), most), 1, 1, _THREADS, 1, 1
 
     def addresses(self) -> tuple[list[int], list[int]]:
-        """The addresses of targets and of sources."""
+        """Return the addresses of the targets and those of the sources, one for each block."""
         offsets = np.frombuffer(self.offsets, np.uint32)[: 2 * self.count].astype(np.int64) * COPY_UNIT
         return (offsets[::2] + self.target).tolist(), (offsets[1::2] + self.source).tolist()
 
@@ -57,8 +60,10 @@ class BlockCopies(ctypes.Structure):
 def block_copies(
     targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int, most: int
 ) -> Iterable[BlockCopies]:
-    """The parameters of launches that together copy blocks of ``nbytes`` bytes; each launch copies at most ``most``
-    blocks. Empty if an address or the size is not a multiple of :data:`COPY_UNIT`.
+    """Yield the parameters of launches that together copy blocks of ``nbytes`` bytes.
+
+    ``most``: largest number of blocks of a launch. Empty if an address or the size is not a multiple of
+    :data:`COPY_UNIT`.
     """
     bases = [int(side[0]) >> _SPAN << _SPAN for side in (targets, sources)]
     target, source = targets - bases[0], sources - bases[1]
@@ -67,8 +72,8 @@ def block_copies(
         return ()
     if not bits >> _SPAN:
         return _launches(bases, target, source, nbytes, most)
-    # An offset has 32 bits and counts units, so one launch reaches 64 GiB from each base. Blocks in other windows of
-    # 64 GiB get launches of their own.
+    # An offset has 32 bits and counts units, so one launch reaches 64 GiB from each base. Blocks in other windows of 64
+    # GiB get separate launches.
     windows = target >> _SPAN, source >> _SPAN
     order = np.lexsort(windows)
     apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
@@ -92,7 +97,7 @@ def _launches(
 
 
 def parameters_of(params: Any) -> BlockCopies | None:
-    """The parameters in the argument ``kernelParams`` of a launch; None for another kernel."""
+    """Return the parameters in the argument ``kernelParams`` of a launch; None for another kernel."""
     values: Any = params[0] if isinstance(params, tuple) and len(params) == 2 else ()
     return values[0] if len(values) == 1 and isinstance(values[0], BlockCopies) else None
 
@@ -165,7 +170,7 @@ END:
 
 
 def copy_ptx(names: Collection[str]) -> str:
-    """Return the PTX module with these kernels."""
+    """Return the PTX of a module with the kernels of these names."""
     head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
     same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
     sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}

@@ -1,4 +1,4 @@
-"""Errors that concern a whole driver: no driver was found, a forked child used one, or a program misused one."""
+"""Errors that concern a whole driver: none was found, a forked child used one, or a program misused one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Locks for ``with`` blocks in which a signal handler may raise, and data of threads that finalisers may read.
 
-Since Python 3.12 a handler may raise where a loop goes on from within an ``if``, and this jump is not part of the block
+Since Python 3.12 a handler may raise where a loop jumps back from within an ``if``. This jump is not part of the block
 around the loop: the block does not end, and the lock stays held. So a loop with an ``if`` at the end of its body is in
 a function that the block calls.
 """
@@ -16,7 +16,9 @@ __all__ = ["Lock", "RLock", "ThreadLocal"]
 
 
 class ThreadLocal(threading.local):
-    """Values of the calling thread. A subclass names the function that makes each: ``class Mine(ThreadLocal, a=dict)``.
+    """Values of the calling thread.
+
+    A subclass names the function that makes each: ``class Mine(ThreadLocal, a=dict)``.
 
     A value is made by the thread's first use of it, not by ``__init__``: a finaliser that runs during that would find
     the object without its values.
@@ -41,8 +43,8 @@ else:
     import _thread
 
     # Since Python 3.14 a signal handler may raise after `__enter__` of a lock, which is C, and before the block: the
-    # lock stays held for ever (CPython issue 148874). After a method in Python no handler runs before the block.
-    # `__exit__` must be C: a handler may raise at the begin of a method in Python.
+    # lock stays held for ever (CPython issue 148874). After a method written in Python no handler runs before the
+    # block. `__exit__` must be C: a handler may raise at the start of a method written in Python.
 
     def _enter(self: Lock | RLock) -> bool:
         # Unpacking calls `acquire`, since a handler may run after a call in Python code.
@@ -50,7 +52,7 @@ else:
         return acquired
 
     class Lock:
-        """A lock that its block always releases."""
+        """Lock that a ``with`` block always releases, also if a signal handler raises."""
 
         __slots__ = ("__exit__", "acquire", "locked", "release")
         __enter__ = _enter
@@ -61,7 +63,7 @@ else:
             self.__exit__ = lock.__exit__
 
     class RLock(_thread.RLock):
-        """A reentrant lock that its block always releases."""
+        """Reentrant lock that a ``with`` block always releases, also if a signal handler raises."""
 
         __slots__ = ()
         __enter__ = _enter

@@ -20,7 +20,7 @@ _AT_START = os.environ.get(VARIABLE, "")
 
 
 class ParentTest(NamedTuple):
-    """The test that started this process, directly or through another process."""
+    """Test that started this process, directly or through another process."""
 
     process: int
     """Process ID of the test."""
@@ -30,17 +30,20 @@ class ParentTest(NamedTuple):
     """Directory of the reports, private to this user."""
 
     def to_text(self) -> str:
-        """The value of the variable."""
+        """Return the test as text, the value of :data:`VARIABLE`."""
         return f"{self.process}:{'+'.join(self.checks)}:{self.directory}"
 
     @classmethod
     def from_text(cls, text: str) -> ParentTest:
-        """The reverse of :meth:`to_text`. Raises ``ValueError`` for invalid text."""
+        """Return the test of a text from :meth:`to_text`. Raises ``ValueError`` for any other text."""
         process, checks, directory = text.split(":", 2)
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report if the test requested its kind. Nothing is written if the test, and its directory, are gone."""
+        """Add a report if the test requested its ``kind``.
+
+        Nothing is written if the test, and its directory, are gone.
+        """
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -49,7 +52,10 @@ class ParentTest(NamedTuple):
 
 
 def configuration() -> dict[str, Any]:
-    """The configuration that multiprocessing passes to child processes; empty if multiprocessing is not imported."""
+    """Return the dict that :mod:`multiprocessing` pickles for its child processes. A change reaches later children.
+
+    It is empty if multiprocessing is not imported; a change is then lost.
+    """
     module = sys.modules.get("multiprocessing.process")
     found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
     return found
@@ -62,7 +68,7 @@ def from_server() -> bool:
 
 
 def parent_test() -> ParentTest | None:
-    """The test that started this process; None in the test's own process and without a test.
+    """Return the test that started this process; None in the test's own process and without a test.
 
     The answer is constant for the life of the process, even if the test ends.
     """

@@ -1,4 +1,4 @@
-"""Answers of the operating system: whether processes run, memory and addresses of this one, and IMEX channels."""
+"""Answers of the operating system: which processes run, the memory and addresses of this one, and IMEX channels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _EXITING = 4
 
 
 def search_path() -> str:
-    """The value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
+    """Return the value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
     return os.pathsep.join([_STARTUP, *others])
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs. Exiting processes and zombies do not count."""
+    """Whether the process with this id runs. Exiting processes and zombies do not count."""
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError as error:
@@ -32,7 +32,7 @@ def alive(process: int) -> bool:
 
 
 def runs(stat: bytes) -> bool:
-    """Whether a process with this line in ``/proc/PID/stat`` runs."""
+    """Whether a process runs that has this line in ``/proc/PID/stat``."""
     # The name before the state may contain any characters.
     state, *_, flags = stat.rpartition(b")")[2].split()[:7]
     # An exiting process's files are closed, and so its locks released, before its state changes.
@@ -40,7 +40,7 @@ def runs(stat: bytes) -> bool:
 
 
 def mapped_ranges() -> Iterator[tuple[int, int, str]]:
-    """Start, end and rights, such as ``"rw-p"``, of each range of addresses that is mapped in this process."""
+    """Yield start, end and rights, such as ``"rw-p"``, of each range of addresses that is mapped in this process."""
     # The names of mapped files may be no text.
     with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         for line in lines:
@@ -50,7 +50,7 @@ def mapped_ranges() -> Iterator[tuple[int, int, str]]:
 
 
 def address_space_limit() -> int | None:
-    """The limit of ``ulimit -v`` on this process's address space, in bytes; None for no limit.
+    """Return the limit of ``ulimit -v`` on this process's address space, in bytes; None for no limit.
 
     The stream-ordered allocator reserves much more address space than it uses, so NVIDIA does not support such a limit
     (programming guide, "CPU Virtual Memory").
@@ -60,5 +60,5 @@ def address_space_limit() -> int | None:
 
 
 def imex_channels() -> list[str]:
-    """The IMEX channel files of this machine, readable or not."""
+    """Return the paths of the IMEX channel files of this machine, whether this user may open them or not."""
     return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))

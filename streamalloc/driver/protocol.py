@@ -205,22 +205,26 @@ class MemoryListener(Protocol):
     """
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record that a kernel in ``stream`` uses ``nbytes`` bytes. Without a stream, the host uses them now.
+        """Record that a kernel on ``stream`` uses ``nbytes`` bytes at ``address``; None: the host uses them now.
 
-        ``atomic``: atomic operations, which do not race with each other.
+        ``write``: the use writes. ``atomic``: by atomic operations, which do not race with each other.
         """
 
     def lent(self, stream: Any, used: bool) -> None:
         """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
 
     def named(self, stream: Any, name: str) -> None:
-        """Record the name of a new stream."""
+        """Record the name of a new stream, for reports."""
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record elements of a NumPy type: written by the latest work, or read if not ``write``."""
+        """Record that the latest work writes elements of the NumPy type ``dtype``, or, with ``write`` False, reads
+        them.
+        """
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released and must not be written, or is in use again if not ``released``."""
+        """Record that mapped memory was released and must not be written, or, with ``released`` False, is in use again
+        .
+        """
 
     def deferred(self, address: int) -> None:
         """Record that the program has freed shared memory or dropped an import. The driver's free comes later."""
@@ -239,7 +243,7 @@ class MemoryListener(Protocol):
 
 
 class Checked(Driver, Protocol):
-    """A driver that finds missing stream order: :func:`checked`."""
+    """Driver that finds missing stream order: :func:`checked`."""
 
     hazards: list[Hazard]
     """All hazards in order, one for each pair of places. The list may be cleared."""
@@ -252,19 +256,19 @@ class Checked(Driver, Protocol):
 
     @property
     def listener(self) -> MemoryListener:
-        """Receiver of the facade's notifications."""
+        """Receiver of the facade's notifications: the checker itself."""
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Handles or addresses that were created by this driver and not released, by kind.
+        """Return handles or addresses that were created by this driver and not released, by kind.
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
 
     def leaks(self) -> list[Hazard]:
-        """One hazard per place in the program that allocated memory which is not freed."""
+        """Return one hazard for each place in the program that allocated memory which is not freed."""
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`DriverMisuseError` if anything is outstanding."""
+        """Raise :class:`DriverMisuseError` with the handles that are not released, if there are any."""
 
     def finish(self) -> list[Hazard]:
         """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
@@ -273,4 +277,6 @@ class Checked(Driver, Protocol):
         """
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Print hazards as they are found, or report them to the test that started this process."""
+        """Print hazards as they are found, or, if ``test`` is given, report them to the test that started this process
+        .
+        """

@@ -1,5 +1,6 @@
-"""Reports of hazards, and places in the user's program. Places are recorded cheaply and converted to text only for
-display.
+"""Reports of hazards, and places in the user's program.
+
+A place becomes text only when it is shown, to be cheap to record.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LIBRARIES = {
 
 
 class Called(tuple[tuple[CodeType, int], ...]):
-    """A place of the program that calls a function of this package."""
+    """Place of the program that calls a function of this package."""
 
     function: str = ""
     """Name of the function."""
@@ -61,7 +62,9 @@ class Launched(Called):
 
 
 def function_of(stack: Stack) -> str:
-    """Name of the public function of this package that a place calls; empty if it calls the driver itself."""
+    """Return the name of the public function of this package that a place calls; empty if it calls the driver itself
+    .
+    """
     found = stack.function if isinstance(stack, Called) else ""
     return "" if found.startswith(("_", "<")) else found
 
@@ -71,8 +74,8 @@ LAUNCHED = ", launched"
 _DEPTH = 8
 """Largest number of frames of a place."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-# Drivers, their wrappers, and the replacements of an installed driver, which all serve calls that the program makes. A
-# place never shows their frames.
+# Drivers, their wrappers, and the replacements of an installed driver, which all serve calls that the program makes. No
+# place shows their frames, since they say nothing about the program.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
 """Largest number of frames of a user's driver between this package and the checker."""
@@ -94,7 +97,7 @@ _kinds: dict[str, int] = {}
 
 
 def here(depth: int = _DEPTH) -> Stack:
-    """The innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
+    """Return the innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
     frame = sys._getframe(1)
     function = ""
     found: list[tuple[CodeType, int]] = []
@@ -125,9 +128,11 @@ def _kind(file: str) -> int:
 
 
 def from_package(area: str = "") -> bool:
-    """Whether this package makes the call, perhaps through a user's driver. Calls of its own drivers do not count.
+    """Whether this package makes the current call, perhaps through a user's driver.
 
-    ``area``: only this folder of the package counts, such as ``"ipc/"``.
+    Calls of its own drivers do not count.
+
+    ``area``: only this folder of the package counts, such as ``"ipc/"``; empty: all do.
     """
     frame = sys._getframe(1)
     others = 0
@@ -142,7 +147,7 @@ def from_package(area: str = "") -> bool:
 
 
 def lines(stack: Stack) -> list[str]:
-    """The traceback lines of a stack, innermost call last."""
+    """Return the traceback lines of a stack, innermost call last."""
     shown = []
     for code, at in reversed(stack):
         number = line_of(code, at)
@@ -155,7 +160,7 @@ def lines(stack: Stack) -> list[str]:
 
 
 def place_of(stack: Stack) -> str:
-    """File name and line of the innermost frame, as ``program.py:7``; in a notebook ``cell [3], line 7``."""
+    """Return file name and line of the innermost frame, as ``program.py:7``; in a notebook ``cell [3], line 7``."""
     if not stack:
         return "an unknown place"
     code, at = stack[0]
@@ -164,7 +169,7 @@ def place_of(stack: Stack) -> str:
 
 
 def _cell(code: CodeType) -> str:
-    """``cell [3]`` for code of the notebook's input 3; empty for other code.
+    """Return ``cell [3]`` for code of the notebook's input 3; empty for other code.
 
     The file name of a cell is a hash of its text: only IPython knows which cell it is.
     """
@@ -176,7 +181,7 @@ def _cell(code: CodeType) -> str:
 
 
 def line_of(code: CodeType, at: int) -> int:
-    """Line number of an instruction offset."""
+    """Return the line number of the instruction at offset ``at``."""
     for start, end, line in code.co_lines():
         if line is not None and start <= at < end:
             return line
@@ -185,7 +190,7 @@ def line_of(code: CodeType, at: int) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Hazard:
-    """A violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
+    """Violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
 
     kind: str
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
@@ -215,13 +220,13 @@ class Hazard:
     """
 
     def found_again(self) -> None:
-        """Count this place once more."""
+        """Count one more time that the hazard was found."""
         # The class is frozen, so that programs cannot change a hazard: plain assignment would raise.
         object.__setattr__(self, "count", self.count + 1)
 
     @property
     def pair(self) -> tuple[object, ...]:
-        """The kind and the places of both operations: the same for each hazard of one pair of places."""
+        """Kind and places of both operations: the same for each hazard of one pair of places."""
         operations = [name for name, _ in self.places if not name.endswith(LAUNCHED)][:2]
         return self.kind, *(stack for name, stack in self.places if name.removesuffix(LAUNCHED) in operations)
 
@@ -270,6 +275,6 @@ class Hazards(list[Hazard]):
 
 
 def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
-    """Return the hazards in the form of JSON."""
+    """Return the hazards as dictionaries that JSON can hold, with the stacks as traceback lines."""
     names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
     return [{name: getattr(one, name) for name in names} for one in hazards]

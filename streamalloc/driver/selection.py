@@ -1,6 +1,4 @@
-"""The real driver, and the selection of the default driver: ``use`` block, ``set_default``, environment, real
-driver.
-"""
+"""The real driver, and the choice of the default driver: ``use`` block, ``set_default``, environment, real driver."""
 
 from __future__ import annotations
 
@@ -242,8 +240,12 @@ _by_default: dict[str, Driver] = {}
 
 
 def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
-    """Parse a text such as ``simulated:devices=4,seed=7`` into ``"cuda"`` or ``"simulated"`` and the arguments of
-    :func:`simulated`. ``given_as`` is the option or variable of the text, for the error."""
+    """Parse a text such as ``simulated:devices=4,seed=7``.
+
+    Returns "cuda" or "simulated", and arguments of :func:`simulated`.
+
+    Raises ``ValueError`` for other texts. ``given_as``: the option or variable of the text, for the error.
+    """
     kind, _, settings = text.partition(":")
     if text == "cuda":
         return kind, {}
@@ -305,7 +307,11 @@ def default() -> Driver:
 
 
 def default_or_simulated(**settings: Any) -> tuple[Driver, str]:
-    """Return the default driver and ""; without a CUDA driver and a choice, return a simulated one and the reason."""
+    """Return the default driver and ""; without a CUDA driver and a choice, a simulated one and the reason.
+
+    ``settings``: arguments of :func:`simulated`. Raises :class:`DriverNotFoundError` if ``STREAMALLOC_DRIVER`` names a
+    driver that is missing.
+    """
     try:
         return default(), ""
     except DriverNotFoundError as error:
@@ -336,9 +342,9 @@ _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def as_asked(driver: Driver) -> Driver:
     """Return the driver, wrapped by :func:`streamalloc.driver.checked` if ``STREAMALLOC_CHECK`` requests that.
 
-    ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``. Hazards are printed as they are found,
-    and leaks at the end of the process. In a child process of a test that requests checks
-    (:mod:`streamalloc.testing.plugin`), they are reported to that test.
+    ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``; others raise ``ValueError``. Hazards
+    are printed as they are found, and leaks at the end of the process. In a child process of a test that requests
+    checks (:mod:`streamalloc.testing.plugin`), they are reported to that test.
     """
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
@@ -373,7 +379,7 @@ def set_default(driver: Driver | None) -> None:
 
 
 def default_of_threads() -> Driver | None:
-    """The driver of :func:`set_default`, or None."""
+    """Return the driver of :func:`set_default`; None if there is none."""
     return _for_all_threads
 
 

@@ -26,7 +26,7 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 class Wrapper(_Functions):  # type: ignore[misc]
-    """The base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
+    """Base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
 
     For type checkers it is a driver. At run time its functions are looked up in the wrapped driver.
     """
@@ -45,8 +45,8 @@ class Wrapper(_Functions):  # type: ignore[misc]
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
             if not named:
                 return self._observe(name, target, args)
-            # Observers get the arguments by position, and may change them. The driver then gets the named ones by
-            # keyword.
+            # Observers get all arguments by position, and may change them. The driver gets the named ones by keyword
+            # again, since the bindings may have defaults between them.
             keys = [one for one in parameters(name)[len(args) :] if one in named] or [*named]
 
             def by_keywords(*values: Any) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ class Wrapper(_Functions):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a driver function, with its arguments and its answer (``CUresult`` first).
+    """Call of a driver function, with its arguments and its answer (``CUresult`` first).
 
     :func:`traced` records them.
     """
@@ -90,7 +90,7 @@ class Call:
 
 
 def _plain(value: Any) -> str:
-    """Text of a value: an enum member's name, a handle's number, or the repr."""
+    """Return the text of a value: an enum member's name, a handle's number, or the repr."""
     if hasattr(value, "name"):
         return str(value.name)
     if type(value).__module__.startswith("cuda.") and hasattr(value, "__int__"):
@@ -99,7 +99,7 @@ def _plain(value: Any) -> str:
 
 
 class Traced(Wrapper):
-    """A driver that records its calls: :func:`traced`."""
+    """Driver that records its calls: :func:`traced`."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
@@ -128,7 +128,7 @@ def traced(driver: Driver) -> Traced:
 
 
 class Faulty(Wrapper):
-    """A driver that refuses the calls that :meth:`fail` names: :func:`faulty`."""
+    """Driver that refuses the calls that :meth:`fail` names: :func:`faulty`."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
@@ -171,7 +171,7 @@ class Faulty(Wrapper):
         self._target = call
 
     def stop(self) -> None:
-        """Refuse no more calls."""
+        """Refuse no more calls: all are passed on again."""
         self._target = ""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ _ADDRESSES = 2**63 - 1
 
 
 class DLTensor(ctypes.Structure):
-    """``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
+    """Struct ``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of ``dlpack.h``. It lives for ever, so it has no deleter."""
+    """Struct ``DLManagedTensorVersioned`` of ``dlpack.h``. It lives for ever, so it has no deleter."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -70,7 +70,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class _Everything:
-    """Object that exports a window's tensor to NumPy, as pinned host memory, because NumPy imports no device memory."""
+    """Exporter of a window's tensor to NumPy, as pinned host memory, because NumPy imports no device memory."""
 
     def __init__(self, managed: _Managed) -> None:
         self._managed = managed
@@ -100,7 +100,7 @@ def _window_type() -> Any:
 
 
 def _window(device: tuple[int, int]) -> Any:
-    """Return the window of a DLPack device; made at the first use."""
+    """Return the window of a DLPack device, a pair of type and ordinal; made at the first use."""
     found = windows.get(device)
     if found is None:
         # The window begins at address 1. For an array at address 0 NumPy would allocate memory.
@@ -115,7 +115,10 @@ def _window(device: tuple[int, int]) -> Any:
 
 
 def exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """Return bytes at ``address`` as an array that keeps ``memory`` alive; DLPack exports it with ``device``."""
+    """Return ``nbytes`` bytes at ``address`` as an array that keeps ``memory`` alive.
+
+    DLPack exports it with ``device``.
+    """
     first = (address or 1) - 1
     made = _window(device)[first : first + nbytes]
     made.memory = memory
@@ -131,7 +134,7 @@ def tensor_in(capsule: object) -> DLTensor:
 
 
 class CudaArray(NamedTuple):
-    """The fields of a ``__cuda_array_interface__``."""
+    """Fields of a ``__cuda_array_interface__``."""
 
     address: int
     read_only: bool
@@ -141,7 +144,7 @@ class CudaArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -167,8 +170,9 @@ def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
 
 
 def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
-    """Raise ``ValueError`` for ``strides`` of an array that is not C-contiguous. ``step``: bytes of an element. None as
-    strides means contiguous.
+    """Raise ``ValueError`` if ``strides`` are not those of a C-contiguous array. None as strides means contiguous.
+
+    ``step``: bytes of an element. ``name``: the array in the error.
     """
     if strides is None or 0 in shape:
         return
@@ -179,7 +183,7 @@ def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> N
 
 
 def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return type and shape of an array interface."""
+    """Return element type and shape of an array interface."""
     # A plain type, too, has a ``descr``: one field with an empty name.
     described = [field for field in interface.get("descr") or () if field[0]]
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
@@ -188,8 +192,10 @@ def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int,
 def array_form(
     memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Check that type and shape fill memory of ``nbytes`` exactly; return them, with a -1 in the shape replaced.
-    ``memory`` is shown in errors.
+    """Return type and shape of an array that fills ``nbytes`` bytes exactly, with a -1 in the shape replaced.
+
+    Raises ``TypeError`` for a type without a size, and ``ValueError`` if the array does not fit the bytes or their
+    alignment. ``memory`` is shown in errors.
     """
     kind = np.dtype(dtype)
     if kind.subdtype is not None:
@@ -229,7 +235,7 @@ _NUMBERS = (int, float, complex)
 
 
 def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
-    """Return the bytes in memory of one element with this value.
+    """Return the bytes of one element of type ``dtype`` with this value.
 
     Raises
     ------

@@ -41,7 +41,7 @@ Row: TypeAlias = tuple[str, object]
 
 
 def escape(text: str) -> str:
-    """Return a text as HTML (:func:`html.escape`)."""
+    """Return a text with the characters escaped that HTML treats as markup (:func:`html.escape`)."""
     # Imported here, because its table of entities takes a tenth of the package's import time.
     import html
 
@@ -54,7 +54,10 @@ def mib(nbytes: int) -> str:
 
 
 def place(location: _Location) -> str:
-    """Return the label of a location."""
+    """Return a location as text for tables: ``GPU 0``, ``host, node 1`` or ``host``.
+
+    Managed memory, and memory without a location, gives ``several places``.
+    """
     if location.type.name == "DEVICE":
         return f"GPU {location.id}"
     if location.type.name == "HOST_NUMA":
@@ -63,7 +66,7 @@ def place(location: _Location) -> str:
 
 
 def color_of(location: _Location) -> str:
-    """Return the colour of a location."""
+    """Return the colour of a location, as ``#rrggbb``: one for each of eight GPUs, one for the host, one for others."""
     if location.type.name == "DEVICE":
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
@@ -74,14 +77,17 @@ def _cell(value: object) -> str:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """Return a table. Values are escaped, unless they are :class:`Html`."""
+    """Return an HTML table with a row of titles, if there are any.
+
+    Values are escaped, unless they are :class:`Html`.
+    """
     titles = "".join(f"<th{_LEFT}>{_cell(title)}</th>" for title in head)
     body = "".join(f"<tr>{''.join(f'<td{_LEFT}>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
     return Html(f"<table>{f'<thead><tr>{titles}</tr></thead>' if titles else ''}<tbody>{body}</tbody></table>")
 
 
 def code(text: str) -> Html:
-    """Return a text in the font of code."""
+    """Return a text as HTML in the font of code."""
     return Html(f"<code>{escape(text)}</code>")
 
 
@@ -107,7 +113,7 @@ def strip(nbytes: int, pieces: Iterable[tuple[int, int, _Location, str]]) -> Htm
 
 
 class Shown:
-    """An object that notebooks show as a card."""
+    """Object that notebooks show as a card."""
 
     __slots__ = ()
 
@@ -141,13 +147,14 @@ class Shown:
 
 
 class Drawn(Shown):
-    """An object that can be drawn."""
+    """Object that can be drawn."""
 
     __slots__ = ()
 
     def plot(self, **options: Any) -> Any:
-        """Draw the object with matplotlib and return the figure. ``options``: see the function of
-        :mod:`streamalloc.plots` for its kind.
+        """Draw the object with matplotlib and return the figure.
+
+        ``options``: those of the function of :mod:`streamalloc.plots` for its kind.
 
         Raises
         ------

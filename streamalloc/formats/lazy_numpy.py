@@ -1,4 +1,4 @@
-"""``np``, which is NumPy and is imported by the first use of one of its names.
+"""NumPy as ``np``, imported by the first use of one of its names.
 
 The import of NumPy takes half as long as that of the bindings, and programs that only allocate need no arrays. The
 modules that every program loads take ``np`` from here.

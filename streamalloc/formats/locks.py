@@ -14,19 +14,20 @@ _FLOCK = struct.Struct("hhqqi4x")  # The fields of struct flock: type, whence, s
 
 
 def flock(kind: int, byte: int, count: int = 1) -> bytes:
-    """Return the ``struct flock`` of a lock. A ``count`` of 0 means all bytes from ``byte`` on."""
+    """Return the ``struct flock`` of a lock of this kind. A ``count`` of 0 means all bytes from ``byte`` on."""
     return _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0)
 
 
 def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
-    """Lock a byte (``F_RDLCK``, ``F_WRLCK``), or unlock it (``F_UNLCK``). Without ``wait``, raise ``BlockingIOError``
-    if another open file has locked it.
+    """Lock a byte (``F_RDLCK``, ``F_WRLCK``), or unlock it (``F_UNLCK``).
+
+    If another open file has locked it, wait for that, or without ``wait`` raise ``BlockingIOError``.
     """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, flock(kind, byte))
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Lock a byte exclusively. Return False if another open file has locked it."""
+    """Lock a byte exclusively. Returns False if another open file has locked it."""
     try:
         lock(fd, byte, fcntl.F_WRLCK)
     except BlockingIOError:

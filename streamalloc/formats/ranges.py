@@ -1,4 +1,4 @@
-"""Ranges of addresses, and the look-up of the range that contains an address."""
+"""Ranges of addresses, and the table that finds the range of an address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 
 class Extent:
-    """A range of addresses."""
+    """Range of addresses: the first one, and the number of bytes."""
 
     base: int
     size: int
@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Extent)
 
 
 class RangeMap(Generic[E]):
-    """Ranges that do not overlap. :meth:`find` returns the range that contains an address."""
+    """Table of ranges that do not overlap. :meth:`find` returns the range that contains an address."""
 
     # An exception of a signal handler in ``add`` or ``remove`` may leave a base without a range, which look-ups skip.
 
@@ -47,7 +47,7 @@ class RangeMap(Generic[E]):
             del self._bases[at]
 
     def find(self, address: int) -> E | None:
-        """The range that contains an address; None if no range contains it."""
+        """Return the range that contains an address; None if there is none."""
         found = self.at.get(address)
         if found is not None:
             return found
@@ -60,7 +60,7 @@ class RangeMap(Generic[E]):
         return None
 
     def overlapping(self, start: int, end: int) -> list[E]:
-        """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
+        """Return the ranges that overlap the addresses from ``start`` to ``end``, in the order of their addresses."""
         first = self.find(start)
         bases = self._bases[bisect_right(self._bases, start) : bisect_left(self._bases, end)]
         later = [one for base in bases if (one := self.at.get(base)) is not None]

@@ -1,4 +1,4 @@
-"""Sizes in bytes as text, and back."""
+"""Conversion of sizes in bytes to text (:func:`size_text`), and of text to sizes (:func:`size_in`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ _SIZE = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*"
 
 
 def size_in(text: str) -> int:
-    """Return the bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or ``"4096"``. Raise
-    ``ValueError`` for other texts.
+    """Return the bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or ``"4096"``.
+
+    Raises ``ValueError`` for other texts.
     """
     # Imported here, because at module level it would take a twentieth of the package's import time.
     from fractions import Fraction

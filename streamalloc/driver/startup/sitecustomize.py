@@ -1,5 +1,7 @@
-"""Start-up code of a child process, which Python imports by its name. As its parent did, it installs a machine
-(:mod:`streamalloc.testing.installing`), or checks all driver calls (:mod:`streamalloc.cupti`).
+"""Start-up code of a child process, which Python imports by its name.
+
+As its parent did, the child installs a machine (:mod:`streamalloc.testing.installing`), or checks all driver calls
+(:mod:`streamalloc.cupti`).
 """
 
 from __future__ import annotations
