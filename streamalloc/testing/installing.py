@@ -1,4 +1,4 @@
-"""Installation of a simulated machine: it replaces the functions of ``cuda.bindings.driver`` and ``.runtime``."""
+"""Installation of a simulated machine in the place of ``cuda.bindings.driver`` and ``cuda.bindings.runtime``."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Return each module and name that hold a function of the bindings, with the function that replaces it."""
+    """Return each place that holds a function of the bindings, as module, name, and the function that replaces it."""
     functions: dict[int, Callable[..., Any]] = {}
     for module in (cuda, runtime()):
         for name, found in vars(module).items():
@@ -125,8 +125,8 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
     @functools.wraps(function)
     def _call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
-        # For runtime functions that need no driver, the machine has the bindings' function of that name, which now is
-        # this one: call the original.
+        # For runtime functions that need no driver, the machine returns the bindings' function of that name, which is
+        # this stand-in now. A call of it would never end, so the original is called.
         return (function if found is _call else found)(*args, **named)
 
     return _call  # The underscore keeps its frame out of reports.
@@ -160,7 +160,9 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """Warn in a ``with`` block about each import of a library that calls CUDA's C libraries."""
+    """Warn within the ``with`` block about each import of a library that calls CUDA's C libraries (``RuntimeWarning``)
+    .
+    """
     global _watching, _added
     if not _added:
         _added = True

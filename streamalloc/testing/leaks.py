@@ -35,7 +35,7 @@ from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 
 
 class Leak(NamedTuple):
-    """A driver resource that was created and not released."""
+    """Driver resource that was created and not released."""
 
     kind: str
     """Kind of the resource, such as ``"stream"``."""
@@ -51,7 +51,7 @@ class Leak(NamedTuple):
 
 
 def leak_report(leaks: Sequence[object]) -> str:
-    """Return leaks as text."""
+    """Return leaks as text: a line with their number, then each with its stack."""
     things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
@@ -63,7 +63,7 @@ _EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", 
 def descriptor_key(number: int) -> tuple[int, int, int]:
     """Return what identifies an open file: number of the descriptor, and device and inode of the file.
 
-    The number alone does not: another file may get it after a close.
+    The number alone does not: another file may get it after a close. Raises ``OSError`` for a closed descriptor.
     """
     status = os.fstat(number)
     return number, status.st_dev, status.st_ino
@@ -156,7 +156,7 @@ class OpenObject(NamedTuple):
     what: str
     """Description, such as ``"Channel"``."""
     place: Stack
-    """Stack of the call that made it, without frames of this package; may be empty. For a thread, its present stack."""
+    """Stack of the call that made it, without frames of this package; may be empty. For a thread, its current stack."""
 
     def __str__(self) -> str:
         return "\n".join([self.what, *lines(self.place)])
@@ -235,7 +235,7 @@ def _classes(kind: Any) -> Iterator[type]:
 
 
 class Watch(Leaves):
-    """Watch of a ``with`` block: which objects, descriptors and threads it leaves."""
+    """Record, for a ``with`` block, of the objects, descriptors and threads that it leaves."""
 
     def __enter__(self) -> Watch:
         _places.begin()
@@ -249,7 +249,7 @@ class Watch(Leaves):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what a ``with`` block makes, such as the setup of a fixture that outlives the test."""
+        """Leave out what the inner ``with`` block makes, such as the setup of a fixture that outlives the test."""
         with Watch() as block:
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
@@ -275,8 +275,8 @@ class Watch(Leaves):
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        # One line may have made several objects, of which the last contains the others. Only objects of its class are
-        # reported.
+        # One line may have made several objects, of which the last contains the others. Only objects of the last one's
+        # class are reported, so that one mistake gives one report.
         last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
             OpenObject(_name(one), place)
@@ -290,7 +290,9 @@ class Watch(Leaves):
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | OpenObject]:
-        """Return the threads that the test has started and that still run, with their present stacks."""
+        """Return the threads that the test has started and that still run after half a second, with their current
+        stacks.
+        """
         end = time.monotonic() + _GRACE
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
@@ -328,8 +330,8 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                # The simulated machine owns the descriptor, or a socket of this package, which is reported as an
-                # object.
+                # The simulated machine owns the descriptor, or a socket of this package does, which is reported as an
+                # object instead.
                 continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
                 # The owner of the descriptor is reported as an object, or the package itself keeps the owner.
@@ -352,16 +354,19 @@ def _reference(thing: object) -> weakref.ref[object] | None:
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """Return the stack of the driver call that made the handle of an object. Used for objects that were made without
-    their constructor, whose own place was not recorded.
+    """Return the stack of the driver call that made the handle of an object; empty if none did.
+
+    It serves objects that were made without their constructor, whose own place was not recorded.
     """
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
 
 def _is_open(thing: Any) -> bool:
-    """Whether an object is open. An object without the attribute ``closed`` counts as not open: a leak of its driver
-    resources is found by the driver calls.
+    """Whether an object is open.
+
+    An object without the attribute ``closed`` counts as not open: a leak of its driver resources is found by the driver
+    calls.
     """
     if isinstance(thing, Shared):
         return True
@@ -390,8 +395,9 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """Return the variables of a thread that runs only functions of this package and of threading; an empty list for
-    other threads.
+    """Return the variables of a thread that runs only functions of this package and of threading.
+
+    An empty list for other threads.
     """
     found: list[object] = []
     while frame is not None:
@@ -417,7 +423,7 @@ def _name(thing: object) -> str:
 
 
 def _descriptors() -> dict[tuple[int, int, int], str]:
-    """Return the names of open files by :func:`descriptor_key`."""
+    """Return the names of the process's open files, by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # The descriptor of listdir() itself is closed by now.

@@ -1,4 +1,4 @@
-"""Drivers for tests: simulated machines and the real driver. Also the reports of processes that a test starts."""
+"""Drivers for tests: simulated machines and the real driver; and reports of the processes that a test starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ lasting: Callable[..., Driver] = functools.cache(simulated)
 
 @contextlib.contextmanager
 def by_default(driver: Driver) -> Iterator[None]:
-    """Make a driver the default of all threads in a ``with`` block."""
+    """Make a driver the default of all threads within the ``with`` block."""
     before = default_of_threads()
     with use(driver):
         set_default(driver)
@@ -45,7 +45,10 @@ def by_default(driver: Driver) -> Iterator[None]:
 
 
 def rest(driver: Driver) -> None:
-    """Synchronise all devices and do the deferred work. Otherwise work of this test would run during the next one."""
+    """Synchronise all devices and make the deferred releases.
+
+    Otherwise work of this test would run during the next one.
+    """
     gc.collect()
     for ordinal in range(Device.count(driver)):
         Device(ordinal, driver=driver).synchronize()
@@ -55,7 +58,7 @@ def rest(driver: Driver) -> None:
 
 
 def real() -> Driver:
-    """Return the CUDA driver of this computer."""
+    """Return the CUDA driver of this computer. Raises :class:`DriverNotFoundError` if it has none."""
     return sd.real()
 
 
@@ -73,7 +76,10 @@ def real_devices() -> int:
 
 
 def describe_real() -> str:
-    """Return the CUDA version of the real driver and the names of the GPUs, as text."""
+    """Return the CUDA version of the real driver and the names of the GPUs, as text.
+
+    Raises :class:`DriverNotFoundError` if this computer has no CUDA driver.
+    """
     driver = real()
     if not real_devices():
         return "CUDA driver, no GPU"
@@ -86,7 +92,10 @@ def describe_real() -> str:
 
 
 def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
-    """Return why a test with these needs cannot run on the real driver, as text; None if it can."""
+    """Return why a test with these needs cannot run on the real driver, as text; None if it can.
+
+    ``devices``: the number of GPUs that it needs.
+    """
     present = real_devices()
     if present < devices:
         return f"needs {devices} GPUs, found {present}"
@@ -101,7 +110,9 @@ def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> s
 
 @contextlib.contextmanager
 def inherited(**values: str) -> Iterator[None]:
-    """Set environment variables for processes started in a ``with`` block, also by a server of multiprocessing."""
+    """Set environment variables for processes started within the ``with`` block, also by a server of multiprocessing
+    .
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)

@@ -125,7 +125,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def driver_under_test(config: pytest.Config) -> str:
-    """Return the driver under test: ``"cuda"`` or ``"simulated"``."""
+    """Return the kind of the driver under test: ``"cuda"`` or ``"simulated"``."""
     return _choice(config)[0]
 
 
@@ -221,7 +221,10 @@ _ARGUMENTS: dict[str, tuple[type, Any]] = {
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
-    """Return the needs of a test, class or module. Of several marks with the same argument, the closest one counts."""
+    """Return the needs of a test, class or module. Of several marks with the same argument, the closest one counts.
+
+    Raises ``pytest.UsageError`` for an unknown argument, or a wrong value.
+    """
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
         for name, value in mark.kwargs.items():
@@ -262,7 +265,7 @@ def _prepare_marked(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _give_machine(item: pytest.Item) -> None:
-    """Give a marked test the fixture with its machine, if the test does not take one."""
+    """Give a marked test the fixture with its machine, unless the test takes one."""
     names = getattr(item, "fixturenames", None)
     if names is None:
         raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
@@ -276,7 +279,7 @@ def _give_machine(item: pytest.Item) -> None:
 
 
 def _look_for_gpus() -> None:
-    """Raise one error for the whole run, and not one for each test, if there is no GPU."""
+    """Raise one ``pytest.UsageError`` for the whole run, and not an error for each test, if there is no GPU."""
     from streamalloc.driver import DriverNotFoundError
     from streamalloc.testing import machines
 
@@ -332,7 +335,7 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def is_lasting(request: pytest.FixtureRequest) -> bool:
-    """Whether the machine of a test outlives the test."""
+    """Whether the machine of a test outlives the test, as a real GPU does."""
     # A test for the simulated driver only may lose the context, so it has a machine of its own in any case.
     one_machine = _option(request.config, "streamalloc_one_machine") and not _needs(request.node).simulated_only
     return driver_under_test(request.config) == "cuda" or one_machine
@@ -375,7 +378,7 @@ _Report = Callable[[bool], Iterable[str]]
 def _watched(
     request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
 ) -> tuple[Driver, list[_Report]]:
-    """Wrap the driver for these checks and for ``streamalloc_faults``. Return it, and the checks' reports."""
+    """Wrap the driver for these checks and for ``streamalloc_faults``. Returns it, and the checks' reports."""
     reports: list[_Report] = []
     if checks:
         from streamalloc.testing import machines
@@ -419,12 +422,12 @@ def _watched(
 
 _SCOPES = ("function", "class", "module", "package", "session")
 _watches: list[tuple[str, Watch]] = []
-"""Scope and leak watch of each present machine."""
+"""Scope and leak watch of each machine that exists now."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Pause the leak watches of narrower scopes during the setup of a fixture, whose objects outlive them."""
+    """Pause the leak watches of narrower scopes during the setup of a fixture: its objects outlive their tests."""
     with contextlib.ExitStack() as stack:
         for scope, watch in _watches:
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
@@ -438,7 +441,9 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Drop the values of fixtures that have ended. pytest would keep them until all fixtures of the test have ended."""
+    """Drop the values of fixtures that have ended: pytest keeps them until all fixtures end, and they would look like
+    leaks.
+    """
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -478,19 +483,19 @@ def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_cont
 
 @pytest.fixture(scope="class")
 def streamalloc_machine_class(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Like streamalloc_machine; one for all tests of a class."""
+    """Driver like ``streamalloc_machine``; one for all tests of a class."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="module")
 def streamalloc_machine_module(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Like streamalloc_machine; one for all tests of a module."""
+    """Driver like ``streamalloc_machine``; one for all tests of a module."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
 def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Like streamalloc_machine; one for the whole run."""
+    """Driver like ``streamalloc_machine``; one for the whole run."""
     yield from _machine(request)
 
 
@@ -524,7 +529,9 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
-    """Like streamalloc_machine, and installed in place of cuda.bindings (:func:`streamalloc.testing.install`)."""
+    """Driver like ``streamalloc_machine``, installed in place of cuda.bindings (:func:`streamalloc.testing.install`)
+    .
+    """
     if driver_under_test(request.config) == "cuda":
         yield streamalloc_machine
         return

@@ -1,4 +1,6 @@
-"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work; set-up of a notebook."""
+"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work; and set-up of a notebook
+.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ class Gate(Closes):
         self._holds = 0
 
     def hold(self, stream: StreamLike) -> None:
-        """Make later work of ``stream`` wait until the gate is opened."""
+        """Make later work of ``stream`` wait until the gate is opened.
+
+        Raises :class:`ClosedError` if the gate is closed.
+        """
         if self._flag is None:
             raise ClosedError("the gate was closed")
         held = as_stream(stream, self._session)
@@ -62,7 +67,7 @@ class Gate(Closes):
         stream_call(held, "cuStreamWaitValue32", self._flag, self._holds, int(at_least))
 
     def open(self) -> None:
-        """Release all held streams; returns at once."""
+        """Let the work of all held streams run. Returns at once."""
         if self._flag is not None:
             self._value.value = self._holds
 
