@@ -8,14 +8,14 @@ There are two ways:
   virtual memory that sleeps.
 
 ``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
-``with`` block, restores the library's own allocator for later allocations. Memory allocated before stays valid,
-and is freed to its source when the library frees it. Stop the bridges of one library in the reverse order of their
-starts. Dropping a bridge does not stop it.
+``with`` block, restores the library's own allocator for later allocations. Memory allocated before stays valid, and is
+freed to its source when the library frees it. Stop the bridges of one library in the reverse order of their starts.
+Dropping a bridge does not stop it.
 
 :class:`Sources` and :class:`Ledger` keep the rules for callbacks:
 
 * Memory is allocated on the library's stream, and freed in the order of that stream, on any thread and with any current
-  device. The host never waits for a stream.
+  device. The host never waits for a stream of the library.
 * The library gets errors of its own types. No Python exception enters C code.
 * Objects that C code may call are never freed. At the end of the process the driver frees what is left.
 """
@@ -73,14 +73,16 @@ class AllocatorSource(Protocol):
 
 
 def library(name: str, session: Session | None = None) -> Any:
-    """Import another library. ``session``: the session of the memory that the library is to use.
+    """Import another library and return it.
+
+    ``session``: that of the memory which the library is to use; None: no memory.
 
     Raises
     ------
     ModuleNotFoundError
         It is not installed; the message gives the command to install it.
     ValueError
-        The memory is of a simulated driver.
+        The memory is of a simulated driver, which the library does not use.
     """
     try:
         found = importlib.import_module(name)
@@ -135,7 +137,7 @@ class Bridge(Closes, abc.ABC):
 
     @abc.abstractmethod
     def _install(self, undo: contextlib.ExitStack) -> None:
-        """Set the library's allocator, and push the calls that restore it on ``undo``."""
+        """Set the library's allocator, and push the calls on ``undo`` that restore the earlier one."""
 
     @property
     def started(self) -> bool:
@@ -143,7 +145,11 @@ class Bridge(Closes, abc.ABC):
         return self._undo is not None
 
     def start(self) -> Self:
-        """Make the library allocate from :attr:`sources`; idempotent."""
+        """Make the library allocate from :attr:`sources`. Returns the bridge; idempotent.
+
+        Raises ``ModuleNotFoundError`` if the library is not installed, and ``ValueError`` for memory of a simulated
+        driver.
+        """
         if self._undo is None:
             # In relaxed mode the calls here invalidate no capture of other code.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
@@ -153,7 +159,7 @@ class Bridge(Closes, abc.ABC):
         return self
 
     def stop(self) -> None:
-        """Restore the library's allocator; idempotent."""
+        """Restore the allocator that the library had before :meth:`start`; idempotent."""
         undo, self._undo = self._undo, None
         _started.discard(self)
         if undo is not None:
@@ -218,17 +224,17 @@ class Sources:
         return pools if len(pools) == len(self.by_device) else None
 
     def device(self, ordinal: int) -> Device:
-        """Return a device of the sources' driver."""
+        """Return the device with this ordinal, of the sources' driver."""
         return Device(ordinal, driver=self.session.driver)
 
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
     ) -> Memory:
-        """Allocate memory of a device on a library's stream. ``owner``: the object that keeps the stream's handle
-        valid; None if there is none.
+        """Allocate memory of the device ``ordinal`` on a library's stream, given by its driver ``handle``.
 
-        On a stream that is being captured the memory belongs to the graph. With ``in_capture=False`` it is ordinary
-        memory in that case, too, and may be used at once.
+        ``owner``: the object that keeps the stream's handle valid; None if there is none. On a stream that is being
+        captured the memory belongs to the graph. With ``in_capture=False`` it is ordinary memory in that case, too, and
+        may be used at once.
 
         Raises
         ------
@@ -245,20 +251,21 @@ class Sources:
         _, _, stream, allocate = used
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
-        # The package's own stream has no other work, so this wait is short: it lasts only until the memory that the
-        # pool reuses is free.
+        # The memory must be usable at once, also by work that is captured, so the host waits. The wait is short, since
+        # the package's own stream has no other work: it lasts only until the memory that the pool reuses is free.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
         return memory
 
     def hold(self, memory: Memory) -> object:
-        """Return an object for a library to keep while it uses memory. When it is dropped, the memory is freed in
-        stream order.
+        """Return an object for a library to keep while it uses memory.
+
+        When it is dropped, the memory is freed in stream order.
         """
-        # Only buffers of pools need the object. The finalisers of other memory free in stream order already: a cached
-        # buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped after the
-        # work of its users.
+        # Only buffers of pools need such an object. The finalisers of other memory free in stream order already: a
+        # cached buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped after
+        # the work of its users.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -334,7 +341,7 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
 
 
 def free_after_all(item: FreeAfterAll) -> None:
-    """Free memory after all present work on its device. For finalisers.
+    """Free the buffers of ``item`` after all work that is queued on their device now. For finalisers.
 
     The host does not wait. The free is queued at once, or deferred while a stream is being captured.
     """
@@ -358,7 +365,7 @@ class FreeAfterAll(Deferred):
         """Whether an attempt has begun."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Add a buffer. Return False if an attempt has begun, which would not take it."""
+        """Add a buffer of the same device. Returns False if an attempt has begun, which would not take it."""
         # Python does not switch threads here, between the test and the append, because nothing is called.
         if self.sealed:
             return False
@@ -367,7 +374,10 @@ class FreeAfterAll(Deferred):
         return True
 
     def attempt(self) -> bool:
-        """Free on a stream that waits for all others. The driver refuses that during a capture."""
+        """Free the buffers on a stream that waits for all others. The driver refuses that during a capture.
+
+        Returns whether they are freed; otherwise the item stays in the queue.
+        """
         self.sealed = True
         # This line calls no function, so Python does not switch threads within it: only one thread takes the buffers.
         buffers, self.buffers = self.buffers, []
@@ -439,7 +449,7 @@ _asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
 
 
 def _aside_of(device: Device) -> Stream:
-    """Return the package's own stream of a device: a new one if the context of the last one was destroyed."""
+    """Return the package's own stream of a device. It is a new one if the context of the last one was destroyed."""
     streams = _asides(session_of(device))
     found = streams.get(device.ordinal)
     if found is not None:
@@ -462,7 +472,7 @@ class Ledger:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address."""
+        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 for no bytes."""
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
@@ -486,8 +496,8 @@ class Ledger:
         if same and type(memory) is CachedBuffer:
             return nbytes  # The finaliser of the buffer returns the block to the cache.
         if not isinstance(memory, Buffer):
-            # This drops the last references to the memory. Then `work` attempts the item that unmaps virtual memory,
-            # after the present work of its devices.
+            # Drop the last references to the memory first: only then is the unmap of virtual memory an item of the
+            # queue. `work` attempts the item now, so that the memory is free before the next request.
             del held, memory
             work(self.sources.session)
         elif same or handle is None:

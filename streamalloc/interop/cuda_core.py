@@ -19,9 +19,8 @@ __all__ = ["buffer", "memory", "resource", "use"]
 def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (``Device.memory_resource``).
 
-    Each thread has ``Device`` objects of its own. On other threads set a :func:`resource`.
-
-    :doc:`/docs/guides/interop` has a program.
+    Each thread has its own ``Device`` objects. On other threads set a :func:`resource`. :doc:`/docs/guides/interop` has
+    a program.
 
     Parameters
     ----------
@@ -34,18 +33,23 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     -------
     Bridge
         The bridge, started.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A source does not allocate device memory, or two have one device or different drivers.
+    ModuleNotFoundError
+        cuda.core is not installed.
     """
     return CudaCoreBridge(Sources(sources), callbacks).start()
 
 
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
-    """Make a memory resource of cuda.core over a pool or another allocator.
-
-    :func:`use` sets it on each device.
+    """Make a memory resource of cuda.core over a pool or another allocator. :func:`use` sets it on each device.
 
     For a pool it is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For another allocator, or
     with ``callbacks``, it calls Python, and each allocation must name its stream. If memory runs out, cuda.core's
-    ``CUDAError`` is raised.
+    ``CUDAError`` is raised. Raises as :func:`use`.
     """
     sources = Sources([source])
     ordinal = next(iter(sources.by_device))
@@ -78,7 +82,9 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 @contextlib.contextmanager
 def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
-    """Keep the release threshold of a pool in a ``with`` block. ``DeviceMemoryResource()`` raises a threshold of 0."""
+    """Keep the release threshold of a pool within the ``with`` block: ``DeviceMemoryResource()`` raises a threshold of
+    0.
+    """
     before = pool.attributes.release_threshold
     try:
         yield
@@ -87,7 +93,7 @@ def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
 
 
 def resource_class(core: Any) -> Any:
-    """Make the class of memory resources of cuda.core that call Python."""
+    """Make the class of memory resources of cuda.core that call Python. ``core``: the module ``cuda.core``."""
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
@@ -101,7 +107,10 @@ def resource_class(core: Any) -> Any:
             self.device_id = ordinal
 
         def allocate(self, size: int, *, stream: Any) -> Any:
-            """Allocate a buffer of cuda.core in stream order."""
+            """Allocate a buffer of cuda.core in the order of ``stream``.
+
+            Raises cuda.core's ``CUDAError`` if memory runs out.
+            """
             handle = int(stream.__cuda_stream__()[1])
             try:
                 address = self._ledger.allocate(size, self.device_id, handle, stream)
@@ -110,14 +119,14 @@ def resource_class(core: Any) -> Any:
             return core.Buffer.from_handle(address, size, mr=self, stream=stream)
 
         def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-            """Free in stream order. cuda.core calls it when a buffer is closed or dropped."""
+            """Free memory in the order of ``stream``. cuda.core calls it when a buffer is closed or dropped."""
             self._ledger.free(int(ptr), self.device_id, int(stream.__cuda_stream__()[1]))
 
     return Resource
 
 
 def _error(error: OutOfMemoryError) -> Exception:
-    """Return an error as cuda.core's ``CUDAError``, which has no public name."""
+    """Return an error as cuda.core's ``CUDAError``, which has no public name; as it is if that class is not found."""
     try:
         kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):

@@ -145,5 +145,8 @@ def array(
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """Return an array of CuPy as memory for ``stream``. The lender is CuPy's current stream; see :func:`borrow`."""
+    """Return an array of CuPy as memory for ``stream``.
+
+    The lender is CuPy's current stream; errors as for :func:`borrow`.
+    """
     return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

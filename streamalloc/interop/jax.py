@@ -1,4 +1,4 @@
-"""Arrays of JAX over memory of streamalloc, and as memory. JAX has no interface for allocators."""
+"""Arrays of JAX over memory of streamalloc, and the reverse. JAX has no interface for allocators."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """Return an array of JAX as memory for ``stream``. Do not write to it. See :func:`borrow`."""
+    """Return an array of JAX as memory for ``stream``. Do not write to it. Errors as for :func:`borrow`."""
     return borrow(array, stream)

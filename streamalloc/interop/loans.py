@@ -2,7 +2,8 @@
 
 * :class:`Lent`: a library uses memory of streamalloc. First the library's stream waits for the memory's stream. When
   the array is dropped, the memory's stream waits for the library's.
-* :class:`Borrowed`: streamalloc uses a library's array. The streams wait the other way round.
+* :class:`Borrowed`: streamalloc uses a library's array. Its stream waits for the library's first; when the array is
+  released, the library's stream waits for it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CUDA = 2  # DLPack's type for device memory
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Return memory as a typed view. Without type and shape it has those of a typed view, else it is bytes."""
+    """Return memory as a typed view. Without type and shape it keeps those of a typed view, else it is bytes."""
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
@@ -81,8 +82,8 @@ class _End(Deferred):
         return True
 
     def _ordered(self, use: Fence, then: Stream) -> bool:
-        # This queues nothing while the library captures the stream, because the wait would become a node of its graph.
-        # A later attempt does.
+        # Nothing is queued while the library captures the stream: the wait would become a node of the library's graph.
+        # A later attempt queues the wait.
         return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 
 
@@ -117,7 +118,7 @@ class Lent(TypedView[Any]):
         return self._at
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """Do as for any memory, and take the stream that is passed to ``__dlpack__`` as the library's."""
+        """Do as any memory does, and remember the stream that the library passes to ``__dlpack__`` as its stream."""
         part = super()._ordered_part(stream, dl_device, copy)
         if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
@@ -174,8 +175,8 @@ class Borrowed(Memory, Closes):
         self.location = place.location or stream.device.location
         self.managed = place.managed
         self._end = _End((self._keep, array), self._session, stream, lender)
-        # The queue keeps the end. If a signal handler raised in __del__, the array would otherwise be released too
-        # early.
+        # The queue keeps the end, too. If a signal handler raises in __del__, the end is still attempted; otherwise the
+        # array would be released before the work of the stream.
         deferred_queue(self._session).end_with(self, self._end)
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
@@ -193,7 +194,7 @@ class Borrowed(Memory, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the array was released by :meth:`close`."""
         return self._keep is None
 
     def close(self) -> None:
@@ -263,7 +264,11 @@ def borrow(
 def _taken(
     array: Any, stream: Stream, lender: Stream | None
 ) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Residence]:
-    """Return address, type, shape, owner and place of an array, and make ``stream`` wait for its contents."""
+    """Return address, type, shape, owner and place of an array, and make ``stream`` wait for its contents.
+
+    It waits for the stream that the array names, else for ``lender``. Raises ``TypeError`` and ``ValueError`` as
+    :func:`borrow`.
+    """
     check_driver(sys.modules.get(type(array).__module__.partition(".")[0]), session_of(stream))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()

@@ -330,19 +330,16 @@ class TorchMemorySaver:
         return None
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Set the folder of later backups on disk; it is created if it is missing.
-
-        Raises
-        ------
-        OSError
-            It cannot be created.
-        """
+        """Set the folder of later backups on disk, which is made if it is missing. Raises ``OSError`` if that fails."""
         self._ensure_initialized()
         os.makedirs(path, exist_ok=True)
         self._folder = Path(path)
 
     def _kind(self, tag: str, on_host: bool, on_disk: bool, backend: str | None) -> str:
-        """Check the arguments of a region, and return its tag in the sleep group."""
+        """Return the tag of a region in the sleep group, after a check of the region's arguments.
+
+        Raises as :meth:`region`.
+        """
         if backend is not None and not on_host:
             raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
         if on_host and on_disk:
@@ -367,7 +364,10 @@ class TorchMemorySaver:
         return self._bridges[key]
 
     def _chosen(self, tag: str | None) -> dict[SleepGroup, dict[VirtualBuffer, str]]:
-        """Return the buffers of a tag by group, each with its tag in the group. Empty groups are left out."""
+        """Return the buffers of a tag (None: of all tags) by group, each with its tag there.
+
+        Empty groups are left out.
+        """
         if tag is not None:
             checked_type("tag", tag, str)
         self._ensure_initialized()
@@ -385,7 +385,10 @@ class TorchMemorySaver:
             buffer.evict(self._place({}, buffer, tag))
 
     def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
-        """Make host memory for those buffers of one device that need some, and return it."""
+        """Allocate host memory for the buffers of one device whose tags ask for it and that have none yet.
+
+        Returns the new memory by buffer.
+        """
         made: dict[VirtualBuffer, HostMemory] = {}
         for kind in _BACKENDS:
             new = [one for one, tag in buffers.items() if tag.endswith(f":{kind}") and one not in self._hosts]
@@ -395,7 +398,10 @@ class TorchMemorySaver:
         return made
 
     def _place(self, made: dict[VirtualBuffer, HostMemory], buffer: VirtualBuffer, tag: str) -> Any:
-        """Return the place for the bytes of a buffer; None to lose them. ``made`` has new host memory."""
+        """Return the place for the bytes of a buffer; None to lose them.
+
+        ``made``: new host memory, to which it may add.
+        """
         kind = tag.rpartition(":")[2]
         if kind == _NONE:
             return None
@@ -422,7 +428,7 @@ class TorchMemorySaver:
 
 
 class _Source(Tagged):
-    """Allocator of buffers with one tag of a group. It leaves the saver's margin free."""
+    """Allocator of buffers with one tag of a group. It leaves the saver's margin of device memory free."""
 
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
         super().__init__(group, tag)
@@ -459,8 +465,9 @@ torch_memory_saver = TorchMemorySaver()
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Do nothing in a ``with`` block: child processes need no preloaded library. :doc:`/docs/recipes/memory-saver` has
-    the differences.
+    """Do nothing for the ``with`` block: child processes need no preloaded library.
+
+    :doc:`/docs/recipes/memory-saver` has the differences.
     """
     yield
 

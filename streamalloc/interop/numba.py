@@ -19,7 +19,7 @@ __all__ = ["array", "memory", "use"]
 
 
 def use(*sources: AllocatorSource) -> Bridge:
-    """Make Numba allocate device memory from ``sources`` on all threads, in its present and future contexts.
+    """Make Numba allocate device memory from ``sources`` on all threads, in all contexts that exist or are made later.
 
     :doc:`/docs/guides/interop` has a program.
 
@@ -71,12 +71,12 @@ class NumbaCallback(Bridge):
 
 
 def _contexts(devices: Any) -> list[Any]:
-    """Return the contexts that Numba has made. Each has a memory manager of its own."""
+    """Return the contexts that Numba has made. Each has its own memory manager."""
     return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
 
 
 def manager_class(sources: Sources) -> Any:
-    """Make a class of memory managers for Numba."""
+    """Make a class of memory managers for Numba, which allocate from ``sources``."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
@@ -87,10 +87,10 @@ def manager_class(sources: Sources) -> Any:
         interface_version = 1
 
         def initialize(self) -> None:
-            """Do nothing. Numba calls it."""
+            """Do nothing: the sources are ready. Numba calls it before the first allocation."""
 
         def memalloc(self, size: int) -> Any:
-            """Allocate device memory on the legacy default stream."""
+            """Allocate ``size`` bytes on the legacy default stream. Raises Numba's ``CudaAPIError`` on failure."""
             ordinal = int(self.context.device.id)
             dropped = dropped_of(sources.session)
             if sources.works or dropped.refused:
@@ -111,7 +111,7 @@ def manager_class(sources: Sources) -> Any:
             )
 
         def get_memory_info(self) -> Any:
-            """Return free and total bytes of the device. What pools reserve counts as used."""
+            """Return free and total bytes of the device. Memory that pools reserve counts as used."""
             info = sources.device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 

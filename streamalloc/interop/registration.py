@@ -1,4 +1,4 @@
-"""Registration of memory with communication libraries: which can use it, as far as the driver's attributes tell."""
+"""Registration of memory with communication libraries: which of them can use it, as far as driver attributes tell."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
 
 
 def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
-    """Return the answer for a DMA-BUF of the pages that contain the memory."""
+    """Return the answer for a DMA-BUF of the pages that contain the memory (``cuMemGetHandleForAddressRange``)."""
     start = address // _PAGE * _PAGE
     size = -(-(address + nbytes - start) // _PAGE) * _PAGE
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -156,8 +156,10 @@ _SEVERAL = (
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
-    """Return the answer for each library: that of the first rule that applies. ``mapped``: whether the memory was
-    mapped by ``cuMemMap``.
+    """Return the answer for each library: that of the first rule that applies.
+
+    ``known``: attributes of the first mapping. ``mapped``: whether the memory was mapped by ``cuMemMap``. ``types``,
+    ``rdma``: handle types and GPUDirect RDMA that all ``mappings`` have.
     """
     in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)

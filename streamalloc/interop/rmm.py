@@ -37,10 +37,9 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
     """Make a device memory resource of RMM over a pool or another allocator. It is never freed.
 
-    :func:`use` sets it on each device.
-
-    For a pool it is a ``CudaAsyncViewMemoryResource``, whose allocations run no Python code. For another allocator, or
-    with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out, RMM raises ``MemoryError``.
+    :func:`use` sets it on each device. For a pool it is a ``CudaAsyncViewMemoryResource``, whose allocations run no
+    Python code. For another allocator, or with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out,
+    RMM raises ``MemoryError``. Raises as :func:`use`.
     """
     sources = Sources([source])
     return _resource(sources, next(iter(sources.by_device)), callbacks)

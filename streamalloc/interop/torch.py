@@ -56,20 +56,29 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
 
     Other threads, also those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at a
     time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
-    Inside a ``use_mem_pool`` of your own, PyTorch keeps to that pool. Of nested bridges the innermost is active.
+    Inside your own ``use_mem_pool`` block, tensors come from the pool of that block. Of nested bridges the innermost is
+    active.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     rmm
-        True: PyTorch calls RMM, which has the handles of the pools, so allocations run no Python code. The bridge sets
-        RMM's resources of these devices permanently. If memory runs out, PyTorch raises ``MemoryError``.
+        False: PyTorch calls Python for each segment. True: PyTorch calls RMM, which has the handles of the pools, so
+        allocations run no Python code. The bridge sets RMM's resources of these devices permanently. If memory runs
+        out, PyTorch raises ``MemoryError``.
 
     Returns
     -------
     TorchBridge
         The bridge, started.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A source does not allocate device memory, or two have one device or different drivers.
+    ModuleNotFoundError
+        PyTorch (or RMM) is not installed.
     """
     return TorchBridge(Sources(sources), rmm).start()
 
@@ -92,7 +101,7 @@ class TorchBridge(Bridge):
 
     @property
     def pool(self) -> Any:
-        """PyTorch's pool. Raises ``ValueError`` for a bridge with several devices, which has one for each."""
+        """PyTorch's pool. Raises ``ValueError`` for a bridge with several devices, which has a pool for each."""
         self._prepare()
         (pool,) = self.pools.values()
         return pool
@@ -120,8 +129,8 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts the process if a pool ends while it is in use. A dropped bridge would end its pool that
-                # way.
+                # PyTorch aborts the process if a pool ends while it is in use, as that of a dropped bridge would. So
+                # the pool lives until collect() releases it, after the bridge is closed.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -129,11 +138,11 @@ class TorchBridge(Bridge):
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
-        """Allocate from the bridge on this thread in a ``with`` block. Blocks nest, also those of one bridge."""
+        """Allocate from the bridge on this thread within the ``with`` block. Blocks nest, also those of one bridge."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # PyTorch takes the pool that became active first, of several. So the outer pool is left for the time
-        # of this block.
+        # PyTorch takes, of several active pools, the one that became active first. So the outer pool is left for the
+        # time of this block; otherwise the tensors would go there.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -174,7 +183,7 @@ class TorchBridge(Bridge):
     def renew(self) -> None:
         """Give later tensors new segments, in new pools of PyTorch. A pool that a captured graph uses stays.
 
-        A present segment goes back to its source once its tensors are dropped and PyTorch's cache is emptied.
+        A segment of before goes back to its source once its tensors are dropped and PyTorch's cache is emptied.
         """
         torch = self._prepare()
         unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
@@ -184,11 +193,11 @@ class TorchBridge(Bridge):
     def close(self) -> None:
         """Stop, and let PyTorch free its segments.
 
-        Segments with tensors stay until these are dropped and :meth:`trim` of any bridge is called. Inside another
-        bridge the segments are freed when that one is stopped. If some are left, ``torch.cuda.empty_cache()`` is
-        called.
+        Segments with tensors stay until these tensors are dropped and :meth:`trim` of any bridge is called. Inside
+        another bridge the segments are freed when that one is stopped. If some are left, ``torch.cuda.empty_cache()``
+        is called.
 
-        Do not call this during a capture or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+        Do not call this during a capture or inside your own ``use_mem_pool`` block: PyTorch aborts the process.
         PyTorch's workspaces for cuBLAS are tensors, too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
         """
         self.stop()
@@ -205,7 +214,7 @@ class TorchBridge(Bridge):
 
 
 def asleep(tag: str, groups: Iterable[SleepGroup]) -> bool:
-    """Whether memory of a tag is asleep. PyTorch must put no tensors there then."""
+    """Whether memory of a tag is asleep in one of these groups. PyTorch must put no tensors there then."""
     return any(one == tag and buffer.evicted for group in groups for buffer, one in group.buffers.items())
 
 
@@ -228,7 +237,7 @@ def prepare(groups: Iterable[SleepGroup]) -> None:
 
 
 class _Route:
-    """Routing of the allocations of a thread to pools of PyTorch."""
+    """Routing of the allocations of one thread to pools of PyTorch."""
 
     def __init__(self, torch: Any, pools: dict[int, Any]) -> None:
         self._torch = torch
@@ -259,7 +268,7 @@ _latest = [0]
 
 @contextlib.contextmanager
 def unrouted() -> Iterator[None]:
-    """Allocate from no bridge on this thread in a ``with`` block."""
+    """Allocate from no bridge on this thread within the ``with`` block."""
     routes: list[_Route] = vars(_routes).get("all", [])
     if routes:
         routes[-1].leave()
@@ -272,7 +281,9 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Allocate on this thread from PyTorch's own memory in a ``with`` block, in a pool that ends with the block."""
+    """Allocate from PyTorch's own memory on this thread within the ``with`` block, in a pool that ends with the block
+    .
+    """
     cuda = library("torch").cuda
     with unrouted():
         pool = _immortal(cuda.MemPool())
@@ -286,11 +297,10 @@ def plain() -> Iterator[None]:
 
 
 def collect() -> int:
-    """Give the segments that PyTorch has freed back to the sources, and release the pools of closed bridges. Return the
-    bytes.
+    """Give the segments that PyTorch has freed back to the sources, and release the pools of closed bridges.
 
-    While a route is active no pool is released, because PyTorch would abort. A pool that a captured graph uses stays,
-    too.
+    Returns the bytes. While a route is active no pool is released, because PyTorch would abort. A pool that a captured
+    graph uses stays, too.
     """
     freed, kept = _return_segments(), list[Any]()
     if not _ended or _active:
@@ -308,10 +318,10 @@ def collect() -> int:
 
 
 def _return_segments() -> int:
-    """Free the memory of segments that PyTorch has freed, of all bridges. Return their bytes.
+    """Free the memory of segments that PyTorch has freed, of all bridges. Returns their bytes.
 
-    These are the segments of an earlier snapshot that the present one lacks. One that was in no snapshot yet may be a
-    segment that PyTorch is allocating now.
+    They are the segments that an earlier snapshot has and the new one lacks. A segment that was in no snapshot yet
+    stays: PyTorch may be allocating it now.
     """
     if not any(callbacks.ledger for callbacks in _made):
         return 0
@@ -324,7 +334,9 @@ def _return_segments() -> int:
 
 
 def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
-    """Release the memory of segments without tensors in the active pool, and keep their addresses. Return the bytes.
+    """Release the memory of segments without tensors in the active pool, and keep their addresses.
+
+    Returns the bytes.
 
     PyTorch keeps such segments for later tensors while the pool is in use, even when memory runs out. It must put no
     tensor there any more. So a tensor takes the whole segment until the pool ends. Only for groups that sleep.
@@ -376,8 +388,9 @@ class Callbacks:
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the functions that allocate and free. The latter is ``Py_IsInitialized``, which takes no lock
-        and frees nothing.
+        """Addresses of the functions that allocate and free.
+
+        The latter is ``Py_IsInitialized``, which takes no lock and frees nothing.
         """
         functions = self._function, ctypes.pythonapi.Py_IsInitialized
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
@@ -405,7 +418,7 @@ class Callbacks:
         return 0  # PyTorch raises its own out-of-memory error.
 
     def free_gone(self, there: set[int]) -> int:
-        """Free the segments that the last snapshot had and this one lacks. Return their bytes."""
+        """Free the segments that the last snapshot had and this one, ``there``, lacks. Returns their bytes."""
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}
         return sum(map(self._free, gone))
@@ -419,13 +432,16 @@ class Callbacks:
 
 
 def _interrupt_soon() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread, once its present C code has returned."""
+    """Raise ``KeyboardInterrupt`` in the main thread, once the C code that it runs now has returned."""
     time.sleep(0.002)
     _thread.interrupt_main()
 
 
 def _report(error: BaseException, where: object) -> None:
-    """Report an exception that cannot propagate into C code."""
+    """Report an exception of the function ``where`` that cannot propagate into C code.
+
+    An interrupt is raised again later.
+    """
     if isinstance(error, KeyboardInterrupt):
         # Not by threading.Thread, whose start() waits for the thread: the interrupt would come before C code is left.
         _thread.start_new_thread(_interrupt_soon, ())
@@ -463,7 +479,10 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
 
 
 def memory(tensor: Any, stream: StreamLike) -> Borrowed:
-    """Return a tensor as memory for ``stream``. The lender is PyTorch's current stream; see :func:`borrow`."""
+    """Return a tensor as memory for ``stream``.
+
+    The lender is PyTorch's current stream; errors as for :func:`borrow`.
+    """
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
 
@@ -548,7 +567,7 @@ def expandable() -> bool:
 
 @contextlib.contextmanager
 def without_expandable() -> Iterator[None]:
-    """Turn the option ``expandable_segments`` off in a ``with`` block."""
+    """Turn PyTorch's option ``expandable_segments`` off within the ``with`` block."""
     settings, write = _settings(library("torch"))
     # The calls below set all settings. Without the option that releases the lock, callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"

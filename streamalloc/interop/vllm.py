@@ -31,7 +31,10 @@ _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "slee
 
 
 class AllocationData:
-    """Segment of PyTorch, as it is now. :attr:`CuMemAllocator.pointer_to_data` gives them."""
+    """Description of a segment of PyTorch, which is up to date at each reading.
+
+    :attr:`CuMemAllocator.pointer_to_data` gives them.
+    """
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
@@ -81,7 +84,7 @@ class CuMemAllocator:
 
     @staticmethod
     def get_instance() -> CuMemAllocator:
-        """Return the allocator of this process."""
+        """Return the allocator of this process. The first call makes it, for the device that is current then."""
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()
         return CuMemAllocator.instance
@@ -97,7 +100,7 @@ class CuMemAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
-        """Present segments by address. Memory that PyTorch has freed is released first."""
+        """Descriptions of the segments by address. Memory that PyTorch has freed is released first."""
         collect()
         buffers = self.group.buffers
         return {buffer.address: AllocationData(self, buffer, tag) for buffer, tag in buffers.items()}
@@ -212,8 +215,9 @@ class CuMemAllocator:
         torch.cuda.empty_cache()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
-        """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored. Errors as for
-        :meth:`sleep`.
+        """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored.
+
+        Raises as :meth:`sleep`; after each error nothing has changed.
         """
         prepare([self.group])
         found = set(_tags("tags", tags)).intersection(self.group.buffers.values())
@@ -257,7 +261,7 @@ class CuMemAllocator:
             self._bridges.popitem()[1].close()
 
     def close(self) -> None:
-        """Alias of :meth:`release_pools`."""
+        """Release the pools as :meth:`release_pools` does."""
         self.release_pools()
 
     def _bridge(self, tag: str) -> TorchBridge:
@@ -282,7 +286,7 @@ class CuMemAllocator:
 
 
 class SleepModeBackend:
-    """A sleep-mode backend of vLLM over :class:`CuMemAllocator`; its name is ``"streamalloc"``.
+    """Sleep-mode backend of vLLM over :class:`CuMemAllocator`; its name is ``"streamalloc"``.
 
     vLLM makes it if ``sleep_mode_backend`` names it, and :func:`register` was called with ``STREAMALLOC_VLLM=1``.
 
@@ -298,14 +302,17 @@ class SleepModeBackend:
         self._state = "RUNNING"
 
     def suspend(self, level: int = 1) -> None:
-        """Put all memory to sleep. Level 1 keeps the bytes with the tag ``"weights"``, level 2 does not."""
+        """Put all memory to sleep. Level 1 keeps the bytes with the tag ``"weights"``, level 2 does not.
+
+        Raises ``ValueError`` for another level, and as :meth:`CuMemAllocator.sleep`.
+        """
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: allowed are 1 and 2")
         CuMemAllocator.get_instance().sleep(("weights",) if level == 1 else ())
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Wake memory, as :meth:`CuMemAllocator.wake_up` does."""
+        """Wake memory, as :meth:`CuMemAllocator.wake_up` does; errors as there."""
         before, self._state = self._state, "RESUMING"
         try:
             CuMemAllocator.get_instance().wake_up(tags)
@@ -314,7 +321,7 @@ class SleepModeBackend:
             self._state = before
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release memory and lose its bytes, as :meth:`CuMemAllocator.discard` does."""
+        """Release memory and lose its bytes, as :meth:`CuMemAllocator.discard` does; errors as there."""
         CuMemAllocator.get_instance().discard(tags)
         self._state = "SUSPENDED"
 
@@ -349,7 +356,7 @@ class SleepModeBackend:
 
 
 def install() -> None:
-    """Have vLLM allocate from :class:`CuMemAllocator`. Idempotent.
+    """Make vLLM allocate from :class:`CuMemAllocator`. Idempotent.
 
     Raises
     ------
@@ -368,9 +375,10 @@ def install() -> None:
 
 
 def register() -> None:
-    """:func:`install`, and register :class:`SleepModeBackend`, if the environment has ``STREAMALLOC_VLLM=1``.
+    """Call :func:`install`, and register :class:`SleepModeBackend`, if the environment has ``STREAMALLOC_VLLM=1``.
 
     The package's entry point in the group ``vllm.general_plugins``: vLLM calls it in each process, perhaps twice.
+    Raises as :func:`install`.
     """
     if os.environ.get("STREAMALLOC_VLLM") != "1":
         return
