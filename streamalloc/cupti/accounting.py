@@ -32,8 +32,8 @@ _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
 _WORDS = {"HALF": 16, "FLOAT": 32}
 """Bits of a channel, for array formats whose names have words in place of a number."""
-# Kinds of memory, the values of Row.what. First come the kinds that the driver allocates, then the parts of segments of
-# a library.
+# Kinds of memory, the values of Row.what: first those that the driver allocates, then the parts of a library's
+# segments. Programs that read the reports compare these texts, so a changed text breaks them.
 REST = "context, modules and the driver's own"
 POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
 LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
@@ -48,7 +48,10 @@ def _array_bytes(desc: Any) -> int:
 
 
 def _mipmap_bytes(desc: Any, levels: int) -> int:
-    """Bytes of all levels. Each level has half the extent of the one before, in each dimension of the array."""
+    """Return the bytes of all levels.
+
+    Each level has half the extent of the one before, in each dimension of the array.
+    """
     whole, most = _array_bytes(desc), max(int(desc.Width), int(desc.Height), int(desc.Depth), 1)
     shrinks = 1 + (int(desc.Height) > 0) + (int(desc.Depth) > 0)
     return sum(max(whole >> (level * shrinks), 1) for level in range(min(int(levels), most.bit_length())))
@@ -78,7 +81,7 @@ _ENDERS = {
 
 
 class Line:
-    """Library and place that allocate one kind of memory."""
+    """Library and place of the program that allocate one kind of memory."""
 
     __slots__ = ("library", "place", "what", "where")
 
@@ -101,10 +104,7 @@ class Row(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Device memory of the process at one moment.
-
-    :class:`Memory` returns it.
-    """
+    """Device memory of the process at one moment. :class:`Memory` returns it."""
 
     name: str
     rows: tuple[Row, ...]
@@ -113,7 +113,7 @@ class Moment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Sum of the bytes of all rows."""
         return sum(row.nbytes for row in self.rows)
 
 
@@ -121,7 +121,7 @@ class _Held:
     """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped.
 
     ``handles`` and ``maps`` count these. ``keys`` are its keys in ``Memory._held``. ``address`` is that of the latest
-    mapping; before the first one it is the handle.
+    mapping; before the first mapping it is the handle.
     """
 
     __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
@@ -132,7 +132,7 @@ class _Held:
 
 
 class Sums:
-    """Bytes by line, now and at a marked moment."""
+    """Sums of bytes by line, now and at a marked moment."""
 
     def __init__(self) -> None:
         self.now: Counter[Line] = Counter()
@@ -141,17 +141,17 @@ class Sums:
         """Changes by line since the mark. A mark copies nothing, because each new peak sets one."""
 
     def add(self, line: Line, nbytes: int) -> None:
-        """Add bytes to a line; a negative number removes some."""
+        """Add ``nbytes`` bytes to a line; a negative number removes some."""
         self.now[line] += nbytes
         self._since[line] += nbytes
         self.total += nbytes
 
     def mark(self) -> None:
-        """Set the mark to this moment."""
+        """Make this moment the marked one, instead of an earlier one."""
         self._since.clear()
 
     def marked(self) -> Counter[Line]:
-        """Return the bytes by line at the mark."""
+        """Return the bytes by line that there were at the mark."""
         found = self.now.copy()
         found.subtract(self._since)
         return found
@@ -192,13 +192,16 @@ class Memory:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the account early; None if there was none."""
+        """Error that ended the account early; None if there was none."""
         return self.failure or (self._subscription.error if self._subscription is not None else None)
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def called(self, call: DriverCall) -> None:
-        """Add the memory that a driver call allocates, or remove what it frees. The listener of the subscription."""
+        """Add the memory that a driver call allocates, or remove what it frees.
+
+        It is the listener of the subscription.
+        """
         name, result = call.function, int(call.answer[0])
         with self._lock:
             self._contexts.add(call.context)
@@ -370,8 +373,9 @@ class Memory:
         return found
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
-        """Return the bytes that driver calls have allocated: now, at the peak, and now by library. Makes no driver
-        call.
+        """Return the bytes that driver calls have allocated: now, at the peak, and now by library.
+
+        Makes no driver call.
         """
         self._catch_up()
         with self._lock:
@@ -419,7 +423,11 @@ class Memory:
     def _then(
         self, name: str, span: tuple[int, int], sums: Counter[Line], blocks: Counter[Line], now: Torch, ask: _Asked
     ) -> Moment:
-        """Return the memory at an earlier moment, for which only the bytes of each line are known."""
+        """Return the memory at an earlier moment, ``name``, for which only the bytes of each line are known.
+
+        ``span``: first and last time of the moment, in ns. ``sums``, ``blocks``: bytes by line, of driver calls and of
+        CuPy's blocks. ``now``: PyTorch's segments now, with its history.
+        """
         rows: list[Row] = []
         theirs = [line for line in sums if _is_segment(line, "PyTorch")]
         torch = now.at_most(*span, sum(sums[line] for line in theirs))
@@ -438,14 +446,14 @@ class Memory:
         return Moment(name, tuple(row for row in rows if row.nbytes > 0), {})
 
     def _forget_lost(self, ask: _Asked) -> None:
-        """Remove the memory of destroyed contexts."""
+        """Remove the memory of the contexts that have been destroyed."""
         for key, held in [*self._held.items()]:
             if held.line.where in ask.lost:
                 self._end(key, 0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
-        """Follow the driver calls of the process in a ``with`` block."""
+        """Follow the driver calls of the process within the ``with`` block. Raises :class:`CuptiError`."""
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
         with contextlib.ExitStack() as undo:
@@ -456,7 +464,7 @@ class Memory:
 
 
 class _Asked:
-    """The figures that only the driver has, read at one moment outside of callbacks."""
+    """Figures that only the driver has, read at one moment outside of callbacks."""
 
     def __init__(self, driver: Any, contexts: set[int], pools: dict[int, int]) -> None:
         self._devices: dict[int, int] = {}
@@ -504,18 +512,19 @@ class _Asked:
                 self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
-        """Return the device ordinal of :attr:`Line.where`."""
+        """Return the device ordinal for :attr:`Line.where`."""
         return -1 - where if where < 0 else self._devices.get(where, 0)
 
     def rows(self, sums: Counter[Line]) -> Iterator[Row]:
-        """Yield a row for each line."""
+        """Yield a row for each line that has bytes."""
         for line, nbytes in sums.items():
             if nbytes:
                 yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
 
     def reserves(self, sums: Counter[Line], high: bool) -> Iterator[Row]:
-        """Yield rows for the memory of graphs, and for what pools reserve beyond their allocations. ``high``: at the
-        peak.
+        """Yield rows for the memory of graphs, and for what pools reserve beyond their allocations.
+
+        ``sums``: bytes by line at that moment. ``high``: the moment is the peak.
         """
         for device, nbytes in self._graphs[high].items():
             yield Row(device, "the driver", GRAPHS, (), nbytes)
@@ -576,8 +585,9 @@ def memory() -> Iterator[Memory]:
 
 
 class Followed(Wrapper):
-    """Driver whose calls go to ``account.called``, as those of :func:`subscribe` do. For programs on the simulated
-    driver.
+    """Driver whose calls go to ``account.called``, as those of :func:`subscribe` do.
+
+    For programs on the simulated driver.
     """
 
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:

@@ -53,13 +53,14 @@ class Event(NamedTuple):
 
 
 def kernel_of(launch: DriverCall) -> Kernel:
-    """Return the kernel of a launch."""
+    """Return the kernel that a launch runs. The call must be a launch."""
     return cast("Kernel", launch.kernel)
 
 
 def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
-    """Return the addresses that a launch uses: those among its arguments. If the driver does not tell the arguments,
-    return those of the operator's tensors, or None without an operator.
+    """Return the addresses that a launch uses: those among its arguments.
+
+    If the driver does not tell the arguments, return those of the operator's tensors, or None without an operator.
     """
     if launch.pointers is None and launch.operands:
         return tuple(operand[0] for operand in launch.operands)
@@ -118,7 +119,7 @@ class Run(NamedTuple):
     launches: list[DriverCall]
 
     def uses(self) -> list[Use]:
-        """Return one use for each launch."""
+        """Return one use for each launch of the run."""
         found = []
         for at, one in enumerate(self.launches, self.at):
             what, parts = kernel_of(one).what, parts_of(one)
@@ -127,7 +128,7 @@ class Run(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A call that uses memory, with the clock of its stream."""
+    """Call that uses memory, with the clock of its stream."""
 
     time: int
     stream: TrackedStream
@@ -143,7 +144,7 @@ class Use(NamedTuple):
     """Time of the capture, for a call that runs in a graph; else 0."""
 
     def access(self, write: bool) -> Access:
-        """Return the use as the judge takes it."""
+        """Return the use in the form that the judge takes. ``write``: whether the access writes."""
         return Access(self.stream, self.what, self.place, write, time=self.at)
 
 
@@ -199,7 +200,7 @@ class Blocks:
         self.count += len(use.launches) if isinstance(use, Run) else 1
 
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
-        """Judge the logged uses and the allocators' events up to a time, in the order of time.
+        """Judge the logged uses and the allocators' ``events`` up to the time ``upto`` (ns), in the order of time.
 
         While only one stream has work (``is_alone``), judge nothing, and forget the older half of many uses.
         """
@@ -227,7 +228,7 @@ class Blocks:
                 self._happened(step)
 
     def _forget(self) -> None:
-        """Forget the older half of the logged uses. Only one stream has had work, so none can be wrong."""
+        """Forget the older half of the logged uses. Only one stream has had work, so none of them can be wrong."""
         half = len(self._uses) // 2 or 1
         last = self._uses[half - 1]
         self._known_from = last.launches[-1].time if isinstance(last, Run) else last.time
@@ -277,8 +278,8 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                # Skip a further address of the same launch in this block that belongs to no tensor. Written parts come
-                # first, so the part that has counted is a write if any part is.
+                # Skip a further address of the same launch in this block that belongs to no tensor, so that a launch
+                # counts once. Written parts come first, so the part that has counted is a write if any part is.
                 continue
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
@@ -312,11 +313,11 @@ class Blocks:
         self._state.judge.report("use after free", what, remedy, range_, use.place)
 
     def _judge(self, block: _Block, use: Use, part: Part) -> None:
-        """Compare a use with earlier uses by other streams."""
+        """Compare a use of a block with earlier uses by other streams."""
         if block.range is None:
             event = block.event
-            # PyTorch records no lines while only one stream has work. For older blocks the line of the first use
-            # stands.
+            # The check lets PyTorch record lines from the second stream on. A block from before has none, so its first
+            # use names its place.
             place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
             for one in {id(one): one for one in (block.wrote, block.last) if one is not None}.values():

@@ -1,4 +1,4 @@
-"""The library that calls the driver, found on the C stack, and the memory of this process as NVML reports it."""
+"""The library that calls the driver, found on the C stack, and the device memory of this process as NVML reports it."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def _at(thing: Any) -> Any:
 def caller(frame: FrameType | None) -> str:
     """Return the name of the library that called the driver, for use in a callback.
 
+    ``frame``: the innermost Python frame.
+
     It is the first frame of the C stack outside of the driver and the bindings. If that is Python itself, it is the
     first package on Python's stack.
     """
@@ -104,7 +106,7 @@ class _Process(ctypes.Structure):
 
 
 class Gpu(NamedTuple):
-    """The memory of a GPU as NVML reports it. NVML needs no CUDA context."""
+    """Memory of a GPU as NVML reports it. NVML needs no CUDA context."""
 
     free: int
     processes: dict[int, int]
@@ -148,7 +150,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 class Process:
-    """The device memory of this process, as NVML reports it."""
+    """Device memory of this process, as NVML reports it."""
 
     def __init__(self) -> None:
         self._before = gpus()
@@ -172,10 +174,13 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Return the bytes by which the free memory of a GPU has decreased; None if NVML does not know the GPU."""
+        """Return by how many bytes the free memory of the GPU ``name`` has decreased to ``free`` since the beginning.
+
+        None if NVML does not know the GPU.
+        """
         return self._before[name].free - free if name in self._before else None
 
 
 def uuid_text(data: bytes) -> str:
-    """Return the UUID of a GPU in NVML's notation."""
+    """Return the UUID of a GPU, given as 16 bytes, in NVML's notation."""
     return f"GPU-{uuid.UUID(bytes=data)}"

@@ -71,7 +71,7 @@ class _Seen:
         """Device of each context."""
 
     def saw(self, call: DriverCall) -> None:
-        """Note the device of a primary context, if the call has returned one."""
+        """Remember the device of a primary context, if the call has returned one."""
         if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
             self._devices[call.answer[1]] = call.args[0]
 
@@ -179,7 +179,7 @@ class Check:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the check early; None if there was none."""
+        """Error that ended the check early; None if there was none."""
         return self._subscription.error
 
     @property
@@ -189,7 +189,10 @@ class Check:
 
     @contextlib.contextmanager
     def running(self, at_once: bool) -> Iterator[Check]:
-        """Check the process in a ``with`` block."""
+        """Check the process within the ``with`` block. ``at_once``: print each hazard when it is found.
+
+        Raises :class:`CuptiError`, and at the end of the block, if hazards are to raise, ``DriverMisuseError``.
+        """
         if at_once:
             self._recorder.show_at_once(None)
         with contextlib.ExitStack() as undo:
@@ -208,7 +211,7 @@ class Check:
             raise _Found
 
     def _raise_here(self) -> None:
-        """End the thread that raises, because its exception must not arrive after the block."""
+        """End the thread that raises in the main thread: its exception must not arrive after the block."""
         if self._raising is not None:
             self._raising.ended.set()
             self._raising.join()
@@ -225,8 +228,9 @@ class Check:
 
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
-        """Check the Python processes, too, that the program starts in a ``with`` block. Each writes its hazards to a
-        file in ``folder``.
+        """Check the Python processes, too, that the program starts within the ``with`` block.
+
+        Each writes its hazards to a file in ``folder``.
         """
         ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
         before = {name: os.environ.get(name) for name in ours}
@@ -240,7 +244,9 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses, with what the libraries' allocators did, up to a time; None: up to now."""
+        """Judge the logged uses, with what the libraries' allocators did, up to the time ``upto`` (ns); None: up to
+        now.
+        """
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
@@ -274,13 +280,13 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # A native library, such as cuDNN, has allocated this memory, and may fill it on a stream of its own. The
-            # program cannot order that work, so it must not be reported.
+            # A native library, such as cuDNN, has allocated this memory, and may fill it on its own stream. The program
+            # cannot order that work, so that a report of a missing order would be of no use.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
     def _with_operands(self, call: DriverCall) -> DriverCall:
-        """Enter the dispatch mode on this thread, and add the operator's tensors to a launch."""
+        """Enter the dispatch mode on this thread, and return the call; a launch gets the operator's tensors."""
         torch = self._libraries.torch
         if self._operators is None and torch is not None:
             self._operators = Operators(torch)
@@ -344,7 +350,7 @@ class Check:
             self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
-        """Follow consecutive launches on one stream."""
+        """Follow consecutive launches of one thread on one stream."""
 
         def runs(stream: TrackedStream) -> None:
             self._uses(stream)
@@ -380,7 +386,7 @@ class Check:
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Note that a stream has work. From the second stream on, uses have to be judged."""
+        """Remember that a stream has work. From the second stream on, uses have to be judged."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first

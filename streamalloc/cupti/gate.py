@@ -121,7 +121,7 @@ the address of the words, edx the number of the function, and rcx the address of
 
 
 class Written(NamedTuple):
-    """A driver call that the machine code has stored."""
+    """Driver call that the machine code has stored."""
 
     number: int
     """CUPTI's number of the function."""
@@ -133,7 +133,7 @@ class Written(NamedTuple):
 
 
 class Gate:
-    """The machine code in front of one callback in Python, with its words and its ring of calls.
+    """Machine code in front of one callback in Python, with its words and its ring of calls.
 
     ``functions`` has the names of the subscribed functions by number.
     """
@@ -166,7 +166,7 @@ class Gate:
 
     @property
     def has_left_out(self) -> bool:
-        """Whether calls were dropped."""
+        """Whether calls were dropped, because their arguments could not be stored."""
         return bool(self.words[_LEFT_OUT])
 
     @property
@@ -175,13 +175,13 @@ class Gate:
         return bool(self.words[_ASKING])
 
     def write_frees(self) -> None:
-        """Store the queries and frees of threads without the GIL from now on."""
+        """Store the queries and frees of threads without the GIL from now on, since PyTorch was imported."""
         for number, mode in self._later.items():
             self.modes[number] = mode
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Take the mutex of PyTorch's allocator in a ``with`` block without a deadlock.
+        """Let the ``with`` block take the mutex of PyTorch's allocator without a deadlock.
 
         It first waits until the callbacks of other threads have ended, because one may hold the mutex and wait for the
         GIL.
@@ -201,7 +201,7 @@ class Gate:
             words[_ASKING] -= 1
 
     def take(self) -> Iterator[Written]:
-        """Yield the stored calls, oldest first, and remove them. Yield none while another thread takes them."""
+        """Yield the stored calls, oldest first, and remove them. Yields none while another thread takes them."""
         if not self._lock.acquire(blocking=False):
             return
         try:

@@ -1,4 +1,4 @@
-"""Kernels: names, the pointers among the arguments of a launch, and which of these the kernel writes.
+"""Kernels: their names, the pointers among the arguments of a launch, and which of these the kernel writes.
 
 The driver tells the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
 address counts as a pointer. Which pointers a kernel writes is known where its library keeps to a convention:
@@ -35,7 +35,7 @@ _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 
 
 class Kernel(str):
-    """A kernel. The string is its mangled name, and the attributes say how to read its arguments.
+    """Kernel, as its mangled name. Attributes say how to read its arguments.
 
     ``sizes`` has the bytes of each argument; None if the driver does not tell them.
     """
@@ -74,11 +74,11 @@ class Kernel(str):
     """Reads the addresses of the arguments, which ``kernelParams`` lists."""
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
-        """Return the pointers among the arguments of a launch. Return None if the driver does not tell the sizes of the
-        arguments, or the launch passes them as one block (``CU_LAUNCH_PARAM_BUFFER_POINTER``).
+        """Return the pointers among the arguments of a launch; None if they cannot be read.
 
-        ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns`` and ``rows`` are ``gridDimX`` and
-        ``gridDimY``.
+        That is so if the driver does not tell the sizes of the arguments, or if the launch passes them as one block
+        (``CU_LAUNCH_PARAM_BUFFER_POINTER``). ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns`` and
+        ``rows`` are ``gridDimX`` and ``gridDimY``.
         """
         if self._parts == [] and self._lists is None:
             return ()
@@ -93,7 +93,9 @@ class Kernel(str):
         return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Return the pointers of a launch that the kernel writes by convention; empty without a convention."""
+        """Return those of the ``addresses`` of a launch that the kernel writes by convention; empty without a
+        convention.
+        """
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
@@ -118,8 +120,9 @@ class _Lists(NamedTuple):
 
 
 def _lists(name: str, size: int) -> _Lists | None:
-    """Return the lists in the first argument of a PyTorch kernel, which has ``size`` bytes. Return None if the kernel
-    has no lists, or lists of an unknown form.
+    """Return the lists in the first argument of a PyTorch kernel, which has ``size`` bytes.
+
+    None if the kernel has no lists, or lists of an unknown form.
     """
     found = _OF_LISTS.search(name)
     if found is None:
@@ -136,8 +139,9 @@ def _lists(name: str, size: int) -> _Lists | None:
 
 
 def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int, int]]:
-    """Return the parts of the arguments that may have pointers: number of the argument, first byte, and size. The first
-    argument is left out if ``has_lists``.
+    """Return the parts of the arguments that may have pointers: number of the argument, first byte, and size.
+
+    The first argument is left out if ``has_lists``.
     """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
@@ -191,8 +195,10 @@ _MOST_KNOWN = 10_000
 
 
 class Kernels:
-    """The kernels of the process by ``CUfunction`` handle. CUPTI's callback must make no driver call, so a thread asks
-    the driver for the sizes of their arguments, once for each kernel.
+    """Kernels of the process by ``CUfunction`` handle.
+
+    CUPTI's callback must make no driver call, so a thread asks the driver for the sizes of their arguments, once for
+    each kernel.
     """
 
     def __init__(self) -> None:
@@ -202,14 +208,18 @@ class Kernels:
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
-        """Ask the thread for a kernel, and wait for its answer. ``symbol``: address of the mangled name, or 0."""
+        """Ask the thread for a kernel, and wait up to 2 s for its answer. Returns the kernel.
+
+        ``symbol``: address of the mangled name, or 0. Without an answer in time, the sizes of the arguments are
+        unknown.
+        """
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()
         self._asked.put((function, name, context, done))
         return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
-        """Start the thread. Not for callbacks, because the start of a thread releases the GIL."""
+        """Start the thread that asks the driver. Not for callbacks, because the start of a thread releases the GIL."""
         self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
         self._thread.start()
 
@@ -218,7 +228,7 @@ class Kernels:
         self.known = {}
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that asks the driver."""
         if self._thread is not None:
             self._asked.put(None)
 

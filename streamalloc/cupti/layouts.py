@@ -39,7 +39,7 @@ _MOST = 65536
 
 
 class Layout(NamedTuple):
-    """The arguments of a function, each as an offset and a function that reads it."""
+    """Layout of the arguments of a function: each is an offset and a function that reads it."""
 
     inputs: tuple[tuple[int, Read], ...]
     """Arguments of the bindings' Python function, in their order."""
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     """Pointers to which the driver writes its answer."""
 
     def arguments(self, at: int) -> tuple[Any, ...]:
-        """Read the arguments at an address; return them as the bindings' function takes them."""
+        """Read the arguments at the address ``at``. Returns them as the bindings' function takes them."""
         values = [read(at + offset) for offset, read in self.inputs]
         for index, length, size, read in self.arrays:
             first, count = values[index], min(int(values[length] or 0), _MOST)
@@ -59,7 +59,10 @@ class Layout(NamedTuple):
         return tuple(values)
 
     def answer(self, at: int, result: int) -> tuple[Any, ...]:
-        """Read the driver's answer; return it as the bindings' function does, the result code first."""
+        """Read the driver's answer through the arguments at ``at``.
+
+        Returns it as the bindings do, the result code first.
+        """
         if result:
             return (_member(cuda.CUresult, result), *(None for _ in self.outputs))
         pointers = ((_word(at + offset), read) for offset, read in self.outputs)
@@ -68,7 +71,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout(function: str) -> Layout | None:
-    """Return the layout of a function's arguments; None if these bindings lack the function."""
+    """Return the layout of a driver function's arguments; None if these bindings lack the function."""
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
@@ -108,7 +111,7 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
 
 
 def _size(kind: str) -> tuple[int, int]:
-    """Return size and alignment of a C type."""
+    """Return size and alignment of a C type in bytes."""
     if kind in _BY_VALUE:
         return _BY_VALUE[kind]
     found = ctypes.sizeof(_NUMBERS[kind]) if kind in _NUMBERS else 4 if _is_enum(kind) else 8
@@ -165,7 +168,7 @@ def _structure(kind: str) -> Read:
 
 
 def _copy(value: Any) -> Any:
-    """Copy the fields of a struct, because the caller's memory is valid only during the callback."""
+    """Return a copy of the fields of a struct, because the caller's memory is valid only during the callback."""
     kind: Any = type(value)
     fields = _fields(kind) if hasattr(value, "getPtr") else ()
     if not fields:

@@ -30,7 +30,7 @@ with the block.
 
 
 class Libraries:
-    """The allocators of PyTorch, CuPy and RMM, imported already or later.
+    """Allocators of PyTorch, CuPy and RMM, imported already or later.
 
     ``take`` gets the events of hooks; without it :meth:`events` returns them, too. ``stacks`` names the actions for
     which PyTorch records stack frames. Without ``splits_rmm``, blocks of RMM give no events.
@@ -57,7 +57,7 @@ class Libraries:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[Libraries]:
-        """Receive the events of the libraries in a ``with`` block."""
+        """Receive the events of the libraries within the ``with`` block."""
         found = {"torch": self._follow_torch, "cupy": self._follow_cupy}
         if self._splits_rmm:
             found["rmm"] = self._follow_rmm
@@ -141,8 +141,9 @@ class Libraries:
         )
 
     def record_all(self) -> None:
-        """Let PyTorch record stack frames of all actions from now on, and keep more entries. That is the most expensive
-        part of a check.
+        """Let PyTorch record stack frames of all actions from now on, and keep more entries.
+
+        That is the most expensive part of a check.
         """
         self._stacks, self.most_entries = "all", _MOST_ENTRIES
         if self.torch is not None and self.torch.cuda.is_initialized():
@@ -258,7 +259,9 @@ _WITH_LOCK = (
 
 
 def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that locks PyTorch's allocator, so that no callback waits for the GIL meanwhile."""
+    """Return a function that calls ``function``, which locks PyTorch's allocator, while no callback waits for the GIL
+    .
+    """
 
     @functools.wraps(function)
     def ask(*args: Any, **named: Any) -> Any:
@@ -269,14 +272,14 @@ def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that calls a function after the import of a module."""
+    """Finder of modules that calls a function after the import of some of them."""
 
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
         self._then = then
         self._busy: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a module in ``then``; None for other modules."""
+        """Return the spec of a module for which there is a function; None for other modules."""
         if name not in self._then or name in self._busy:
             return None
         self._busy.add(name)
@@ -315,7 +318,7 @@ def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:
-    """Return the innermost frames of the program among the frames of a history entry."""
+    """Return the innermost frames of the program among the frames of an entry of PyTorch's history."""
     theirs = [one for one in frames if not is_library(one["filename"])]
     return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])
 

@@ -33,7 +33,7 @@ class CuptiError(RuntimeError):
 
 
 class Library:
-    """The functions of ``libcupti``."""
+    """Functions of ``libcupti`` through ctypes. Raises :class:`CuptiError` if the library is not found."""
 
     def __init__(self) -> None:
         self._library: Any = _load()
@@ -48,8 +48,10 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Have CUPTI call the C function at ``callback`` before and after each call of ``functions`` by any code of the
-        process. The first argument of the C function is ``user``.
+        """Make CUPTI call the C function at ``callback`` before and after each call of ``functions`` by any code of the
+        process.
+
+        The first argument of the C function is ``user``.
 
         Raises
         ------

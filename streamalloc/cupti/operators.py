@@ -38,7 +38,7 @@ _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
 
 
 class Operators:
-    """The dispatch mode. It is no ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under those."""
+    """Dispatch mode. It is no ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under those."""
 
     supports_higher_order_operators = True
 
@@ -54,12 +54,12 @@ class Operators:
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return False: the mode is no part of PyTorch itself."""
+        """Answer PyTorch that the mode is no part of PyTorch itself: False."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled code need not call this mode."""
+        """Answer PyTorch that compiled code need not call this mode: True."""
         return True
 
     def enter(self) -> None:
@@ -169,7 +169,10 @@ def _schema(function: Any) -> _Schema | None:
 
 
 def _extent(tensor: Any) -> int:
-    """Bytes of a tensor that is not contiguous: all if it only has another order, or one element if it has gaps."""
+    """Return the bytes that count for a tensor that is not contiguous.
+
+    They are all of its bytes if it only has another order, and one element if it has gaps.
+    """
     steps = tensor.stride()
     reach = 1 + sum(map(mul, tensor.shape, steps)) - sum(steps)
     return int(tensor.nbytes if reach == tensor.numel() else tensor.element_size())

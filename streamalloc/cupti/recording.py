@@ -20,7 +20,7 @@ _SUCCESS = cuda.CUresult.CUDA_SUCCESS
 
 
 class Recording:
-    """The allocations of this process in the block of :meth:`running`."""
+    """Allocations of this process within the block of :meth:`running`."""
 
     def __init__(self) -> None:
         self.libraries: Libraries = Libraries(stacks=None, most_entries=_MOST_ENTRIES)
@@ -29,11 +29,11 @@ class Recording:
         self._calls: list[Call] = []
 
     def called(self, call: DriverCall) -> None:
-        """Record a driver call."""
+        """Record a driver call. It is the listener of the subscription."""
         self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
 
     def calls(self) -> list[Call]:
-        """Return all allocations and frees.
+        """Return all allocations and frees, in the order of time.
 
         A block of a library counts as memory of ``cuMemAllocAsync``. The segments that hold the blocks are left out.
         """
@@ -63,7 +63,7 @@ class Recording:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record in a ``with`` block."""
+        """Record within the ``with`` block. Raises :class:`CuptiError` if CUPTI cannot be used."""
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate
         with self.libraries.followed():

@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
-    """Split segments, given as bytes by address."""
+    """Split segments, given as bytes by address, by the ``blocks`` that are live in them."""
     bases = sorted(segments)
     inside: Counter[int] = Counter()
     live: Counter[Any] = Counter()
@@ -43,7 +43,7 @@ def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
 
 
 class Torch:
-    """PyTorch's segments and live blocks at one moment."""
+    """Segments and live blocks of PyTorch at one moment, with its memory history."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.segments: dict[int, int] = {}
@@ -63,9 +63,11 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """Return the segments and blocks at one moment between two times (nanoseconds), at which the segments had
-        ``nbytes``. Of several such moments, it is that at which the live blocks had most bytes. None if the history has
-        no such moment.
+        """Return the segments and blocks at one moment from ``start`` to ``stop`` (ns), at which the segments had
+        ``nbytes``.
+
+        Of several such moments, it is that at which the live blocks had most bytes. None if the history has no such
+        moment.
         """
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)
@@ -113,11 +115,14 @@ class Torch:
         return made
 
     def devices(self) -> set[int]:
-        """Return the ordinals of devices with segments."""
+        """Return the ordinals of the devices that have segments."""
         return {self.device_of.get(address, 0) for address in self.segments}
 
     def split(self, device: int) -> Split:
-        """Split the segments of a device. The origin of a live block is the place of its allocation."""
+        """Split the segments of the device with this ordinal.
+
+        The origin of a live block is the place of its allocation.
+        """
         theirs = {one: size for one, size in self.segments.items() if self.device_of.get(one, 0) == device}
         found = split(theirs, self.blocks)
         live: Counter[Any] = Counter()
@@ -127,7 +132,7 @@ class Torch:
 
 
 def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
-    """Remove a range from the segments. A mapping may be any part of an expandable segment."""
+    """Remove a range of addresses from the segments. A mapping may be any part of an expandable segment."""
     for base, size in segments.items():
         if base <= address < base + size:
             segments.pop(base)

@@ -57,7 +57,7 @@ _DEEPEST = 8
 
 
 class DriverCall(NamedTuple):
-    """One driver call that has returned, made by any code of the process. Listeners of :func:`subscribe` get it."""
+    """Driver call that has returned, made by any code of the process. Listeners of :func:`subscribe` get it."""
 
     function: str
     """Name of the function, as ``cuda.bindings.driver`` has it."""
@@ -85,13 +85,13 @@ class DriverCall(NamedTuple):
     Only :func:`check` asks PyTorch for them.
     """
     is_late: bool = False
-    """Whether the listener is called later than the call, while its thread goes on. ``place`` is then the thread's
-    present place. So it is for some calls that PyTorch makes while it holds a mutex.
+    """Whether the listener is called later than the call, while its thread goes on. ``place`` is then where the thread
+    is at that later time. Some calls that PyTorch makes while it holds a mutex are late.
     """
 
 
 class Subscription:
-    """A subscription to driver calls, which :func:`subscribe` returns."""
+    """Subscription to driver calls, which :func:`subscribe` returns."""
 
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
@@ -110,7 +110,7 @@ class Subscription:
         """Place of the main thread while a thread of C++ works for it."""
 
     def open(self) -> None:
-        """Begin to listen."""
+        """Begin to listen (``cuptiSubscribe``). Raises :class:`CuptiError` if another tool has subscribed."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.kernels.close)
             self.kernels.open()
@@ -123,7 +123,7 @@ class Subscription:
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
     def close(self) -> None:
-        """End the subscription, after the callbacks that have begun."""
+        """End the subscription (``cuptiUnsubscribe``), after the callbacks that have begun."""
         self._library.unsubscribe()
         with self.gate.asking():
             pass
@@ -159,7 +159,7 @@ class Subscription:
             self._fail(error)
 
     def _take_written(self) -> None:
-        # The frames at the time of the call are gone, so the threads' present ones are used.
+        # The frames at the time of the call are gone, so the threads' current ones are used.
         now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
@@ -213,7 +213,10 @@ class Subscription:
         self._listener(made(DriverCall, call))
 
     def _place(self, frame: FrameType | None, depth: int) -> Stack:
-        """Return the innermost frames of the program that made a call; those of the main thread for a thread of C++."""
+        """Return the innermost ``depth`` frames of the program that made a call.
+
+        For a thread of C++ they are those of the main thread.
+        """
         found = frames_of(frame, depth)
         if found or not _is_of_native_thread(frame):
             self._waiting = None
@@ -225,7 +228,10 @@ class Subscription:
 
 
 def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
-    """Replace handle 0 by the handle of the per-thread default stream, for functions to which 0 means that stream."""
+    """Return the arguments of a call with the handle of the per-thread default stream in place of 0.
+
+    That is so for functions to which 0 means that stream (``per_thread``). ``stream_at``: index of the stream argument.
+    """
     if per_thread and stream_at is not None and not given[stream_at]:
         return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
     return given
@@ -239,7 +245,7 @@ def _is_of_native_thread(frame: FrameType | None) -> bool:
 
 
 def frames_of(frame: FrameType | None, depth: int) -> Stack:
-    """Return the innermost frames of the program, from a frame outwards."""
+    """Return the innermost ``depth`` frames of the program, from ``frame`` outwards, without those of libraries."""
     found = []
     while frame is not None:
         code = frame.f_code
@@ -320,7 +326,7 @@ class _Watch:
         self._c.timer_delete(self._timer)
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch, so that no warning follows."""
         self._ended.set()
 
 
@@ -332,11 +338,11 @@ _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class RaisedAgain(DriverMisuseError):
-    """An error that a thread raises in the main thread, again and again until a block ends, also in callbacks."""
+    """Error that a thread raises in the main thread, again and again until a block ends, also in callbacks."""
 
 
 SOON = 0.001
-"""Seconds to wait before an exception is raised in the main thread, so that its present callback can end."""
+"""Seconds to wait before an exception is raised in the main thread, so that the callback it is in can end."""
 _SWITCH_INTERVAL = 0.1
 """Seconds that a thread keeps the GIL while another one waits for it. Python's default, 0.005, is shorter than some
 callbacks.
@@ -370,8 +376,10 @@ def is_library(file: str) -> bool:
 
 
 def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str, Layout, bool, int | None]]:
-    """Return the wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 means the
-    per-thread default stream, and index of the stream argument.
+    """Return the wanted functions by CUPTI's number.
+
+    For each: the name in the bindings, the layout, whether stream 0 means the per-thread default stream, and the index
+    of the stream argument.
     """
     newest: dict[str, int] = {}
     parts = {}
