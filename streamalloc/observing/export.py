@@ -1,4 +1,4 @@
-"""Output for other tools: PyTorch's memory viewer, RMM's log, Perfetto and Chrome, and NVTX."""
+"""Files and signals for other tools: PyTorch's memory viewer, RMM's log, Perfetto and Chrome, and NVTX."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _STEP = 32 << 20
 
 
 def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[Allocation]) -> None:
-    """Write :func:`snapshot` to a file, as a pickle."""
+    """Write :func:`snapshot` to a file, as a pickle. Raises ``OSError`` if the file cannot be written."""
     Path(path).write_bytes(pickle.dumps(snapshot(history, live), protocol=4))
 
 
 def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
-    """Return a snapshot for PyTorch's memory viewer: present ``segments``, and ``device_traces`` by device.
+    """Return a snapshot for PyTorch's memory viewer: the ``segments`` that live now, and ``device_traces`` by device.
 
     The driver does not tell the ranges of addresses of a pool. So a segment is a group of neighbouring allocations,
-    live or freed, and the gaps are inactive blocks. A mapping is a segment of its own while it is mapped.
+    live or freed, and the gaps are inactive blocks. A mapping is a separate segment while it is mapped.
     """
     live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -62,7 +62,7 @@ def _device(one: Allocation) -> int | None:
 
 
 def _entries(one: Happening) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a device's trace for an allocation, a free or a failure."""
+    """Yield the entries of a device's trace for one entry of the history: an allocation, a free or a failure."""
     allocation = one.allocation
     mapped = allocation.source.kind == "mapping"
     actions = {
@@ -133,15 +133,15 @@ class Log:
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        # os.fspath refuses a number. open() would take it as a file descriptor of the program, and close that at the
-        # end.
+        # os.fspath refuses a number: open() would take it as a file descriptor of the program, and close that
+        # descriptor at the end.
         self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):
                 self._file.write(_HEADER)
 
     def write(self, history: Iterable[Happening]) -> None:
-        """Append a line for each entry."""
+        """Append a line for each entry of the history. Raises ``OSError`` if the file cannot be written."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for one in history:
@@ -157,12 +157,12 @@ class Log:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Later writes raise ``ValueError``."""
         self._file.close()
 
 
 def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
-    """Write a history as a :class:`Log`."""
+    """Write a history as a :class:`Log`. Raises ``OSError`` if the file cannot be written."""
     with contextlib.closing(Log(path)) as log:
         log.write(history)
 
@@ -173,7 +173,10 @@ def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
 def save_chrome(
     path: str | Path, history: Sequence[Happening], live: Iterable[Allocation], phases: Iterable[Phase]
 ) -> None:
-    """Write a file in the trace-event format, with a counter for each source, a slice for each phase, and failures."""
+    """Write a file in the trace-event format, with a counter for each source, a slice for each phase, and failures.
+
+    Raises ``OSError`` if the file cannot be written.
+    """
     process = os.getpid()
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "ts": 0, "args": {"name": "streamalloc"}}
@@ -251,6 +254,6 @@ class Profiler:
         return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:
-        """Record the bytes that are allocated now."""
+        """Set the NVTX counter to the bytes that are allocated now."""
         if self._sample is not None:
             self._sample(nbytes)

@@ -27,10 +27,7 @@ _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 
 class PoolFigures(NamedTuple):
-    """Statistics of one pool at one moment.
-
-    :meth:`LiveView.figures` returns them.
-    """
+    """Statistics of one pool at one moment. :meth:`LiveView.figures` returns them."""
 
     name: str
     """Name of the pool. Without a name, its location and handle."""
@@ -74,7 +71,7 @@ class _Screen(NamedTuple):
 
 
 def _rows(figures: list[PoolFigures], shown: Callable[[int, int], str]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table. ``shown`` formats a value of a total."""
+    """Yield the rows of the table. ``shown`` formats a value as a part of a total."""
     for name, now, capacity in figures:
         shares = shown(now.used, now.reserved), shown(now.reserved, capacity)
         yield name, *shares, mib(now.used_high), mib(now.reserved_high)
@@ -133,7 +130,7 @@ class LiveView(Closes):
         self._running: tuple[threading.Thread, _Screen] | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """Return the present figures of the pools that are not closed."""
+        """Return the current figures of the pools that are not closed."""
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
@@ -143,7 +140,10 @@ class LiveView(Closes):
         return self._running is not None and self._running[0].is_alive()
 
     def start(self) -> LiveView:
-        """Show the view and begin to update it; idempotent."""
+        """Show the view, and update it from a thread until :meth:`stop`. Returns the view; idempotent.
+
+        Raises ``ModuleNotFoundError`` in a terminal without ``rich``.
+        """
         if self._running is None:
             self._over.clear()
             screen = _notebook() if _in_notebook() else _terminal()
@@ -158,7 +158,7 @@ class LiveView(Closes):
             self._over.wait(self._every)
 
     def stop(self) -> None:
-        """Update the view a last time, and leave it on the screen; idempotent."""
+        """Update the view a last time, and leave it on the screen; idempotent. :meth:`start` can show it again."""
         running, self._running = self._running, None
         if running is not None:
             thread, screen = running
@@ -170,7 +170,7 @@ class LiveView(Closes):
                 screen.end()
 
     def close(self) -> None:
-        """Alias of :meth:`stop`."""
+        """Stop the view as :meth:`stop` does."""
         self.stop()
 
     def __enter__(self) -> LiveView:

@@ -39,10 +39,7 @@ Hook = Callable[[Allocation], object]
 
 
 class Counters(NamedTuple):
-    """Numbers of allocations and bytes while an observer recorded.
-
-    :meth:`Observer.counters` returns it.
-    """
+    """Numbers of allocations and bytes while an observer recorded. :meth:`Observer.counters` returns it."""
 
     nbytes: int
     """Bytes allocated now."""
@@ -64,8 +61,8 @@ class Counters(NamedTuple):
 
 # Kinds of notes.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
-# Number of latest frees to remember. A free is noted before the driver call. If that is refused, the allocation is live
-# again.
+# Number of latest frees to remember. A free is noted before the driver call, because another thread may get the memory
+# during the call. If the driver refuses the free, the allocation is live again.
 _REMEMBERED = 256
 
 
@@ -129,7 +126,7 @@ class Account:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
-        """Begin to record; idempotent."""
+        """Begin to record, with the mappings that the objects have now; idempotent."""
         if not self.started:
             before = [one for target in self._targets for one in _mapped_in(target)]
             if self.log_path is not None:
@@ -144,7 +141,7 @@ class Account:
                 watch_mappings(session, self)
 
     def stop(self) -> None:
-        """Stop recording; idempotent."""
+        """Stop recording, and bring the account up to date; idempotent."""
         if self.started:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._end)
@@ -171,26 +168,29 @@ class Account:
         self._close_log()
 
     def begin(self, phase: Phase) -> None:
-        """Record a phase that begins."""
+        """Add a phase that begins to the open ones, whose peaks and limits count."""
         with self._lock:
             self.open = (*self.open, phase)
 
     def end(self, phase: Phase) -> None:
-        """Record a phase that ends."""
+        """Remove a phase that ends from the open ones."""
         with self._lock:
             self.open = tuple([one for one in self.open if one is not phase])
 
     # -- notifications ---------------------------------------------------------------------------------------
 
     def wants(self, allocator: Allocator) -> bool:
-        """Whether allocations of an allocator are to be recorded."""
+        """Whether allocations of this allocator are to be recorded."""
         if self._everything:
             return True
         at = allocator.location
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Raise if a limit leaves no room for an allocation. Called before the driver is."""
+        """Raise :class:`OutOfMemoryError` if a limit leaves no room for an allocation. Called before the driver is.
+
+        ``allocator``: None for memory that is to be mapped.
+        """
         limits = [(self.limit, "the observer's limit")] if self.limit else []
         limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
         for limit, whose in limits:
@@ -208,8 +208,9 @@ class Account:
         return error
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
-        """Return the lines of the program that hold memory in a location, most bytes first. Only memory of
-        ``allocators`` counts; None: of all allocators.
+        """Return the lines of the program that hold memory in a location, most bytes first.
+
+        Only memory of ``allocators`` counts; None: of all allocators.
         """
         self._enter_notes()
         live = [one for one in tuple(self.live.values()) if one.source.location == location]
@@ -220,7 +221,7 @@ class Account:
         return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
-        """Record an allocation. Called after the driver."""
+        """Record an allocation. Called after the driver. ``stream``: its driver handle."""
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
@@ -232,7 +233,10 @@ class Account:
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Note a free, before the driver is called. Finalisers call this, too, so it takes no lock."""
+        """Note a free, before the driver is called; None as stream: that of the allocation.
+
+        Finalisers call this, too, so it takes no lock.
+        """
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def free_failed(self, address: int) -> None:
@@ -240,7 +244,10 @@ class Account:
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Raise if a limit leaves no room for a mapping. Called before the memory is mapped."""
+        """Raise :class:`OutOfMemoryError` if a limit leaves no room for a mapping.
+
+        Called before the memory is mapped.
+        """
         if self._everything or self._devices or self._spanned(address):
             self.asked(None, nbytes)
 
@@ -315,8 +322,8 @@ class Account:
     def _enter_notes(self) -> None:
         """Enter the notes that are there now.
 
-        A signal handler may come in and call it, too. It then returns at once, and the handler reads the account
-        without the note that is being entered.
+        A signal handler may interrupt it and call it, too. The inner call then returns at once, and the handler reads
+        the account without the note that is being entered.
         """
         with self._lock:
             if self._entering is None:
@@ -395,7 +402,7 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
-    """Return address, bytes and source of each present mapping of an object."""
+    """Return address, bytes and source of each mapping that an object has now."""
     found: list[tuple[int, int, MemLocation]] = []
     if isinstance(target, (VirtualBuffer, AddressRange)):
         found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
@@ -424,12 +431,12 @@ class Observer(Drawn, Leaves):
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to record; idempotent."""
+        """Begin to record. Returns the observer; idempotent. Raises ``OSError`` if the log cannot be opened."""
         self._account.start()
         return self
 
     def stop(self) -> None:
-        """End the recording; idempotent. An allocator without another observer loses the extra cost."""
+        """End the recording; idempotent. Allocators without another observer are then as fast as before."""
         self._account.stop()
 
     def __enter__(self) -> Self:
@@ -494,16 +501,22 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def phase(self, name: str, limit: int = 0) -> Iterator[Phase]:
-        """Record the peak of allocated bytes in a ``with`` block, under a name.
+        """Record the peak of allocated bytes of the ``with`` block, under a name.
 
-        Phases may nest, and each thread may be in a phase of its own. Every phase counts the memory of all threads.
+        Phases may nest, and each thread may be in another phase. Every phase counts the memory of all threads.
 
         Parameters
         ----------
         name
             Name of the phase. Several phases may have the same name.
         limit
-            Limit for the bytes allocated at once during the phase; 0 for no limit.
+            Limit for the bytes allocated at once during the phase; 0 for no limit. A larger allocation raises
+            :class:`OutOfMemoryError`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``name`` is no text, or ``limit`` no size.
         """
         checked_type("name", name, str)
         checked_size("limit", limit)
@@ -526,7 +539,10 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """Give the allocations of this thread or task in a ``with`` block a tag."""
+        """Give the allocations of this thread or task within the ``with`` block a tag.
+
+        Raises ``TypeError`` if it is no text.
+        """
         token = self._account.tag.set(checked_type("tag", tag, str))
         try:
             yield
@@ -536,18 +552,25 @@ class Observer(Drawn, Leaves):
     # -- files for other tools -------------------------------------------------------------------------------
 
     def save_pytorch(self, path: str | Path) -> None:
-        """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz): a pickle of plain dictionaries."""
+        """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz): a pickle of plain dictionaries.
+
+        Raises ``OSError`` if the file cannot be written.
+        """
         export.save_pytorch(path, self.history, self.live)
 
     def save_rmm(self, path: str | Path) -> None:
         """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.load` reads.
 
-        After RMM's columns come the names of pool and stream, tag, phase, and the line of the program.
+        After RMM's columns come the names of pool and stream, tag, phase, and the line of the program. Raises
+        ``OSError`` if the file cannot be written.
         """
         export.save_rmm(path, self.history)
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and phases."""
+        """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and phases.
+
+        Raises ``OSError`` if the file cannot be written.
+        """
         export.save_chrome(path, self.history, self.live, self.phases)
 
     def __repr__(self) -> str:
@@ -580,7 +603,7 @@ def observe(
 
     Not recorded are:
 
-    * memory from before the start, but for present mappings of the objects passed;
+    * memory from before the start, except the mappings that the objects passed have at that time;
     * memory that belongs to the graph of a capture;
     * memory that another library allocates by a pool's handle.
 

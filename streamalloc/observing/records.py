@@ -54,12 +54,12 @@ class Site(NamedTuple):
 
 
 def _loaded_site(code: bytes, at: int) -> Site:
-    """Return a site from a pickle, which cannot have code objects."""
+    """Return a site from its pickle, in which the code object is marshalled bytes."""
     return Site(marshal.loads(code), at)
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """Return the frames that called this library, innermost first, ``depth`` at most."""
+    """Return the ``depth`` innermost frames of the program, without those of this package; innermost first."""
     return tuple(map(Site._make, here(depth)))
 
 
@@ -203,7 +203,7 @@ class ProgramPlace(NamedTuple):
 
 
 def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
-    """Group allocations by line and names; return the groups, most bytes first."""
+    """Return the allocations in groups of equal line and names, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
@@ -216,7 +216,7 @@ def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
 
 
 def largest(allocations: Iterable[Allocation]) -> list[str]:
-    """Return a text for each of the five places with most bytes, and one for all others."""
+    """Return a text for each of the five places with most bytes, and one for all others together."""
     found = places(allocations)
     rest = tuple(one for place in found[5:] for one in place.allocations)
     lines = [str(place) for place in found[:5]]

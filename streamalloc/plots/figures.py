@@ -58,7 +58,7 @@ STYLE: dict[str, Any] = {
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """Set the style in a ``with`` block.
+    """Set the style of figures within the ``with`` block.
 
     Not by ``plt.rc_context``: it would also reset the settings that a notebook's backend makes with its first figure.
     """
@@ -109,7 +109,9 @@ def whole_numbers(axis: Axis, most: float) -> None:
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """Make a figure in the style. Return it, and its axes as a 2-D array. ``options`` go to ``plt.subplots``.
+    """Make a figure in the style. Returns it, and its axes as a 2-D array.
+
+    ``height``, ``width``: inches. ``options`` are passed to ``plt.subplots``.
 
     Examples
     --------
@@ -126,9 +128,9 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """Set the style in a ``with`` block, which gets figure and axes: those of ``ax``, or new ones.
+    """Set the style for the ``with`` block, which gets figure and axes: those of ``ax``, or new ones.
 
-    :func:`figure` makes several axes at once.
+    ``options``: arguments of :func:`figure` for new axes. :func:`figure` makes several axes at once.
     """
     with styled():
         if ax is None:
@@ -147,7 +149,7 @@ def bare(ax: Axes) -> None:
 
 
 def rows(ax: Axes, names: Sequence[str]) -> None:
-    """Label the rows of axes with names, the first one on top."""
+    """Label the rows of a plot with names, the first one on top. A row is one unit high."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.6)
     ax.tick_params(axis="y", length=0)
@@ -155,7 +157,7 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def legend(made: Figure, **options: Any) -> None:
-    """Write a legend below the axes. Dollar signs in names do not begin formulas."""
+    """Write the legend of a figure below its axes. Dollar signs in names do not begin formulas."""
     for text in made.legend(loc="outside lower left", **options).get_texts():
         text.set_parse_math(False)
 
@@ -188,9 +190,10 @@ def inside(
 
 
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """Draw the present statistics of a pool: reserved memory light, used memory dark, and the peaks as lines.
+    """Draw the current statistics of a pool: reserved memory light, used memory dark, and the peaks as lines.
 
-    :meth:`MemoryPool.plot` draws it into axes of its own; :doc:`/01-memory-pools` shows such pictures.
+    Returns the figure. Raises :class:`ClosedError` for a closed pool. :meth:`MemoryPool.plot` draws it into new axes;
+    :doc:`/01-memory-pools` shows such pictures.
     """
     now = of.statistics()
     unit, scale = unit_of(now.reserved_high)
@@ -210,7 +213,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
 
 
 def memory(of: Observer) -> Figure:
-    """Draw the allocated bytes of an observer over time, by tag or pool, below its phases. Return the figure.
+    """Draw the allocated bytes of an observer over time, by tag or pool, below its phases. Returns the figure.
 
     :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example. The figure begins with the first
     entry of the history (``history=`` of :func:`streamalloc.observing.observe`).
@@ -412,7 +415,7 @@ def lives(of: Iterable[Call]) -> list[Life]:
 
 
 def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
-    """Draw allocations as boxes over calls (horizontal) and addresses (vertical). Return the figure.
+    """Draw allocations as boxes over calls (horizontal) and addresses (vertical). Returns the figure.
 
     The height of a box is the size, and its colour the stream. The colour of the left edge tells why the driver could
     reuse freed memory. Addresses that nobody uses are left out. ``of`` is as for :func:`lives`.
@@ -469,7 +472,10 @@ def _packed(found: Iterable[Life]) -> dict[int, int]:
 
 
 def _box(ax: Axes, left: float, width: float, y: float, name: str, location: MemLocation, total: float) -> None:
-    """Draw memory as a box, with its name if there is room."""
+    """Draw memory as a box from ``left`` on, ``width`` wide, at height ``y``, with its name if there is room.
+
+    ``total``: width of the whole range.
+    """
     ax.add_patch(Rectangle((left, y), width, 1, fc=color_of(location), ec="white", lw=1.5))
     if width > total / 60:
         ax.text(left + width / 2, y + 0.5, name, color="white", ha="center", va="center", weight="bold")
@@ -478,10 +484,9 @@ def _box(ax: Axes, left: float, width: float, y: float, name: str, location: Mem
 def address_range(
     of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
 ) -> Figure:
-    """Draw the addresses of a range above physical memory, with a band for each mapping, and the rights. Return the
-    figure.
+    """Draw the addresses of a range above physical memory, with a band for each mapping, and the rights.
 
-    :meth:`vmm.AddressRange.plot` draws it, too; :doc:`/02-virtual-memory` shows such pictures.
+    Returns the figure. :meth:`vmm.AddressRange.plot` draws it, too; :doc:`/02-virtual-memory` shows such pictures.
 
     Parameters
     ----------
@@ -575,7 +580,7 @@ _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
 
 
 def draw(thing: object, **options: Any) -> Figure:
-    """Draw a pool, an address range, a virtual buffer or an observer. Return the figure.
+    """Draw a pool, an address range, a virtual buffer or an observer. Returns the figure.
 
     The methods ``plot`` of these objects call it, such as :meth:`MemoryPool.plot`.
 

@@ -32,7 +32,7 @@ _KEEP_ALL = 2**64 - 1
 
 @dataclass
 class Subject:
-    """An allocator as plain functions, because these add the least time to a replay."""
+    """Allocator as plain functions, because these add the least time to a replay."""
 
     streams: Sequence[Any]
     """Streams of the allocator's library, one for each stream of the trace."""
@@ -53,7 +53,10 @@ class Subject:
 
 
 def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the functions of an allocator of streamalloc: a pool, or an object with the same ``allocate``."""
+    """Return the functions of an allocator of streamalloc: a pool, or an object with the same ``allocate``.
+
+    ``streams``: how many streams to make. ``resources`` closes them.
+    """
     driver = device.driver
     ours = [resources.enter_context(device.create_stream()) for _ in range(streams)]
     order = _ordering(device, ours, resources)
@@ -109,7 +112,9 @@ def _pool(
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the driver's two functions on a pool, with checked results."""
+    """Return the driver's two functions on a pool, ``cuMemAllocFromPoolAsync`` and ``cuMemFreeAsync``, with checked
+    results.
+    """
     pool_object = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)
@@ -166,7 +171,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
 
 
 def _drop(thing: object) -> None:
-    """Drop the last reference to an allocation, which frees it."""
+    """Do nothing: the caller passes the last reference, and its end frees the allocation."""
 
 
 def _cupy(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
@@ -252,10 +257,7 @@ ALLOCATORS: dict[str, Entry] = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of a replay.
-
-    :func:`replay` returns it.
-    """
+    """Measurements of a replay. :func:`replay` returns it."""
 
     allocator: str
     """Title of the allocator."""
@@ -303,7 +305,7 @@ class Replay:
                 steps.append((event.nbytes, event.id, streams[event.stream]))
             else:
                 # A size of -1 marks a free. The third item is the pair of the allocation's and the free's stream, or
-                # None if both are the same stream.
+                # None if both are equal: then no wait belongs to the free.
                 both = streams[own[event.id]], streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else both))
         # Slots of a list in place of numbers, which need not be consecutive.
@@ -314,7 +316,7 @@ class Replay:
         """Failed allocations of the last run."""
 
     def run(self) -> float:
-        """Replay the trace once, then free what is left. Return the seconds of the replay alone."""
+        """Replay the trace once, then free what is left. Returns the seconds of the replay alone."""
         self.failures = 0
         self._subject.begin()
         collecting = gc.isenabled()
@@ -358,7 +360,7 @@ class Replay:
                 free(thing)
 
     def measure(self) -> dict[str, Any]:
-        """Replay the trace once, and ask the allocator after each call. Return fields of :class:`Replayed`."""
+        """Replay the trace once, and ask the allocator after each call. Returns fields of :class:`Replayed`."""
         subject, live = self._subject, self._live
         self.failures = 0
         subject.begin()
@@ -391,9 +393,10 @@ class Replay:
 
 @contextlib.contextmanager
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
-    """Prepare a trace for replays on an allocator in a ``with`` block. For a name, a new allocator is made.
+    """Prepare a trace for replays on an allocator within the ``with`` block. For a name, a new allocator is made.
 
-    :func:`replay` does this, and measures. The context of ``device`` is current in the block.
+    :func:`replay` does this, and measures. The context of ``device`` is current in the block. Raises ``KeyError`` for
+    an unknown name, and ``ImportError`` if the library is not installed.
     """
     make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
     with contextlib.ExitStack() as resources:

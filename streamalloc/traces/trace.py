@@ -50,10 +50,7 @@ Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is no trace, or is damaged. The message names the line.
-
-    :func:`load` raises it.
-    """
+    """File that is no trace, or is damaged. The message names the line. :func:`load` raises it."""
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
@@ -64,7 +61,7 @@ class TraceFormatError(ValueError):
 
 
 class Event(NamedTuple):
-    """One allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance.
+    """Allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance.
 
     The field ``events`` of :class:`Trace`.
     """
@@ -85,7 +82,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The allocations and frees of a run, in the order in which they were made.
+    """Allocations and frees of a run, in the order in which they were made.
 
     :func:`load`, :func:`from_calls` and :func:`serving` make traces.
 
@@ -120,12 +117,12 @@ class Trace:
 
     @property
     def allocations(self) -> int:
-        """Number of allocations."""
+        """Number of events that are allocations; the others are frees."""
         return sum(event.action == "allocate" for event in self.events)
 
     @property
     def streams(self) -> int:
-        """Number of streams."""
+        """Number of different streams in the events."""
         return len({event.stream for event in self.events})
 
     @property
@@ -148,7 +145,10 @@ class Trace:
         return (self.events[-1].time - self.events[0].time) / 1e9 if self.events else 0.0
 
     def save(self, path: str | Path) -> None:
-        """Write the trace to a file, compressed if its name ends in ``.gz``. Equal traces make equal files."""
+        """Write the trace to a file, compressed if its name ends in ``.gz``. Equal traces make equal files.
+
+        Raises ``OSError`` if the file cannot be written.
+        """
         path = Path(path)
         header = {
             "format": FORMAT,
@@ -235,7 +235,10 @@ def _header(line: str, file: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading in a ``with`` block. A compressed one is known by its content, and decompressed."""
+    """Open a file for reading within the ``with`` block. A compressed one is known by its content, and decompressed.
+
+    Raises ``OSError``, and :class:`TraceFormatError` if the compressed data is damaged.
+    """
     try:
         # Opened once and not for a look first, because the file may be a pipe.
         with open(path, "rb") as file:
@@ -247,7 +250,10 @@ def opened(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def content(file: IO[bytes], name: str) -> bytes:
-    """Return the bytes of a file from :func:`opened`. Refuse one that expands more than any trace does."""
+    """Return the bytes of a file from :func:`opened`. ``name``: the file in the error.
+
+    Raises :class:`TraceFormatError` if a compressed file expands to more than 200 times its size and 4 MiB.
+    """
     compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
     most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
     pieces, length = [], 0
@@ -260,7 +266,10 @@ def content(file: IO[bytes], name: str) -> bytes:
 
 
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a text file. Refuse a line that is no UTF-8, or longer than 1 MiB."""
+    """Yield the lines of a text file. ``name``: the file in the error.
+
+    Raises :class:`TraceFormatError` for a line that is no UTF-8, or longer than 1 MiB.
+    """
     number = 0
     try:
         while line := file.readline(_LONGEST + 1):
@@ -281,7 +290,7 @@ _UNSEEN = "frees that were not recorded"
 
 
 class _Recording:
-    """Builder of a trace from addresses and handles, which it replaces by numbers."""
+    """Builder of a trace from the addresses and handles of a recording, which it replaces by numbers."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -381,7 +390,10 @@ _LATE = 60 * 10**9  # Nanoseconds by which a line from before midnight may come 
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
-    """Read a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored."""
+    """Return the trace of a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored.
+
+    Raises :class:`TraceFormatError`.
+    """
     if not next(lines, "").startswith(_RMM_HEADER):
         raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
     recording = _Recording()
@@ -534,7 +546,7 @@ class _Reader(_reader):  # type: ignore[misc]
 
 
 def plain(data: bytes) -> Any:
-    """Return the value of a pickle of plain data.
+    """Return the value of a pickle that has only plain data.
 
     Raises
     ------

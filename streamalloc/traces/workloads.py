@@ -46,7 +46,7 @@ class _Script:
         return int(self._random.random() * limit)
 
     def between(self, least: int, most: int) -> int:
-        """Return a random size whose logarithm is uniform."""
+        """Return a random size in bytes from ``least`` to ``most``, whose logarithm is uniform."""
         return int(least * (most / least) ** self._random.random())
 
     def trace(self, source: str) -> Trace:
@@ -104,7 +104,7 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
 
 
 def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
-    """Allocate the activations of one layer, and return the activations that the gradients need."""
+    """Allocate the activations of one layer. Returns those that the gradients need; the others are freed."""
     normed = script.allocate(tokens * hidden * 2)
     projected = script.allocate(tokens * hidden * 6)
     workspace = script.allocate(script.between(512, 8 * _MiB))
@@ -176,7 +176,7 @@ def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Tr
 
 
 def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[int, list[int]]:
-    """Allocate the output of one layer, and the activations that the gradients need; return both."""
+    """Allocate the output of one layer, and the activations that the gradients need. Returns both."""
     activations = [script.allocate(nbytes) for nbytes in (narrow, tokens * 4, *[narrow] * 6, 32 * tokens * 4)]
     projected = script.allocate(narrow)
     activations.append(script.allocate(narrow))
