@@ -262,8 +262,7 @@ class Timeline:
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: TrackedStream, action: Action) -> None:
-        """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock has everything before
-        it.
+        """Queue an operation of a stream: ``action(stream)`` is called once the clock has all that precedes it.
 
         That is now, unless the stream waits for an obstacle.
         """

@@ -200,9 +200,7 @@ class QueuedSources:
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has a NumPy array over memory, and watch the parts that queued operations have still to
-        read.
-        """
+        """Record that the host has a NumPy array over memory; watch the parts that queued work has yet to read."""
         for piece in pieces:
             range_, low, high = piece
             range_.viewed = True
@@ -233,8 +231,7 @@ class QueuedSources:
         return any(named is None or memory in named for _, named in self._kernels.values())
 
     def polled(self, stream: TrackedStream, start: int, end: int) -> None:
-        """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
-        writes.
+        """Record that the host may poll the bytes from ``start`` to ``end``, written by a stream's latest operation.
 
         A host that reads the new value knows that the earlier work has ended.
         """

@@ -457,9 +457,7 @@ class Interprocess:
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:
-        """Return the index of an event on the board, where it is added if needed; None if the board is full or missing
-        .
-        """
+        """Return the index of an event on the board, added if needed; None if the board is full or missing."""
         if event.index is None:
             event.index = self.board.add_entry()
             if event.index is not None and event.mark is not None:

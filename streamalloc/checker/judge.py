@@ -84,8 +84,7 @@ class Judge:
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free, or the unmap or release that ``ending`` names, and report operations that may still use the
-        memory.
+        """Record a free, or the unmap or release named by ``ending``; report operations that may yet use the memory.
 
         ``clock``: what precedes the free. ``what``, ``stack``: the call and its place. The returned function undoes the
         record, for a free that the driver refused.

@@ -108,8 +108,7 @@ class Bytes:
     def touch(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
-        """Record a use of the bytes from ``start`` to ``end``, and return earlier conflicting uses without a certain
-        order.
+        """Record a use of the bytes from ``start`` to ``end``; return earlier conflicting uses without a certain order.
 
         Each comes with its order, a constant of :mod:`.clocks`. Several :class:`Access` objects of one actor and time
         belong to one operation, and are not ordered. ``forget`` removes obsolete reads from a long table.
@@ -168,9 +167,7 @@ class Bytes:
         return [one for one in self._segments if one.start < end and start < one.end]
 
     def _between(self, start: int, end: int) -> list[_Segment]:
-        """Return the segments from ``start`` to ``end``, after cutting those at both ends and filling gaps with new
-        ones.
-        """
+        """Return the segments from ``start`` to ``end``: cut those at both ends, and fill gaps with new ones."""
         segments = self._segments
         at = bisect_right(segments, start, key=_start) - 1
         if at < 0 or segments[at].end <= start:
@@ -272,9 +269,7 @@ class Range(Extent):
     """Whether an allocator gives out blocks of the range."""
 
     def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
-        """Return the bytes behind the addresses from ``low`` to ``high``: memory, first offset and end, for each
-        replica.
-        """
+        """Return the bytes behind the addresses from ``low`` to ``high``, per replica: memory, first offset and end."""
         start, end = low - self.base + self.offset, high - self.base + self.offset
         if self.bindings is None:
             return [(self.bytes, start, end)]
@@ -376,9 +371,7 @@ class AddressMap(RangeMap[Range]):
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
 
     def vacate(self, which: Callable[[Range], bool]) -> None:
-        """Mark the freed ranges for which ``which`` is true: the driver may now give their addresses to other memory
-        .
-        """
+        """Mark the freed ranges for which ``which`` is true: the driver may now reuse their addresses."""
         for one in self.at.values():
             if one.ended is not None and which(one):
                 one.vacated = True

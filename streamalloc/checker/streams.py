@@ -101,9 +101,7 @@ class ForeignStreams:
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
-        """Record an event after the latest operation of a stream, if other libraries may use that, to learn when it has
-        ended.
-        """
+        """Record an event after a stream's latest operation if other libraries may use it, to learn when it ends."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
         # Read the time first. The event is recorded without the lock, and another thread may queue more work.

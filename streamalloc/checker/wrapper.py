@@ -350,8 +350,7 @@ class Recorder:
 
     @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (``CUstream``); None: by the host,
-        now.
+        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (CUstream); None: by the host now.
 
         ``write``: the use writes. ``atomic``: it does not race with other atomic uses. With ``on="raise"`` a hazard
         raises :class:`DriverMisuseError`.
@@ -379,9 +378,7 @@ class Recorder:
 
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that queued work writes elements of type ``dtype``, or, with ``write`` False, that the host reads
-        them.
-        """
+        """Record that queued work writes elements of type ``dtype``, or, with ``write`` False, the host reads such."""
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
         elif not self.state.streams.foreign.may_write:
@@ -389,9 +386,7 @@ class Recorder:
 
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released and must not be written, or, with ``released`` False, is usable again
-        .
-        """
+        """Record that mapped memory was released (no writes), or, with ``released`` False, is used again."""
         uses.release_mapped(self.state, address, nbytes, released)
 
     @_notification()

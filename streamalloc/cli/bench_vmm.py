@@ -97,9 +97,7 @@ def _grown(bench: Bench) -> Measured:
 
 
 def _copied(bench: Bench) -> Measured:
-    """Return the variant that allocates memory that is one step larger, copies, and frees the old memory, at each step
-    .
-    """
+    """Return the variant that, at each step, allocates memory one step larger, copies, and frees the old memory."""
     driver, stream, nbytes, held = bench.driver, bench.raw_stream, bench.common, list[Any]()
 
     def grow() -> None:
@@ -211,8 +209,7 @@ def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]
 
 
 def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Return calls that put the same segments to sleep and wake them, as ``interop.memory_saver`` and ``interop.vllm``
-    do.
+    """Return calls that put the same segments to sleep and wake them, as ``memory_saver`` and ``vllm`` do.
 
     ``host``: whether pinned memory is new, kept or absent.
     """
@@ -301,9 +298,7 @@ def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]
 
 
 def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
-    """Return calls that copy blocks one by one to adjacent pinned memory, and from it, as vLLM's ``swap_blocks`` does
-    .
-    """
+    """Return calls that copy blocks singly to adjacent pinned memory, and from it, as vLLM's ``swap_blocks`` does."""
     driver, stream = bench.driver, bench.raw_stream
     buffer, blocks = _scattered(bench, size)
     pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))

@@ -32,9 +32,7 @@ _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the arguments of the program to the command's parser
-    .
-    """
+    """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the program's arguments to the command's parser."""
     add_json_argument(parser)
     parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
     parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")

@@ -244,9 +244,7 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses, with what the libraries' allocators did, up to the time ``upto`` (ns); None: up to
-        now.
-        """
+        """Judge the logged uses, with the acts of the libraries' allocators, up to ``upto`` (ns; None: now)."""
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False

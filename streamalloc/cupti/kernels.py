@@ -93,9 +93,7 @@ class Kernel(str):
         return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Return those of the ``addresses`` of a launch that the kernel writes by convention; empty without a
-        convention.
-        """
+        """Return those of a launch's ``addresses`` that the kernel writes by convention; empty without a convention."""
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 

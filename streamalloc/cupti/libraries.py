@@ -259,9 +259,7 @@ _WITH_LOCK = (
 
 
 def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function``, which locks PyTorch's allocator, while no callback waits for the GIL
-    .
-    """
+    """Return a function that calls ``function``, which locks PyTorch's allocator, while no callback awaits the GIL."""
 
     @functools.wraps(function)
     def ask(*args: Any, **named: Any) -> Any:

@@ -48,8 +48,7 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Make CUPTI call the C function at ``callback`` before and after each call of ``functions`` by any code of the
-        process.
+        """Make CUPTI call the C function at ``callback`` before and after each call of ``functions`` in the process.
 
         The first argument of the C function is ``user``.
 

@@ -63,8 +63,7 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """Return the segments and blocks at one moment from ``start`` to ``stop`` (ns), at which the segments had
-        ``nbytes``.
+        """Return the segments and blocks at a moment from ``start`` to ``stop`` (ns) when the segments had ``nbytes``.
 
         Of several such moments, it is that at which the live blocks had most bytes. None if the history has no such
         moment.

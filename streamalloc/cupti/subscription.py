@@ -266,8 +266,7 @@ _kinds: dict[str, bool] = {}
 
 @contextlib.contextmanager
 def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) -> Iterator[Subscription]:
-    """Call ``listener`` with a :class:`DriverCall` after each call of driver functions in the block, by any code of the
-    process.
+    """Call ``listener`` with a :class:`DriverCall` after each call of driver functions in the block, by any code.
 
     The listener runs on the thread of the call, with the GIL. It must make no driver call, and take no lock that a
     thread may hold while it calls the driver. An exception in it ends the subscription: ``error`` has it, and the
@@ -344,9 +343,7 @@ class RaisedAgain(DriverMisuseError):
 SOON = 0.001
 """Seconds to wait before an exception is raised in the main thread, so that the callback it is in can end."""
 _SWITCH_INTERVAL = 0.1
-"""Seconds that a thread keeps the GIL while another one waits for it. Python's default, 0.005, is shorter than some
-callbacks.
-"""
+"""Seconds that a thread keeps the GIL while another waits for it. Python's 0.005 is shorter than some callbacks."""
 made = tuple.__new__
 """Makes a :class:`DriverCall` from a tuple of all its fields, in a third of the time of the constructor."""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)

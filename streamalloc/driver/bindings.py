@@ -102,9 +102,7 @@ def takes(name: str, module: Any = cuda) -> list[str]:
 
 
 def returns(name: str, module: Any = cuda) -> list[str]:
-    """Return the values of a function after the result code, as its documentation writes them: ``pool : CUmemoryPool``
-    .
-    """
+    """Return the values of a function after the result code, as its documentation has them: ``pool : CUmemoryPool``."""
     documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
     return [line for line in listed.split("\n") if line[:1].strip()][1:]

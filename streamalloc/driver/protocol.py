@@ -217,14 +217,10 @@ class MemoryListener(Protocol):
         """Record the name of a new stream, for reports."""
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that the latest work writes elements of the NumPy type ``dtype``, or, with ``write`` False, reads
-        them.
-        """
+        """Record that the latest work writes elements of NumPy's ``dtype``, or, with ``write`` False, reads them."""
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released and must not be written, or, with ``released`` False, is in use again
-        .
-        """
+        """Record that mapped memory was released (no writes), or, with ``released`` False, is used again."""
 
     def deferred(self, address: int) -> None:
         """Record that the program has freed shared memory or dropped an import. The driver's free comes later."""
@@ -277,6 +273,4 @@ class Checked(Driver, Protocol):
         """
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Print hazards as they are found, or, if ``test`` is given, report them to the test that started this process
-        .
-        """
+        """Print hazards as they are found. If ``test``, which started this process, is given, report them to it."""

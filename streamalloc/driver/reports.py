@@ -62,9 +62,7 @@ class Launched(Called):
 
 
 def function_of(stack: Stack) -> str:
-    """Return the name of the public function of this package that a place calls; empty if it calls the driver itself
-    .
-    """
+    """Return the name of this package's public function that a place calls; empty if it calls the driver itself."""
     found = stack.function if isinstance(stack, Called) else ""
     return "" if found.startswith(("_", "<")) else found
 

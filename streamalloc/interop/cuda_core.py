@@ -82,9 +82,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 @contextlib.contextmanager
 def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
-    """Keep the release threshold of a pool within the ``with`` block: ``DeviceMemoryResource()`` raises a threshold of
-    0.
-    """
+    """Restore a pool's release threshold after the ``with`` block: ``DeviceMemoryResource()`` raises one of 0."""
     before = pool.attributes.release_threshold
     try:
         yield

@@ -281,9 +281,7 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Allocate from PyTorch's own memory on this thread within the ``with`` block, in a pool that ends with the block
-    .
-    """
+    """Allocate from PyTorch's own memory on this thread, in a pool that ends with the ``with`` block."""
     cuda = library("torch").cuda
     with unrouted():
         pool = _immortal(cuda.MemPool())

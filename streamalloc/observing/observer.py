@@ -116,9 +116,7 @@ class Account:
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
         """Notes that are not entered yet: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
-        """Allocations that were freed last. If the driver then refuses the free of such an allocation, it is live
-        again.
-        """
+        """Allocations that were freed last. One is live again if the driver then refuses its free."""
         self._unreported: deque[Allocation] = deque()
         """Freed allocations for which ``on_free`` was not called yet."""
         for session in self.sessions:

@@ -176,8 +176,7 @@ class PoolAddresses:
         return block
 
     def best_left(self, size: int, reach: Reach) -> Block | None:
-        """Find a block that a stream left, with an operation number of at most ``reach(stream)``; None if none is large
-        enough.
+        """Find a block that a stream left, with an operation number up to ``reach(stream)``; None if all are smaller.
 
         The streams are searched in the order of their ranks.
         """

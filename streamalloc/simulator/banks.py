@@ -269,9 +269,7 @@ _REGION = 32 << 20
 
 
 class Pieces:
-    """Ranges of addresses, divided into used and free pieces. A request takes the smallest free piece that is large
-    enough.
-    """
+    """Ranges of addresses, divided into used and free pieces. A request takes the smallest free piece that fits."""
 
     def __init__(self) -> None:
         self._free = Shelf()
@@ -377,8 +375,7 @@ class Heap:
         return self._banks.arenas.own(Physical(self._name, self._regions.size))
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """Allocate ``size`` bytes. Returns the address, the piece to free and the flags; None if there is not enough
-        memory.
+        """Allocate ``size`` bytes. Returns the address, the piece to free and the flags; None if memory is short.
 
         Only allocations of one ``kind`` share a block. All allocations in a block have the flags of its first one.
         """

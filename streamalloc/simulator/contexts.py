@@ -79,8 +79,7 @@ def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Return the number of the only device whose id begins with the digits of ``name``; None for no such device or
-    several.
+    """Return the number of the only device whose id begins with the digits of ``name``; None if it is not one device.
 
     Any characters may follow the digits.
     """

@@ -48,9 +48,7 @@ class RegisteredKernel:
         return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
-        """Return address, size in bytes, write flag and atomic flag of each use of memory; None if the uses are
-        unknown.
-        """
+        """Return address, size in bytes, write and atomic flag of each use of memory; None if the uses are unknown."""
         if not self.declares:
             return None
         kinds = ((self.reads, False, False), (self.writes, True, False), (self.atomics, True, True))
@@ -157,9 +155,7 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
 
 
 def find_kernel(name: str) -> RegisteredKernel | None:
-    """Return the kernel that is registered under a name, else under the latest pattern that matches it; None if none
-    is.
-    """
+    """Return the kernel registered under a name, else under the latest pattern that matches it; None if none is."""
     if name in _kernels:
         return _kernels[name]
     patterns = (one for one in reversed(_kernels) if "*" in one and fnmatch.fnmatchcase(name, one))

@@ -119,9 +119,7 @@ class Physical:
         return offset
 
     def discard(self, offset: int, size: int) -> None:
-        """Discard the contents of a range and return its pages to the system, unless other processes' mappings need
-        them.
-        """
+        """Discard the contents of a range, and return its pages unless another process's mapping needs them."""
         if self.kept:
             return
         _libc.fallocate(self.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, size)

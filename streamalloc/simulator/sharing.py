@@ -83,8 +83,7 @@ class Sharing:
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
 
     def recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """Return the label of a descriptor of a pool or memory (``kind``) of this machine; with ``fabric``, of its
-        domain.
+        """Return the label of a descriptor of this machine's pool or memory (``kind``); with ``fabric``, of its domain.
 
         Multicast objects count as memory. Gives CUDA_ERROR_UNKNOWN for other files, and CUDA_ERROR_NOT_SUPPORTED for
         the other kind.

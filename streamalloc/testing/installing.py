@@ -160,9 +160,7 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """Warn within the ``with`` block about each import of a library that calls CUDA's C libraries (``RuntimeWarning``)
-    .
-    """
+    """Warn (``RuntimeWarning``) within the ``with`` block about imports of libraries that call CUDA's C libraries."""
     global _watching, _added
     if not _added:
         _added = True

@@ -1,6 +1,4 @@
-"""Leaks of a test: driver resources, objects of streamalloc, file descriptors and threads, with the lines that made
-them.
-"""
+"""Leaks of a test: driver resources, objects of streamalloc, file descriptors and threads, and where each was made."""
 
 from __future__ import annotations
 
@@ -290,9 +288,7 @@ class Watch(Leaves):
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | OpenObject]:
-        """Return the threads that the test has started and that still run after half a second, with their current
-        stacks.
-        """
+        """Return the threads that the test started and that still run after half a second, with their stacks."""
         end = time.monotonic() + _GRACE
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:

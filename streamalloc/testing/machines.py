@@ -110,9 +110,7 @@ def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> s
 
 @contextlib.contextmanager
 def inherited(**values: str) -> Iterator[None]:
-    """Set environment variables for processes started within the ``with`` block, also by a server of multiprocessing
-    .
-    """
+    """Set environment variables for processes started in the ``with`` block, also by a server of multiprocessing."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)

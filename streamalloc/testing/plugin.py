@@ -441,9 +441,7 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Drop the values of fixtures that have ended: pytest keeps them until all fixtures end, and they would look like
-    leaks.
-    """
+    """Drop the values of ended fixtures: pytest keeps them until all fixtures end, and they would look like leaks."""
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -529,9 +527,7 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
-    """Driver like ``streamalloc_machine``, installed in place of cuda.bindings (:func:`streamalloc.testing.install`)
-    .
-    """
+    """Driver like ``streamalloc_machine``, put in place of cuda.bindings by :func:`streamalloc.testing.install`."""
     if driver_under_test(request.config) == "cuda":
         yield streamalloc_machine
         return

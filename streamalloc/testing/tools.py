@@ -1,6 +1,4 @@
-"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work; and set-up of a notebook
-.
-"""
+"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work, a notebook's set-up."""
 
 from __future__ import annotations
 

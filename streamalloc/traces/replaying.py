@@ -112,9 +112,7 @@ def _pool(
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the driver's two functions on a pool, ``cuMemAllocFromPoolAsync`` and ``cuMemFreeAsync``, with checked
-    results.
-    """
+    """Return ``cuMemAllocFromPoolAsync`` and ``cuMemFreeAsync`` on a pool of the driver, with checked results."""
     pool_object = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)

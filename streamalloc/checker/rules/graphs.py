@@ -29,9 +29,7 @@ def graph_of(state: State, handle: Any) -> TrackedGraph:
 
 
 def executable_of(state: State, handle: Any) -> Executable:
-    """Return the executable graph of a handle; one without nodes, with a note, if this driver did not instantiate it
-    .
-    """
+    """Return the executable graph of a handle; one without nodes, with a note, if its instantiation was not seen."""
     return _built(state, state.executables, number_of(handle), partial(Executable, []))
 
 

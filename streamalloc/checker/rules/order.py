@@ -130,9 +130,7 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
 
 
 def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
-    """Note a wait of ``actor`` for an event, for reports, unless other code or another process records the event, too
-    .
-    """
+    """Note a wait of ``actor`` for an event, for reports, unless other code or another process records the event."""
     if not (event.foreign or event.elsewhere):
         state.judge.waited(actor, event.wait(state.place(1)))
 

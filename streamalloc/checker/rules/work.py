@@ -39,9 +39,7 @@ Read: TypeAlias = Callable[[State, Arguments], _Uses]
 
 
 def _stream(args: Arguments, at: int | None) -> Any:
-    """Return the stream's handle from argument number ``at`` or a launch configuration there; None: the legacy stream
-    .
-    """
+    """Return the stream's handle from argument ``at``, or a launch configuration there; None: the legacy stream."""
     given = 0 if at is None else args[at]
     return getattr(given, "hStream", given)
 

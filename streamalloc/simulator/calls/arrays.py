@@ -35,9 +35,7 @@ in a CUDA_MEMCPY3D, and its memory type.
 
 
 def _field(copy: Any, name: str) -> Any:
-    """Return a field of a copy's struct. Structs for planes and lines lack some: ``Depth`` is 1 there, and others are
-    0.
-    """
+    """Return a field of a copy's struct. Structs for planes and lines lack some: ``Depth`` is 1, and others are 0."""
     return getattr(copy, name, name == "Depth")
 
 
@@ -90,9 +88,7 @@ class ArrayCalls(CopyCalls):
         return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> ArrayLayout:
-        """Return the layout that a descriptor asks for, after its checks. A CUDA_ARRAY_DESCRIPTOR has neither depth nor
-        flags.
-        """
+        """Return the layout that a descriptor asks for, after checks. A CUDA_ARRAY_DESCRIPTOR lacks depth and flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
         check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA looks at the width before the format
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)

@@ -541,9 +541,7 @@ class KernelCalls(Calls):
     # -- occupancy -------------------------------------------------------------------------------------------
 
     def _blocks(self, function: Function, block: int, dynamic: int, *flags: int) -> int:
-        """Return how many blocks of ``block`` threads, with ``dynamic`` bytes of shared memory each, fit into a
-        multiprocessor.
-        """
+        """Return how many blocks of ``block`` threads and ``dynamic`` bytes of shared memory fit a multiprocessor."""
         check(block > 0)
         limit = self._bound
         registers, static = (int(function.registered.get(one, 0)) for one in ("NUM_REGS", "SHARED_SIZE_BYTES"))
