@@ -851,7 +851,7 @@ class ExpandableCache(CachingAllocator):
         Limit of the cache's own memory in bytes, which it never exceeds: a request beyond it raises OutOfMemoryError.
         0: no limit.
 
-            Raises
+    Raises
     ------
     TypeError, ValueError
         ``pool`` is not a pool of device memory, or a size is not valid.
