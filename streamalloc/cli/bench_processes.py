@@ -24,7 +24,6 @@ from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools, need_vir
 from streamalloc.cli.measuring import (
     Bench,
     BenchRow,
-    Call,
     CudaCore,
     Measured,
     PyTorch,
@@ -61,10 +60,6 @@ def _other(bench: Bench, half: Callable[..., None], *arguments: Any) -> Any:
     process, ours = start(bench.chosen.driver, half, *arguments)
     bench.resources.callback(process.join, SECONDS)
     return bench.resources.enter_context(ours)
-
-
-def _transferred(once: Call) -> Measured:
-    return Measured(functools.partial(repeated, once))
 
 
 def _shared_pool(bench: Bench) -> sa.MemoryPool:
@@ -106,7 +101,7 @@ def raw_share(bench: Bench) -> Measured:
         value_of(wait(stream, done, 0))
         value_of(free(pointer, stream))
 
-    return _transferred(once)
+    return repeated(once)
 
 
 def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
@@ -145,7 +140,7 @@ def our_share(bench: Bench) -> Measured:
         channel.receive()
         buffer.free()
 
-    return _transferred(once)
+    return repeated(once)
 
 
 def _serve_ours(_: Any, fd: Any) -> None:
@@ -171,7 +166,7 @@ def cuda_core_buffer(bench: Bench) -> Measured:
         ours.recv_bytes()
         buffer.close(stream)
 
-    return _transferred(once)
+    return repeated(once)
 
 
 def _serve_cuda_core(connection: Any, fd: Any) -> None:
@@ -208,7 +203,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
         if isinstance(sent, sa.Buffer):
             sent.free()
 
-    return _transferred(once)
+    return repeated(once)
 
 
 def _answer_queue(replies: Any, queue: Any) -> None:

@@ -53,9 +53,9 @@ def timed(call: Call) -> Measured:
     return Measured(lambda number: timer.timeit(number) / number)
 
 
-def repeated(once: Call, number: int) -> float:
-    """Return the median time of ``once`` in seconds, of ``number`` runs and at least :data:`LEAST`."""
-    return statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST)))
+def repeated(once: Call) -> Measured:
+    """Return a variant that calls ``once``, and whose time is the median of :data:`LEAST` runs or more."""
+    return Measured(lambda number: statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST))))
 
 
 def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:

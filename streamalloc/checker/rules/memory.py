@@ -202,6 +202,18 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
     state.addresses.add(made)
 
 
+def _sets_rights(
+    state: State, ranges: list[Range], several: list[dict[int, int]], rights: dict[int, int], what: str
+) -> Steps:
+    """Set the rights of devices in the tables of these ranges. Returns the driver's answer."""
+    for grants in several:
+        uses.revoke(state, ranges, grants, rights, what)
+    answer = yield
+    for grants in () if answer[0] else several:
+        grants.update(rights)
+    return answer
+
+
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a change of the current device's access to cuMemAlloc memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
@@ -209,9 +221,8 @@ def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
     if device is None:
         return
     rights = {device: 3 if enabled else 0}
-    uses.revoke(state, state.addresses.living(), grants, rights, name)
-    answer = yield
-    if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+    answer = yield from _sets_rights(state, state.addresses.living(), [grants], rights, name)
+    if enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
         grants.update(rights)
 
 
@@ -305,13 +316,9 @@ def granted(descriptors: Any) -> dict[int, int]:
 
 
 def _grants_pool(state: State, name: str, args: Arguments) -> Steps:
-    grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
-    if grants is None:
-        return
-    uses.revoke(state, state.addresses.living(), grants, rights, name)
-    answer = yield
-    if not answer[0]:
-        grants.update(rights)
+    grants = state.pools.get(number_of(args[0]))
+    if grants is not None:
+        yield from _sets_rights(state, state.addresses.living(), [grants], granted(args[1]), name)
 
 
 # -- physical memory, its mappings, and multicast objects ----------------------------------------------------
@@ -374,15 +381,9 @@ def _unmaps(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _grants(state: State, name: str, args: Arguments) -> Steps:
-    rights = granted(args[2])
     found = mappings(state, number_of(args[0]), int(args[1]))
-    for one in found:
-        if one.grants is not None:
-            uses.revoke(state, (one,), one.grants, rights, name)
-    answer = yield
-    for one in () if answer[0] else found:
-        if one.grants is not None:
-            one.grants.update(rights)
+    several = [one.grants for one in found if one.grants is not None]
+    return _sets_rights(state, found, several, granted(args[2]), name)
 
 
 # -- multicast objects ---------------------------------------------------------------------------------------
