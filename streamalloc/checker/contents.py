@@ -195,7 +195,7 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """Return those of the pieces that the host may write unseen by the checker."""
+        """Return those of the pieces that the host may write without a call that the checker sees."""
         # The program has the address of pinned memory, because it got or gave the address in a driver call.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 

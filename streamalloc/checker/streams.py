@@ -65,8 +65,8 @@ class ForeignStreams:
     def is_ours(self, stream: TrackedStream) -> bool:
         """Whether only this program's own calls, which the checker sees, can use a stream.
 
-        If calls of other libraries are unseen, a stream that they can get is never ours. From their first use of any
-        stream on no stream is, because they may wait for the whole device. On a simulated driver all calls are seen,
+        If calls of other libraries are unseen, a stream that they can get is never ours. Once they have used any
+        stream, no stream is ours, because they may wait for the whole device. On a simulated driver all calls are seen,
         and only the streams that they use or can get, except default ones, are not ours.
         """
         reachable = stream in self._reachable

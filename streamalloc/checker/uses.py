@@ -442,7 +442,7 @@ def use_on_host(
 def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
     """Report uses that may still run on devices that lose access. ``what``: the call that sets the rights ``new``.
 
-    ``old``: the current rights by device. Only ranges whose ``grants`` are this object change.
+    ``old``: the current rights by device. Only ranges whose ``grants`` are the object ``old`` change.
     """
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
     devices = state.streams.devices

@@ -289,7 +289,7 @@ class Recorder:
         return self._reports.take() if take else []
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        """Record a call that was already made: by a finaliser in the middle of a rule, or seen by another feed."""
+        """Record a call that was already made: by a finaliser while a rule ran, or by code whose calls are fed."""
         self._after(name, args, answer, self._apply(name, args), take=False)
 
     # -- handles -----------------------------------------------------------------------------------------------
@@ -744,7 +744,7 @@ class Poison:
                 self._driver.cuMemsetD8Async(address, value, size, stream)
 
     def _now(self, address: int, size: int, value: int) -> None:
-        """Fill memory on a separate stream and wait for the fill. A note if that is impossible."""
+        """Fill memory on a separate stream and wait for the fill. Notes it if that is impossible."""
         failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
         if failed:
             self._state.notes.add("poison")

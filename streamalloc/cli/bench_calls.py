@@ -32,7 +32,11 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
-    """Allocate and free. The raw calls are the bindings' functions with objects for handles, results unchecked."""
+    """Return a call that allocates 4 KiB and frees it; with ``drop``, one that only allocates.
+
+    ``kind``: the raw calls, the pool or a cache. The raw calls are the bindings' functions with objects for handles,
+    results unchecked.
+    """
     pool, raw_pool = bench.new_pool()
     allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
     stream = bench.new_stream()

@@ -56,7 +56,7 @@ def environment(driver: Any) -> dict[str, str]:
 
 
 def _other(bench: Bench, half: Callable[..., None], *arguments: Any) -> Any:
-    """Start the other process, which runs ``half`` of each transfer until the pipe is closed. Return our end of it."""
+    """Start the other process, which runs ``half`` of each transfer until the pipe is closed. Returns our end of it."""
     process, ours = start(bench.chosen.driver, half, *arguments)
     bench.resources.callback(process.join, SECONDS)
     return bench.resources.enter_context(ours)
@@ -80,7 +80,7 @@ def _opened(driver: Any, shared: bytes) -> Any:
 
 
 def raw_share(bench: Bench) -> Measured:
-    """Share with the driver's functions, two events and a pipe."""
+    """Return the variant that shares by the driver's functions, two events and a pipe."""
     driver, stream = bench.driver, bench.raw_stream
     pool = driver.CUmemoryPool(_shared_pool(bench).handle)
     ready, shared = _event(driver)
@@ -105,7 +105,10 @@ def raw_share(bench: Bench) -> Measured:
 
 
 def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
-    """The other process's half of :func:`raw_share`. ``shared``: handle of the event after the contents."""
+    """Run the other process's half of :func:`raw_share`, until the pipe is closed.
+
+    ``fd``: the exported pool. ``shared``: handle of the event after the contents.
+    """
     device = sa.Device(0)
     driver: Any = device.driver
     with device.current(), device.create_stream() as ours:
@@ -127,7 +130,7 @@ def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
 
 
 def our_share(bench: Bench) -> Measured:
-    """Share with this library: the importer waits for the contents, and the free for the importer."""
+    """Return the variant that shares by this library: importers wait for the contents, the free for the importer."""
     channel, theirs = ipc.Channel.pair()
     pool, stream = _shared_pool(bench), bench.stream
     with theirs:
@@ -153,7 +156,10 @@ def _serve_ours(_: Any, fd: Any) -> None:
 
 
 def cuda_core_buffer(bench: Bench) -> Measured:
-    """Share with cuda.core, after its pool was sent. It orders neither the contents nor the free."""
+    """Return the variant that shares by cuda.core, after its pool was sent.
+
+    It orders neither the contents nor the free.
+    """
     cuda = bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
@@ -191,7 +197,10 @@ QUEUE, TORCH_QUEUE = "streamalloc buffer", "PyTorch tensor"
 
 
 def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
-    """Put what ``make`` returns into a queue. The other process takes it, drops it, and replies."""
+    """Return the variant that puts what ``make`` returns into a queue.
+
+    The other process takes it, drops it, and replies.
+    """
     queue = context.SimpleQueue()
     replies = _other(bench, _answer_queue, queue)
     bench.resources.callback(queue.put, None)

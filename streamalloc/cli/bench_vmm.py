@@ -259,7 +259,10 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
 
 
 def _weights(bench: Bench, *, timed: str) -> Measured:
-    """Put weights to sleep with host memory of a tier: new, prepared, or frozen, as ``timed`` says."""
+    """Return the variant that puts weights to sleep with host memory of a tier.
+
+    ``timed``: new, prepared or frozen memory.
+    """
     keep_open, stream = bench.resources.enter_context, bench.stream
     tier = keep_open(vmm.HostTier(bench.device))
     group = keep_open(vmm.SleepGroup(bench.device, backup=tier))

@@ -304,7 +304,10 @@ def _wait(event: sa.Event) -> None:
 
 
 def _try_sharing(device: sa.Device) -> list[Row]:
-    """Share each kind of memory, and an event, with another process, which uses it. ``how`` is the mechanism."""
+    """Share each kind of memory, and an event, with another process, which uses it. Returns a row for each.
+
+    ``how`` is the mechanism.
+    """
     with Worker(device.driver) as worker, device.create_stream() as stream:
         trials = [
             _tried({"what": what, "how": how}, trial, worker, device, stream)

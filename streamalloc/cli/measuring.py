@@ -322,9 +322,9 @@ def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
 def _targets(
     bench: Bench, row: BenchRow, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the targets of a row, with the figures that were found.
+    """Yield the targets of a row, each with the figure that was found.
 
-    None: the variant was not measured, or lacks the figure.
+    The figure is None if the variant was not measured or lacks it.
     """
     for target in () if bench.chosen.is_simulated else row.targets:
         found: float | None = None

@@ -38,7 +38,7 @@ Part: TypeAlias = Callable[..., Steps]
 
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
-    """Copy memory to the host in stream order, and return the values of its bytes, each once."""
+    """Copy memory to the host in stream order, and return the different values of its bytes. Blocks the host."""
     found: list[int] = np.unique(np.frombuffer(memory.tobytes(stream), np.uint8)).tolist()
     return found
 
@@ -212,29 +212,29 @@ _opened: dict[str, Any] = {}
 
 
 def open_(memory: ipc.ImportedBuffer, name: str) -> str:
-    """Keep opened memory under a name; return its class."""
+    """Keep memory that this process has opened under ``name``, and return the name of its class."""
     _opened[name] = memory
     return type(memory).__name__
 
 
 def idle(name: str) -> bool:
-    """Whether the stream of opened memory has no work left."""
+    """Whether the stream of the memory opened as ``name`` has no work left."""
     return bool(_opened[name].stream.query())
 
 
 def read(name: str) -> list[int]:
-    """Return the different bytes of opened memory."""
+    """Return the different values of the bytes of the memory opened as ``name``."""
     return contents(_opened[name], _opened[name].stream)
 
 
 def fill(name: str, value: int) -> None:
-    """Fill opened memory and wait for it."""
+    """Fill the memory opened as ``name`` with the byte ``value``, and wait for its stream."""
     _opened[name].fill(value)
     _opened[name].stream.synchronize()
 
 
 def close(name: str) -> None:
-    """Close opened memory and wait for its stream."""
+    """Close the memory opened as ``name``, and wait for its stream."""
     memory = _opened.pop(name)
     memory.close()
     memory.stream.synchronize()

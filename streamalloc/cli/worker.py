@@ -1,4 +1,4 @@
-"""Other processes of ``info``, ``bench`` and ``tour``: new interpreters with the same driver."""
+"""The other process of ``info``, ``bench`` and ``tour``: a new interpreter with the same driver."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class WorkerError(RuntimeError):
 
 
 def start(driver: Driver, half: Callable[..., object], *arguments: Any) -> tuple[Any, Connection]:
-    """Start a process that calls ``half`` with one end of a pipe and the arguments. Return it, and our end.
+    """Start a process that calls ``half(theirs, *arguments)`` with its end of a pipe.
 
-    The process uses the same driver, or simulates the same machine. It ends in silence once our end is closed.
+    Returns the process and our end.
+
+    The process uses the same driver, or simulates the same machine. It ends without output once our end is closed.
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(choice_of(driver), half, theirs, *arguments), daemon=True)
@@ -44,20 +46,22 @@ def _run(driver: str, half: Callable[..., object], connection: Connection, *argu
 
 
 class Worker(Closes):
-    """A process that calls functions, as the command sees it. A close ends the process and waits for it."""
+    """Another process that calls functions for the command, one after another."""
 
     def __init__(self, driver: Driver) -> None:
         self.process, self._connection = start(driver, _answer)
 
     def ask(self, function: Callable[..., object], *arguments: object) -> Any:
-        """Call a function there, and return its result. Memory and events among the arguments are shared.
+        """Call ``function`` in the other process, and return its result.
+
+        Memory and events among the arguments are shared.
 
         Raises
         ------
         WorkerError
             The function has raised an error, or the process has ended.
         TimeoutError
-            The process does not answer in time.
+            The process has not answered for 60 s.
         """
         try:
             self._connection.send((function, arguments))
@@ -71,7 +75,7 @@ class Worker(Closes):
         return answer
 
     def close(self) -> None:
-        """End the process, and wait for it; idempotent."""
+        """End the process and wait for it; after 60 s it is killed. Idempotent."""
         self._connection.close()
         try:
             self.process.join(SECONDS)
@@ -81,7 +85,7 @@ class Worker(Closes):
 
 
 def _answer(connection: Connection) -> None:
-    """Call the functions that the command asks for."""
+    """Call the functions that :meth:`Worker.ask` sends, and send their results, until the command closes its end."""
     while True:
         try:
             function, arguments = connection.recv()

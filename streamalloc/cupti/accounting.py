@@ -453,7 +453,10 @@ class Memory:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
-        """Follow the driver calls of the process within the ``with`` block. Raises :class:`CuptiError`."""
+        """Follow the driver calls of the process within the ``with`` block.
+
+        Raises :class:`CuptiError` if CUPTI is unusable.
+        """
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
         with contextlib.ExitStack() as undo:

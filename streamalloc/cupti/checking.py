@@ -191,7 +191,8 @@ class Check:
     def running(self, at_once: bool) -> Iterator[Check]:
         """Check the process within the ``with`` block. ``at_once``: print each hazard when it is found.
 
-        Raises :class:`CuptiError`, and at the end of the block, if hazards are to raise, ``DriverMisuseError``.
+        Raises :class:`CuptiError` if CUPTI cannot be used. If hazards are to raise, the first one raises
+        ``DriverMisuseError``, at the latest at the end of the block.
         """
         if at_once:
             self._recorder.show_at_once(None)

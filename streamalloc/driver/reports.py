@@ -42,7 +42,7 @@ class Called(tuple[tuple[CodeType, int], ...]):
     """Name of the function."""
 
     def __new__(cls, stack: Stack, function: str) -> Called:
-        """Combine a place and the name of the function that it calls."""
+        """Combine the place ``stack`` and the name of the ``function`` of this package that it calls."""
         made = super().__new__(cls, stack)
         made.function = function
         return made
@@ -55,7 +55,7 @@ class Launched(Called):
     """Place of the launch."""
 
     def __new__(cls, stack: Stack, launch: Stack) -> Launched:
-        """Combine the two places."""
+        """Combine the place ``stack`` of a capture or node and the place of its ``launch``."""
         made: Any = super().__new__(cls, stack, function_of(stack))
         made.launch = launch
         return made  # type: ignore[no-any-return]

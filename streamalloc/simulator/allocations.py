@@ -60,8 +60,9 @@ class LiveMemory(_Defaults):
 
     @property
     def managed(self) -> bool:
-        """Whether this is managed memory, which host and devices use at one address. The driver counts it as device
-        memory.
+        """Whether this is managed memory, at one address for host and devices.
+
+        The driver counts it as device memory.
         """
         return self.pool is not None and self.pool.managed
 

@@ -346,8 +346,8 @@ class GraphCapture:
     def join(self, stream: Queue, event: QueueEvent) -> None:
         """Add ``stream`` to the capture, because it waits for an event that was recorded there.
 
-        Fails if the capture is invalid, and for the legacy stream. A capture that ``stream`` already has becomes
-        invalid.
+        Refuses the legacy stream and a stream of another capture; the captures concerned become invalid. Refuses any
+        stream once the capture is invalid.
         """
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -375,8 +375,9 @@ class GraphCapture:
     def end(self) -> NodeGraph:
         """End the capture and return the graph.
 
-        Fails if the capture is invalid, if another stream has work that the first stream does not wait for, or on
-        another thread than the first one's, except in relaxed mode.
+        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED for an invalid capture, and CUDA_ERROR_STREAM_CAPTURE_UNJOINED if
+        another stream has work that the first stream does not wait for. Except in relaxed mode, only the thread that
+        began the capture may end it; for others it gives CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
         """
         if self.mode != RELAXED:
             check(self._caller is self.origin.scheduler.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)

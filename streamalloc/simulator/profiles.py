@@ -262,7 +262,10 @@ _NEEDED = {
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Return the fields of a file, without those of its base. Raises :class:`ProfileError`."""
+    """Return the fields of a profile's file, without those of its base.
+
+    Raises :class:`ProfileError` for any other file.
+    """
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -307,7 +307,7 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
 
 
 class Functions:
-    """Functions of the runtime over a driver. They return values and raise :class:`Failed`."""
+    """The runtime's functions, as calls of a driver. They return values and raise :class:`Failed`."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver

@@ -99,7 +99,7 @@ class VirtualMemory:
             found.leave()
 
     def retain(self, found: Mappable) -> int:
-        """Add a reference and return the handle, which is the same one.
+        """Add a reference to memory, and return its handle, which stays the same.
 
         That is possible even if all earlier references were released (H200: test_physical_memory).
         """

@@ -237,7 +237,7 @@ def _header(line: str, file: str) -> dict[str, Any]:
 def opened(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a file for reading within the ``with`` block. A compressed one is known by its content, and decompressed.
 
-    Raises ``OSError``, and :class:`TraceFormatError` if the compressed data is damaged.
+    Raises ``OSError`` if the file cannot be read, and :class:`TraceFormatError` if its compressed data is damaged.
     """
     try:
         # Opened once and not for a look first, because the file may be a pipe.
@@ -392,7 +392,7 @@ _LATE = 60 * 10**9  # Nanoseconds by which a line from before midnight may come 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
     """Return the trace of a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored.
 
-    Raises :class:`TraceFormatError`.
+    Raises :class:`TraceFormatError` at the first line that is no allocation or free.
     """
     if not next(lines, "").startswith(_RMM_HEADER):
         raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)

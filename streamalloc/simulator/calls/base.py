@@ -225,7 +225,8 @@ class Calls:
     def _captured(self, stream: Queue) -> bool:
         """Whether ``stream`` is being captured.
 
-        Raises :class:`Fault` if the work is not allowed in the stream or in the graph.
+        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Refuses the legacy stream as
+        :meth:`_not_behind_captures` does.
         """
         if not self._machine.graphs.captures:
             return False
@@ -237,15 +238,16 @@ class Calls:
         return True
 
     def _not_behind_captures(self, stream: Queue) -> None:
-        """Make a call on the legacy stream fail while a blocking stream of its context is being captured.
+        """Refuse a call on the legacy stream while a blocking stream of its context is being captured.
 
-        The captures become invalid. Work in the legacy stream would have to wait for captured work, which never runs.
+        It gives CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, and the captures become invalid: work in the legacy stream would
+        have to wait for captured work, which never runs.
         """
         if self._machine.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
-        """Make a call fail that reports whether work of ``stream`` is done, while a capture forbids it.
+        """Refuse a call that asks whether work of ``stream`` is done, while a capture forbids it.
 
         Such captures are that of the stream itself, and any that forbids unsafe calls. They become invalid.
         """
@@ -255,7 +257,7 @@ class Calls:
             self._unsafe_during_capture()
 
     def _unsafe_during_capture(self) -> None:
-        """Make the call fail if a running capture forbids unsafe calls of this thread.
+        """Refuse the call if a running capture forbids unsafe calls of this thread.
 
         Each such capture becomes invalid.
         """
@@ -266,7 +268,7 @@ class Calls:
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:
-        """Invalidate these captures (None: no capture). If there are any, the call fails with ``code``."""
+        """Invalidate these captures (None: no capture), and refuse the call with ``code`` if there are any."""
         running = [capture for capture in captures if capture is not None]
         for capture in running:
             capture.valid = False

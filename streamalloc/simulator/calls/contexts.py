@@ -241,7 +241,7 @@ class ContextCalls(Calls):
     cuCtxSynchronize_v2 = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
-        """Make a call on all streams of a context fail while one of them is captured.
+        """Refuse a call on all streams of a context while one of them is captured.
 
         Each such capture becomes invalid.
         """

@@ -617,7 +617,7 @@ def _may_replace(old: Node, new: Node) -> bool:
 
 
 def _kept(values: Values) -> tuple[int, ...]:
-    """Parameters of a fill that an update cannot change: those of its rows, if it has several."""
+    """Return the parameters of a fill that an update cannot change: those of its rows, if it has several."""
     return (values["pitch"], values["width"], values["height"], values["elementSize"]) if values["height"] > 1 else ()
 
 

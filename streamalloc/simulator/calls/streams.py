@@ -210,7 +210,7 @@ class StreamCalls(Calls):
     cuEventRecord = call("hEvent:QueueEvent hStream:Queue", _record)
 
     def _check_captured(self, event: QueueEvent) -> None:
-        """Make a query of an event fail whose last recording was in a capture, even if that has ended or is invalid.
+        """Refuse a query of an event that was last recorded in a capture, even if the capture has ended or is invalid.
 
         A valid running capture becomes invalid.
         """
