@@ -28,6 +28,8 @@ from streamalloc.traces.trace import Trace
 from streamalloc.vmm import ExpandableCache
 
 _KEEP_ALL = 2**64 - 1
+_RMM_BEGINS = 32 << 20
+"""Bytes with which RMM's pool begins. Its default is half of the device's memory."""
 
 
 @dataclass
@@ -202,6 +204,26 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack) -> Subj
     return Subject(theirs, allocate, _drop, free_on, out_of_memory, pool.total_bytes, begin=begin)
 
 
+def _rmm(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
+    """Return the functions of a pool of RMM over ``cudaMalloc``."""
+    mr = importlib.import_module("rmm.mr")
+    stream = importlib.import_module("rmm.pylibrmm.stream").Stream
+    pool = mr.PoolMemoryResource(mr.CudaMemoryResource(), initial_pool_size=_RMM_BEGINS)
+    take, give = pool.allocate, pool.deallocate
+
+    def allocate(nbytes: int, stream: Any) -> tuple[int, int, Any]:
+        return take(nbytes, stream), nbytes, stream
+
+    theirs = [stream() for _ in range(streams)]
+    order = _ordering(device, theirs, resources)  # RMM has no events of its own.
+
+    def free_on(thing: tuple[int, int, Any], own: Any, other: Any) -> None:
+        order(own, other)
+        give(thing[0], thing[1], other)
+
+    return Subject(theirs, allocate, lambda thing: give(*thing), free_on, MemoryError, pool.pool_size)
+
+
 def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
     """Return PyTorch's caching allocator as its two C functions, which ``caching_allocator_alloc`` calls."""
     torch = importlib.import_module("torch")
@@ -245,6 +267,7 @@ ALLOCATORS: dict[str, Entry] = {
     "expandable": Entry("streamalloc ExpandableCache", lambda *all: _pool(*all, cache=ExpandableCache)),
     "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
     "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
+    "rmm": Entry("RMM PoolMemoryResource", _rmm, other=True),
     "pytorch": Entry("PyTorch caching allocator", _torch, other=True),
 }
 """Allocators by name, for :func:`~streamalloc.traces.replay`."""

@@ -341,6 +341,23 @@ def fake_torch(peer: Peer) -> dict[str, Any]:
     return {"torch": space(cuda=cuda), "torch._C": compiled}
 
 
+def fake_rmm(peer: Peer) -> dict[str, Any]:
+    class Pool:
+        def __init__(self, upstream: object, initial_pool_size: int) -> None: ...
+
+        allocate = staticmethod(peer.take)
+
+        def deallocate(self, address: int, nbytes: int, stream: FakeStream) -> None:
+            peer.log.append(("free", address, nbytes, stream.cuda_stream))
+
+        def pool_size(self) -> int:
+            return peer.had
+
+    names = iter(range(10))
+    mr = space(PoolMemoryResource=Pool, CudaMemoryResource=lambda: None)
+    return {"rmm.mr": mr, "rmm.pylibrmm.stream": space(Stream=lambda: FakeStream(peer, next(names)))}
+
+
 def fake_cuda_core(peer: Peer) -> dict[str, Any]:
     class Buffer:
         def __init__(self, number: int) -> None:
@@ -374,6 +391,7 @@ def fake_cuda_core(peer: Peer) -> dict[str, Any]:
 PEERS: dict[str, tuple[Callable[[Peer], dict[str, Any]], list[Any]]] = {
     "cupy": (fake_cupy, [("use", 0), ("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)]),
     "pytorch": (fake_torch, [("wait", 70, 71), ("free", 1), ("free", 2), ("free", 3)]),
+    "rmm": (fake_rmm, [("free", 1, 100, 1), ("free", 2, 50, 1), ("free", 3, 30, 0)]),
     "cuda.core": (fake_cuda_core, [("wait", 1, 0), ("free", 1, 1), ("free", 2, None), ("free", 3, None)]),
 }
 
@@ -402,7 +420,7 @@ def test_other_library(device: sa.Device, monkeypatch: pytest.MonkeyPatch, name:
 
 @pytest.mark.parametrize("name", [name for name, entry in ALLOCATORS.items() if entry.other])
 def test_library_that_is_not_installed(device: sa.Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for module in ("cupy", "torch", "cuda.core"):
+    for module in ("cupy", "torch", "rmm", "rmm.mr", "cuda.core"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError):
         traces.replay(FOUR, name, device)
