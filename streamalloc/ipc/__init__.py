@@ -1,4 +1,50 @@
-"""The same memory in several processes, with lifetimes that stay correct when processes die."""
+"""The same memory in several processes, with lifetimes that stay correct when processes die.
+
+:mod:`.exporter` shares memory and :mod:`.importer` opens it. :mod:`.wire` has what travels between them: descriptors,
+and the words of control blocks. :mod:`.transport` has the connections. :mod:`.ring` and :mod:`.store` are built on
+these.
+
+The way of a shared buffer of a pool, in the process that owns it:
+
+1. *Share.* ``exporter.share.share`` finds the function of the buffer's kind, ``_share_buffer``.
+2. *Lease.* ``exporter.exports.Exports.lease`` exports the pool (``cuMemPoolExportToShareableHandle``) and the
+   allocation (``cuMemPoolExportPointer``), and takes a slot of the control block. From now on the ``Lease`` frees the
+   buffer. With ``hold=True``, ``Lease.add_hold`` keeps the memory while the descriptor is in transit.
+3. *Ready.* ``Lease.announce`` has the buffer's stream write the slot's word ``ready`` after the contents
+   (``cuStreamWriteValue32``).
+4. *Descriptor.* ``exporter.share._published`` puts pool, slot, generation and value of ``ready`` into a
+   ``wire.descriptor.Descriptor``. ``exporter.share.send`` sends its bytes and the file descriptors.
+
+In the process that opens it:
+
+5. *Open.* ``importer.open.receive`` gets them, and ``_open`` checks the descriptor and maps the control block.
+   ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
+6. *Opened.* ``importer.imports.PoolImport.begin`` counts up the word ``opened``, and only then compares the generation:
+   if the memory was freed before, it raises ``StaleDescriptorError``.
+7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
+8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
+   ``_open`` ends the hold.
+9. *Close.* ``importer.imported.ImportedBuffer.close`` ends the use. The last one calls ``PoolImport.end``: it frees the
+   import in stream order (``cuMemFreeAsync``).
+10. *Closed.* Behind that free the stream writes the word ``closed``. Then the host writes ``closing``.
+
+In the owner again:
+
+11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.end`` counts up the generation, so that nobody opens the
+    memory any more, and compares the words: if all importers have written ``closing``, the stream waits for ``closed``,
+    and the free follows (``cuMemFreeAsync``). Otherwise it is a ``_DeferredFree``, which a later point of work
+    attempts.
+
+*The owner dies.* The driver keeps the memory for the importers that have it. Before a stream waits for ``ready``,
+``wire.control_block.ControlBlock.expect`` starts a thread that waits for the lock of the owner's process. The kernel
+releases this lock with the process. ``ControlBlock._died`` then counts up ``lost`` and writes ``ready``, so that no
+stream waits for ever. ``ImportedBuffer.lost`` tells. ``Imports.release_ended`` releases pool and control block later.
+
+*The importer dies.* If a free finds that an importer has not closed, ``ControlBlock.watch_importer`` starts such a
+thread in the owner. At the death ``ControlBlock._end`` sets ``closing`` and ``closed`` to ``opened``, and the next
+point of work frees the memory. If the importer dies before it has opened the descriptor, the hold ends with the message
+(``exporter.exports.Hold``).
+"""
 
 from streamalloc.core.internal import Event, Fd
 from streamalloc.core.resource import RawHandles

@@ -4,8 +4,9 @@ Queues and pipes carry only bytes, so a thread of the exporter serves the file d
 
 Connections, simple queues and arguments of a ``Process`` pickle an object during the call. A ``Queue`` pickles later,
 on its feeder thread, when the memory may already be freed. So ``put`` searches its argument, and pickles it at once if
-it contains an object of this library. Objects inside a class of the program are found only on the feeder thread. If
-such an object can no longer be shared, an error is queued in its place, and ``get`` raises it.
+it contains an object of this package. The search does not look into objects of the program's own classes: those are
+pickled on the feeder thread. If such an object can no longer be shared, an error is queued in its place, and ``get``
+raises it.
 
 A descriptor in transit has a hold. The hold ends when the other process has opened the descriptor, or
 
@@ -57,7 +58,8 @@ KINDS = (
 
 
 def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Pickle an object for another process: share it, and hold it while it is in transit.
+    """Return the function and the arguments that make ``thing`` in another process, as pickle needs them. Shares the
+    thing, and holds it while it is in transit.
 
     Raises
     ------
@@ -138,7 +140,9 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _contains_ours(thing: Any) -> bool:
-    """Whether a message is or contains an object of this library, within lists, tuples, sets and dictionaries."""
+    """Whether ``thing`` is an object of this package, or contains one within lists, tuples, sets and dictionaries. The
+    search ends after 1000 objects.
+    """
     searched, others = 0, [thing]
     while others and searched < _MOST_SEARCHED:
         one = others.pop()
@@ -156,8 +160,8 @@ for _queue in (Queue, JoinableQueue):
 
 
 def _on_feeder_thread() -> bool:
-    """Whether a queue's feeder thread pickles now. Its errors would be printed and the item dropped, so the reader
-    would wait.
+    """Whether a queue's feeder thread pickles now. It prints errors and drops the item, so the reader would wait for
+    ever: the caller queues the error instead.
     """
     caller = _pickled_by()
     return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINT_ERROR
@@ -181,9 +185,8 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _carrier() -> Callable[[], bool]:
-    """Return a function that tells whether the carrier of the object being pickled is lost: nobody can receive it.
-
-    For an unknown carrier the function always returns False.
+    """Return a function that says whether the carrier of the object being pickled is lost, so that nobody can receive
+    the object. For an unknown carrier the function always returns False.
     """
     child = get_spawning_popen()
     if child is not None:
@@ -222,7 +225,9 @@ _DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _pickled_by() -> types.FrameType | None:
-    """Find the frame that called ``ForkingPickler.dumps``, because a reducer gets no reference to the carrier."""
+    """Return the frame that called ``ForkingPickler.dumps``; None if there is none. A reducer gets no reference to its
+    carrier, but a local variable of that frame leads to it.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_code is _DUMPS:

@@ -1,11 +1,12 @@
 """The exporting process: leases of shared allocations, and the handles that were exported.
 
 A lease concerns two processes. Only the exporter frees the memory. Importers count their opens and closes in the
-control block (:mod:`streamalloc.ipc.wire.control_block`). The free has to wait for them: otherwise the driver would
-return the memory to the pool while an importer's kernels still read it, and the next allocation would overwrite it. A
-free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the same
-time does both in the opposite order, so one of the two sees the other. If an importer still uses the memory, the free
-becomes an item of the deferred queue.
+control block (:mod:`streamalloc.ipc.wire.control_block`). The free has to wait for the importers: otherwise the driver
+would return the memory to the pool while their kernels still read it, and the next allocation would overwrite it.
+
+A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the
+same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
+sees the other. If an importer still uses the memory, the free becomes an item of the queue of ends.
 
 A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
 sets its words to "closed", and the deferred free is made at the next point of work. If the exporter dies, the driver
@@ -81,7 +82,8 @@ class Hold:
     """Keeps an allocation while one of its descriptors is in transit.
 
     It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. It ends once the importer
-    has counted its open, also if the open fails, or once the carrier is lost. The importer tells it in one of two ways:
+    has counted its open, also if the open fails, or once the carrier is lost. The importer signals its open in one of
+    two ways:
 
     * A message of :func:`streamalloc.ipc.send` carries one end of a pipe as its last handle. The importer closes that
       end with the handles that it did not take, and the kernel closes it with a message that nobody receives.
@@ -99,7 +101,9 @@ class Hold:
         self._over = False
 
     def mark(self, block: ControlBlock) -> int:
-        """Return the number of the mark that the importer sets to 0 when it opens the descriptor."""
+        """Return the number of the mark in ``block`` that the importer sets to 0 when it opens the descriptor. The
+        first call makes the mark.
+        """
         if self._mark is None:
             self._mark = block.new_mark("hold")
         return self._mark.number
@@ -117,7 +121,9 @@ class Hold:
 
 
 def hung_up(end: Fd | Channel | int) -> bool:
-    """Whether no process has the other end of a pipe or a connection. ``end`` may be a file descriptor number."""
+    """Whether every process has closed the other end of a pipe or a connection (``poll``). ``end``: this end, or its
+    file descriptor number.
+    """
     poll = select.poll()
     poll.register(end, 0)
     return bool(poll.poll(0))
@@ -186,7 +192,9 @@ class Lease(SharedState):
             return value
 
     def _begin(self, stream: Stream, last: int) -> None:
-        """Make ``stream`` the announcer of the slot. Its writes come after the writes of the previous announcer."""
+        """Make ``stream`` the announcer of the slot, and order its writes after those of the previous announcer, which
+        has announced values up to ``last``. Raises CudaError.
+        """
         words, announcer = self.words, self._announcer
         # Without an announcer the slot was quiet, so all values are written.
         if announcer is not None and not reached(words.ready.value, last):
@@ -206,7 +214,7 @@ class Lease(SharedState):
             return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
-        """Whether a descriptor is in transit, so that one of its holds continues."""
+        """Whether one of the lease's holds continues, because its descriptor is in transit. Ended holds are removed."""
         if self._holds:
             self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
@@ -231,11 +239,11 @@ class Lease(SharedState):
         return self.block.all_closed(self.words) or not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
-        """If all importers have closed, make descriptors stale and ``stream`` wait for the importers' work. Returns
-        whether it did.
+        """End the lease if all importers have closed and no descriptor is in transit: make descriptors stale, and have
+        ``stream`` wait for the importers' work. Returns whether it ended.
 
-        Otherwise nothing changes; but with ``for_good``, descriptors become stale unless one is in transit. Without a
-        stream, nothing is queued.
+        If the lease cannot end, nothing changes, except with ``for_good``: then descriptors become stale, unless one is
+        in transit. ``stream=None``: nothing is queued. Raises CudaError.
         """
         with self.lock:
             if self._holds and self._in_transit():
@@ -246,7 +254,9 @@ class Lease(SharedState):
             return self.block.all_closed(words) or self._ends_after(stream, for_good)
 
     def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
-        """Do the part of :meth:`end` for importers that still use the memory."""
+        """Do the second part of :meth:`end`, if an importer has not written ``closed`` yet: have ``stream`` wait for
+        those that have queued the write (``closing``). Returns whether that were all.
+        """
         ended = False
         try:
             using = self._using()
@@ -264,15 +274,17 @@ class Lease(SharedState):
         return ended
 
     def unused(self) -> bool:
-        """Whether no descriptor is in transit, and no importer or its queued work uses the memory. If so, descriptors
-        become stale.
+        """Whether the memory has no user left: every hold has ended, and every importer has closed and finished its
+        work. If so, descriptors become stale.
         """
         return self.end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory on ``stream``, after the work of importers that have closed it."""
+        """Free the memory of ``buffer`` on ``stream``, after the work of importers that have closed it
+        (``cuMemFreeAsync``). ``still_imported``, ``timeout`` and errors as for :meth:`Buffer.free`.
+        """
         handle = direct_handle(stream, self._exports.session)
         if handle is None:
             refuse_capture(stream, "cuMemFreeAsync", _IN_A_CAPTURE)
@@ -293,7 +305,9 @@ class Lease(SharedState):
             self._exports.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Wait until the memory can be freed, or raise: ``still_imported`` decides."""
+        """End the lease for a free with ``still_imported`` other than ``"defer"``: at once, after a wait of up to
+        ``timeout`` seconds, or not at all. Raises StillImportedError.
+        """
         if still_imported == "ignore":
             with self.lock:
                 self.words.generation.value = (self.generation + 1) % WORD  # this makes descriptors stale
@@ -311,7 +325,7 @@ class Lease(SharedState):
         return len(self._using())
 
     def drop(self, buffer: Buffer) -> None:
-        """Submit the free of a buffer that was dropped."""
+        """Submit the free of a dropped buffer, after the work of its stream, to the queue of ends."""
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
@@ -370,8 +384,8 @@ class _DeferredFree(Deferred):
 
 
 class KeptReferences(Deferred):
-    """Keeps references to shared objects that are no buffers until their lease is unused: the holds have ended and, if
-    importers count their uses, so have the uses.
+    """Queue item that keeps references to a shared object which is no buffer, until its lease is unused
+    (:meth:`Lease.unused`). Without it, the library that owns the memory could free it while it is in transit or open.
     """
 
     def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
@@ -403,7 +417,9 @@ class ExportedPool:
         self._marks: dict[bytes, ExporterMark] = {}
 
     def mark(self, block: ControlBlock) -> int:
-        """Return the number of the mark that keeps its value while this object exists."""
+        """Return the number of the pool's mark in ``block``, which keeps its value while this object exists. The first
+        call makes the mark.
+        """
         found = self._marks.get(block.id) or self._marks.setdefault(block.id, block.new_mark("pool"))
         return found.number
 
@@ -445,23 +461,29 @@ class Exports:
         return self.endpoint
 
     def uuid(self, device: Device) -> bytes:
-        """Return a device's UUID for descriptors. The driver is asked once."""
+        """Return the UUID of ``device`` as 16 bytes, for descriptors. The driver is asked at the first call
+        (``cuDeviceGetUuid``).
+        """
         return self._uuids.get(device.ordinal) or self._uuids.setdefault(device.ordinal, device.uuid.bytes)
 
     # -- slots and leases ------------------------------------------------------------------------------------
 
     def new_lease(self) -> Lease:
-        """Return a lease on a free slot."""
+        """Return a lease on a free slot of any control block; a new block is made if there is none. Raises
+        CudaError.
+        """
         return self.new_leases(1)[0]
 
     def new_leases(self, count: int) -> list[Lease]:
-        """Return leases on free slots of one control block."""
+        """Return ``count`` leases on free slots of one control block; a new block is made if there is none with so
+        many. Raises CudaError.
+        """
         while not (leases := self._next_free(count)):
             self._add_block()
         return leases
 
     def _next_free(self, count: int) -> list[Lease]:
-        """Take free slots. Returns none if no control block has so many."""
+        """Return leases on ``count`` free slots of one control block; an empty list if no block has so many."""
         with self._slots:
             # Check the slots that were released first: they become quiet first. With two checks for each slot that is
             # taken, released slots are used again soon. So few slots are in use, and the cache keeps their words.
@@ -478,7 +500,7 @@ class Exports:
             return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
 
     def block(self) -> ControlBlock:
-        """Return any control block of this process."""
+        """Return a control block of this process, for marks; the first call makes one."""
         if not self.blocks:
             self._add_block()
         return self.blocks[0]
@@ -489,7 +511,9 @@ class Exports:
         self.blocks.append(block)
 
     def lease(self, buffer: Buffer) -> Lease:
-        """Return the lease of a buffer, which frees the buffer from now on (``cuMemPoolExportPointer``)."""
+        """Return the lease of a buffer, which frees the buffer from now on. The first call exports the allocation
+        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, CudaError.
+        """
         buffer = past_caches(buffer)
         with self.lock:
             lease = cast("Lease | None", shared_state(buffer))
@@ -504,7 +528,9 @@ class Exports:
         return lease
 
     def export_pointer(self, pointer: Any) -> bytes:
-        """Return the driver's export data for an allocation (``cuMemPoolExportPointer``)."""
+        """Return the driver's export data for the allocation at ``pointer``, 64 bytes (``cuMemPoolExportPointer``).
+        Raises CudaError.
+        """
         result, data = self.session.cuMemPoolExportPointer(pointer)
         if result:
             raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
@@ -522,7 +548,9 @@ class Exports:
     # -- handles ---------------------------------------------------------------------------------------------
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
-        """Return an exported pool; export it first if necessary."""
+        """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
+        Raises ValueError with the remedy if the pool was not made for sharing, CudaError.
+        """
         with self.lock:
             found = self._pools.get(pool)
             if found is None:
@@ -543,7 +571,9 @@ class Exports:
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:
-        """Return the chunk of a descriptor for physical memory, and its handle if that is a file descriptor."""
+        """Return the chunk of a descriptor for ``memory``, and its handle if that is a file descriptor. The first call
+        exports the memory (``cuMemExportToShareableHandle``). Raises ValueError, CudaError.
+        """
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:
             handles.setdefault(handle_type, memory.export(handle_type))
@@ -564,7 +594,9 @@ exports_of: PerDriver[Exports] = PerDriver(Exports)
 
 
 def exports_for(session: Session) -> Exports:
-    """Check the process, do deferred work, and return the exports of a driver."""
+    """Return the exports of a driver, for a call that shares: deferred work is attempted first. Raises
+    ForkedProcessError in a forked child.
+    """
     session.check_process()
     work(session)
     return exports_of(session)

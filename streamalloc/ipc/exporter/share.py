@@ -125,7 +125,7 @@ class Shared(Unique, Shown):
             self._hold.end()
 
     def carried(self, lost: Callable[[], bool]) -> bytes:
-        """Return the descriptor for a carrier of bytes, and move the hold to that carrier.
+        """Return the descriptor's bytes for a carrier of bytes alone, and move the hold to that carrier.
 
         The importer fetches the handles from this process. From now on the shared memory is held, even if this object
         had no hold. The hold ends when ``lost`` returns True: the carrier can no longer deliver the descriptor.
@@ -266,8 +266,9 @@ def send(
 ) -> None:
     """Share memory, a pool or an event, and send it; the other end calls :func:`receive`.
 
-    ``channel.send`` is for bytes. The handles of pools and control blocks go along the first time only. From then on
-    this process serves them: a receiver that dropped the first message fetches them.
+    ``channel.send`` is for bytes. A channel carries the handles of each pool and control block once, with the first
+    message that needs them. This process also serves the handles, so that a receiver that dropped the first message can
+    fetch them.
 
     Parameters
     ----------
@@ -318,9 +319,9 @@ def send(
 def raw_handles(thing: object, *, handle_type: MemHandleType | None = None, expose_block: bool = False) -> RawHandles:
     """Export memory, a pool or an event for a program without this package: C++, RMM, Vulkan, raw Python.
 
-    The program opens what it gets by the driver's own calls, see :doc:`/docs/guides/handles`. Nothing announces the
-    contents to it, and nobody counts its use: synchronise or record an event before it reads, and free the memory after
-    it has closed it.
+    The program opens the handles by the driver's own calls, see :doc:`/docs/guides/handles`. It learns neither when the
+    contents are complete, nor does this process learn when the program has closed them. So synchronise, or record an
+    event for the program, before it reads, and free the memory after it has closed the handles.
 
     Parameters
     ----------
@@ -405,7 +406,8 @@ class _Thing(NamedTuple):
 
 
 def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
-    """Add hold, slot and announcement to a thing, and return its descriptor.
+    """Return ``thing`` as a :class:`Shared`: add the hold, the slot and the announcement to its descriptor. Raises
+    CudaError.
 
     The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free at the same time sees the hold.
@@ -443,7 +445,9 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
 
 
 def _announced(lease: Lease, stream: Stream, thing: _Thing) -> int:
-    """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
+    """Announce the contents of ``thing`` after the queued work of ``stream`` (``cuStreamWriteValue32``). Returns the
+    value that importers wait for. Raises CudaError.
+    """
     ready = lease.announce(stream)
     listener = lease.block.session.listener
     if listener is not None and thing.address:
@@ -475,7 +479,9 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
 
 
 def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream, which will announce the contents; it must not be captured."""
+    """Return the stream that will announce the contents. Raises CaptureError if it is being captured, because a graph
+    cannot notify other processes; TypeError, ValueError, ClosedError.
+    """
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
@@ -532,7 +538,9 @@ def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports)
 def _share_range(
     thing: VirtualBuffer | RangeView, options: _Options, exports: Exports, begin: int = 0, size: int | None = None
 ) -> _Thing:
-    """Share the chunks that contain a part of an address range."""
+    """Share ``size`` bytes of ``thing`` from the offset ``begin`` on, by default all bytes: the chunks of physical
+    memory that contain them. Raises ValueError, CaptureError.
+    """
     described = Descriptor(Mechanism.PHYSICAL, origin=secrets.token_bytes(16))
     if isinstance(thing, RangeView):
         begin += thing.offset
@@ -597,7 +605,9 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
-    """Choose a handle type that all chunks have. If there is none, the export of a chunk raises the error."""
+    """Return the requested handle type, or else one that all ``memories`` have, file descriptors first. If they have
+    none in common, the export of a chunk raises the error.
+    """
     common = POSIX | _FABRIC
     for memory in memories:
         common &= memory.properties.requested_handle_types
@@ -605,7 +615,7 @@ def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHa
 
 
 def _check_handle_type(thing: object, handle_type: object) -> None:
-    """Raise if objects of this kind cannot be shared by this handle type."""
+    """Raise ValueError if ``thing`` is of a kind that cannot be shared by this handle type."""
     if handle_type not in (POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
     if isinstance(thing, Event):
@@ -619,7 +629,9 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 
 
 def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _Thing:
-    """Share an array of another library. The kind of its memory determines the mechanism."""
+    """Share an array of another library. The kind of its memory determines the mechanism: a pool, ``cuMemAlloc``, or
+    mapped memory. Raises ValueError for memory that cannot be shared, CaptureError, CudaError.
+    """
     session, driver = exports.session, exports.session.driver
     span = CopySide.readable(thing, session)
     if not span.nbytes:

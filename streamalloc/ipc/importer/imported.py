@@ -75,7 +75,10 @@ class Announcement(NamedTuple):
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
-        """Make later work of a stream wait for the announcement, unless it is already written."""
+        """Have later work of ``stream`` wait for the announcement, unless it is written already
+        (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError,
+        CudaError.
+        """
         if self.written:
             return
         if not reached(self.words.announced.value, self.ready):
@@ -84,7 +87,9 @@ class Announcement(NamedTuple):
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
-        """Make a stream wait for the announcement. Without a stream, or in a capture, the host waits."""
+        """Have ``stream`` wait for the announcement. With None, or if the stream is being captured, the host waits
+        instead. Raises ValueError, CudaError.
+        """
         if stream is not None:
             with contextlib.suppress(CaptureError):
                 self.precede(stream)
@@ -94,13 +99,15 @@ class Announcement(NamedTuple):
             while not self.written:
                 time.sleep(_PAUSE)
 
-    # -- memory that was opened without a stream -------------------------------------------------------------
-    # After an open without a stream, the device's default stream waits for the contents. Every other stream waits
-    # before it first uses the memory. The host waits before it returns an address, because uses by address are not
-    # seen, and before a capture, because graphs cannot wait for other processes.
+    # -- memory that was opened without a stream ------------------------------------------------------------- After an
+    # open without a stream, the device's default stream waits for the contents. Every other stream waits before it
+    # first uses the memory. The host waits before it returns an address, because nobody sees the uses by address; and
+    # before a use in a capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Make a stream wait for the contents of ``memory``; without a stream, the host. Notifies the listener."""
+        """Have ``stream`` wait for the contents of ``memory``; with None, the host. Notifies the listener. Raises as
+        :meth:`wait`.
+        """
         if stream is None:
             self.wait(None)
         self.notify_listener(memory, stream)
@@ -108,14 +115,16 @@ class Announcement(NamedTuple):
             self.wait(stream)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the host sees that the contents of ``memory`` are complete. If so, notifies the listener."""
+        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, notifies the listener
+        that the host has seen it.
+        """
         written = self.written
         if written:
             self.notify_listener(memory, None)
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Notify a listener that a stream waits for the contents. A stream of None stands for the host."""
+        """Notify a checking driver that ``stream``, or the host if None, waits for the contents of ``memory``."""
         listener = self.block.session.listener
         if listener is None:
             return
@@ -182,8 +191,8 @@ class ImportedPool(Foreign, Closes):
     def open(self, export_data: bytes | Any, *, stream: StreamLike | None = None) -> ImportedBuffer:
         """Open an allocation by the driver's data alone (``cuMemPoolImportPointer``).
 
-        Nobody announces the contents, and nobody counts this use: order the stream after the owner's work, such as by
-        :meth:`Event.from_handle`, and close the buffer before its owner frees the memory.
+        The owner neither announces the contents nor waits for this use: order the stream after the owner's work, for
+        example by :meth:`Event.from_handle`, and close the buffer before its owner frees the memory.
 
         Parameters
         ----------
@@ -213,14 +222,16 @@ class ImportedPool(Foreign, Closes):
         return self not in self._pool.users
 
     def close(self) -> None:
-        """End the use of the pool; opened buffers stay usable. Idempotent."""
+        """End the use of the pool; opened buffers stay usable. Idempotent. The driver's handle is destroyed later
+        (``cuMemPoolDestroy``), see the class.
+        """
         self._pool.users.discard(self)
         self._pool.imports.release_ended()
         work(self._session)
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUmemoryPool``) as a number."""
+        """The driver's handle (``CUmemoryPool``) as a number. Raises ClosedError if the pool was closed here."""
         self._check_open()
         return int(self._pool._raw)
 
@@ -299,7 +310,7 @@ class ForeignMemory(Memory, Foreign):
 class ImportedBuffer(ForeignMemory, Closes):
     """An allocation of another process, or a part of an allocation, made by :func:`open`.
 
-    Its close is stream-ordered and allows the owner to free the memory. Dropping the object closes it on its own
+    Its close is stream-ordered, and allows the owner to free the memory. A dropped object is closed on its own
     stream.
     """
 
@@ -308,7 +319,10 @@ class ImportedBuffer(ForeignMemory, Closes):
     def __init__(
         self, new: PoolImport | PlainImport, described: Descriptor, stream: Stream, announced: Announcement | None
     ) -> None:
-        """Open an allocation, which may be open in this process already. ``stream`` waits for its contents."""
+        """Open the allocation of ``described`` by the import ``new``, or join the import that this process has of it.
+        ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError, ValueError,
+        CudaError; then nothing stays open.
+        """
         self._new = new
         self._use = ImportUse(stream)
         self._offset = described.offset
@@ -370,10 +384,16 @@ class ImportedBuffer(ForeignMemory, Closes):
         return self._use.over
 
     def close(self, stream: StreamLike | None = None) -> None:
-        """Release the memory after the work of ``stream`` (default: its own). Idempotent.
+        """Release the memory after the work of ``stream``, by default its own (``cuMemFreeAsync``,
+        ``cuStreamWriteValue32``). Idempotent.
 
-        The owner's free is ordered after that work. The default for the per-thread default stream of another thread is
-        the legacy stream, as for :meth:`Buffer.free`.
+        The owner's free is ordered after that work. If the memory's own stream is the per-thread default stream of
+        another thread, the default is the legacy stream, as for :meth:`Buffer.free`.
+
+        Raises
+        ------
+        CaptureError
+            The stream is being captured.
         """
         if self._use.over:
             return
@@ -424,7 +444,9 @@ class ImportedBuffer(ForeignMemory, Closes):
 
 
 def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
-    """Open memory by the driver's handle alone: without a lease and without an announcement of its contents."""
+    """Open memory by the driver's handle alone, without lease and announcement. ``stream``: default is the device's
+    default stream. Raises CaptureError, ValueError, CudaError.
+    """
     ordered = new.device.default_stream if stream is None else as_stream(stream, new.imports.session)
     refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
     return ImportedBuffer(new, described, ordered, None)
@@ -435,8 +457,8 @@ def open_memory_handle(
 ) -> ImportedBuffer:
     """Open memory of ``cuMemAlloc`` of another process by the driver's handle alone (``cuIpcOpenMemHandle``).
 
-    Nobody announces the contents, and nobody counts this use, as for :meth:`ImportedPool.open`. The close waits for the
-    stream (``cuIpcCloseMemHandle``).
+    The owner neither announces the contents nor waits for this use, as for :meth:`ImportedPool.open`. The close waits
+    for the stream (``cuIpcCloseMemHandle``).
 
     Parameters
     ----------
@@ -475,7 +497,9 @@ class ImportedArray(TypedView[Any], Closes):
         return self._parent.closed
 
     def close(self, stream: StreamLike | None = None) -> None:
-        """Release the memory after the work of ``stream`` (default: its own). Idempotent."""
+        """Release the memory after the work of ``stream``, by default its own. Idempotent. Errors as for
+        :meth:`ImportedBuffer.close`.
+        """
         self._parent.close(stream)
 
 
@@ -501,7 +525,9 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         return super(ForeignMemory, self).address
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after``, then unmap and release the memory, and end the use of the lease. Idempotent."""
+        """Unmap and release the memory, and end the use of the lease, after the host has waited for ``after`` (default:
+        all work of the devices with access). Idempotent.
+        """
         super().close(after)
         self._replace_use(None)
 
@@ -516,5 +542,5 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
             use.imports.drop(use)
 
     def evict(self, *_: Any, **__: Any) -> None:
-        """Raise: only the owning process can evict the memory."""
+        """Raise ValueError: only the owning process can evict the memory."""
         raise ValueError(f"{self!r} is memory of another process, which evicts it")

@@ -71,7 +71,9 @@ class ReceivedHandles:
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
-        """Give the handles their ids, see :meth:`Descriptor.handle_ids`."""
+        """Give the received handles the ids that ``described`` names (:meth:`Descriptor.handle_ids`). Raises ValueError
+        if their number differs.
+        """
         self.endpoint = described.endpoint
         if not self._given:
             return
@@ -86,8 +88,9 @@ class ReceivedHandles:
         self._given = self._given[len(ids) :]
 
     def take(self, name: bytes) -> Fd:
-        """Return a handle by its id. If it did not come with the message, fetch it from the exporter. The caller closes
-        it.
+        """Return the handle with the id ``name``; the caller closes it. If it did not come with the message, it is
+        fetched from the exporter's process. Raises ValueError if it is neither here nor served, ConnectionError,
+        TimeoutError.
         """
         fd = self._by_id.pop(name, None)
         if fd is not None:
@@ -106,10 +109,11 @@ class ReceivedHandles:
 
 
 def _refuse_freed(words: ImporterWords, generation: int) -> None:
-    """Refuse a descriptor whose memory was freed. Call it after the open was counted.
+    """Raise StaleDescriptorError if the slot has another generation than the descriptor: the memory was freed. Call
+    this after the open was counted.
 
-    The exporter does both in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So
-    one of the two sees the other. If both looked first, the memory could be freed while it is opened.
+    The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So one of
+    the two sees the other. If both looked first, the memory could be freed while it is opened.
     """
     fence()
     if words.slot_words.generation.value != generation:
@@ -117,10 +121,10 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
 
 
 class HostUse(Deferred):
-    """One use of a lease, whose close the host counts.
+    """One use of a lease whose close the host counts: of memory that is not released in stream order, a range or an
+    allocation of ``cuMemAlloc``.
 
-    It is for memory that is not released in stream order: a range, or an allocation of ``cuMemAlloc``. As a deferred
-    item, this object counts the close once the present work has ended.
+    As a deferred item, this object counts the close once the work that is queued at its first attempt is done.
     """
 
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
@@ -173,7 +177,9 @@ class PoolHandle(Deferred):
         """Objects (:class:`ImportedPool`) that use the handle."""
 
     def watch(self, block: ControlBlock | None, mark: int) -> None:
-        """Record the mark that shows the end of the pool; ``ValueError`` if the control block has no such mark."""
+        """Record the exporter's ``mark`` in ``block``, whose change shows the end of the pool. Raises ValueError if the
+        control block has no such mark.
+        """
         if block is not None and (block, mark) not in self.marks:
             block.marked("pool", mark)
             self.marks.add((block, mark))
@@ -230,7 +236,9 @@ class Import:
         """Held while uses are counted."""
 
     def _check_size(self, nbytes: int) -> None:
-        """Raise ``ValueError`` unless the size in a descriptor is that of the driver."""
+        """Raise ValueError if ``nbytes``, the size in a descriptor, differs from that of the driver
+        (``cuPointerGetAttribute``). With 0, set :attr:`nbytes` to the driver's. Raises CudaError.
+        """
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
@@ -262,7 +270,11 @@ class PoolImport(Import):
         Raises
         ------
         StaleDescriptorError
-            The lease has ended.
+            The memory was freed before.
+        ValueError
+            The descriptor names another size than the driver.
+        CudaError
+            The driver refused the import.
         """
         self.imports.allocations[self.key] = self
         if self.leased:
@@ -276,7 +288,9 @@ class PoolImport(Import):
         self._check_size(self.nbytes)
 
     def join(self, other: Import) -> None:
-        """Add a use by another descriptor, whose import was not begun; errors as for :meth:`begin`."""
+        """Add a use by ``other``, the import of a further descriptor of this memory, which was not begun. Errors as for
+        :meth:`begin`; ValueError also if the memory is open under another lease.
+        """
         self.count += 1
         if other.leased and not self.counted:
             self.block, self.words, self.generation = other.block, other.words, other.generation
@@ -302,9 +316,10 @@ class PoolImport(Import):
             raise
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """End the import after the work of a stream (``cuMemFreeAsync``), and count the close.
+        """Free the import after the work of ``stream`` (``cuMemFreeAsync``), and count the close behind it: write
+        ``closed`` and ``closing``. Raises CudaError; the import then stays.
 
-        ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
+        ``handle``, ``sees_all``: the stream's ``CUstream``, and as for :meth:`ControlBlock.write_by`.
         """
         raw, self._raw = self._raw, None
         if raw is not None:
@@ -345,7 +360,9 @@ class PlainImport(Import):
         self._use: HostUse | None = None
 
     def begin(self) -> None:
-        """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``)."""
+        """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``). Errors as for
+        :meth:`PoolImport.begin`.
+        """
         if self.leased and self.block is not None:
             self._use = HostUse(self.imports, self.words, self.generation)
         handle = opaque_struct("CUipcMemHandle", self.key)
@@ -355,7 +372,9 @@ class PlainImport(Import):
         self._check_size(self.nbytes)
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Close the allocation and count the close (``cuIpcCloseMemHandle``). Not stream-ordered: the host waits."""
+        """Block the host until the work of ``stream`` is done, close the allocation (``cuIpcCloseMemHandle``), and
+        count the close. Raises CudaError.
+        """
         if self._raw is not None:
             stream.synchronize()
             with self.device.current():
@@ -378,8 +397,8 @@ class ImportUse(Deferred):
         self.over: bool = False
 
     def acquire(self, new: PoolImport | PlainImport) -> None:
-        """Begin the import ``new``, or join the import that this process has of the same allocation. After an error,
-        call :meth:`release`.
+        """Begin the import ``new``, or join the import that this process has of the same allocation. Errors as for
+        :meth:`PoolImport.begin`; the caller then calls :meth:`release`.
         """
         with new.lock:
             known = new.known() if isinstance(new, PoolImport) else None
@@ -391,9 +410,11 @@ class ImportUse(Deferred):
                 known.join(new)
 
     def release(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use; the last one ends the import. After an error the call can be repeated.
+        """End the use after the work of ``stream``; the end of the last use ends the import. After an error, a
+        CudaError, the call can be repeated.
 
-        ``used``: the import must be released after queued work of ``stream``.
+        ``used``: whether ``stream`` may have used the memory. After a failed open it has not, and nothing needs to wait
+        for it.
         """
         imported = self.imported
         if imported is None:
@@ -456,7 +477,9 @@ class Imports:
         self._thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
-        """Start the thread, before the first import that may be dropped. Idempotent."""
+        """Start the thread that does deferred work after a drop, before the first import. Idempotent. A finaliser could
+        not start it.
+        """
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
             thread = threading.Thread(target=_release_dropped, args=args, name="streamalloc drops", daemon=True)
@@ -465,12 +488,16 @@ class Imports:
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
-        """Submit the release of a dropped object, and wake the thread. For finalisers."""
+        """Submit ``item``, the release of a dropped object, and wake the thread. Takes no lock, so finalisers
+        call it.
+        """
         self.deferred.submit(item)
         self._dropped.put(True)
 
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device that owns the memory. For memory of another machine, return the stream's device."""
+        """Return the device that owns the described memory. For memory of another machine, return the device of
+        ``stream``. Raises ValueError if this process does not see the device.
+        """
         uuid = described.device
         found = self.device_of(uuid)
         if found is not None:
@@ -489,7 +516,9 @@ class Imports:
         return self._devices.get(uuid)
 
     def check_version(self, version: int) -> None:
-        """Warn if the exporter runs another driver than this process."""
+        """Warn (:class:`DriverVersionWarning`) if ``version``, that of the exporter's driver, differs from this
+        process's.
+        """
         if version != self.version:
             warn(
                 f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
@@ -498,7 +527,9 @@ class Imports:
             )
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
-        """Return the exporter's control block. None if there is none, or if it is on another machine."""
+        """Return the exporter's control block, which is mapped at the first call. None if the descriptor names none, or
+        if it is on another machine. Raises ValueError, ConnectionError.
+        """
         name = described.control_block
         if name == NOWHERE:
             return None
@@ -510,7 +541,9 @@ class Imports:
             raise
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
-        """Return the control block with an id. The first call gets its file from ``take``."""
+        """Return the control block with the id ``name``. The first call maps the file that ``take(name)`` returns.
+        Raises ValueError if that is no such block.
+        """
         block = self.blocks.get(name)
         if block is not None:
             return block
@@ -527,7 +560,9 @@ class Imports:
                 fd.close()
 
     def pool(self, described: Descriptor, handles: ReceivedHandles) -> PoolHandle:
-        """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
+        """Return the described pool. The first call imports it; it stays in :attr:`pools`, because later descriptors
+        may come without the handle. Raises ValueError, ConnectionError, CudaError.
+        """
         pool = self.pools.get(described.origin)
         if pool is None:
             self.release_ended()
@@ -538,7 +573,9 @@ class Imports:
         return pool
 
     def import_pool(self, fd: int) -> PoolHandle:
-        """Import a pool (``cuMemPoolImportFromShareableHandle``)."""
+        """Import the pool of the file descriptor ``fd``, which stays open (``cuMemPoolImportFromShareableHandle``).
+        Raises ValueError, CudaError.
+        """
         with self.lock:  # a concurrent destruction of the same pool would make the driver's handle invalid
             new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
             new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
@@ -570,7 +607,10 @@ class Imports:
                 self.deferred.submit(OnceIdle(self.session, block.close))
 
     def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
-        """Import physical memory. Each import has a separate handle."""
+        """Import a chunk of physical memory (``cuMemImportFromShareableHandle``). The caller owns the result: each call
+        makes another driver handle. A missing file descriptor is fetched from the exporter. Raises ValueError,
+        ConnectionError, CudaError.
+        """
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)
         with handles.take(chunk.id) as fd:
@@ -578,9 +618,11 @@ class Imports:
 
 
 def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
-    """Thread body: do deferred work after each True in the queue, and end at False.
+    """Do deferred work after each True in the queue ``dropped``, and end at False. The thread of :class:`Imports` runs
+    this function.
 
-    Without this thread, the process might reach no point of work while a dropped import's owner waits for the release.
+    Without the thread, this process might reach no point of work, and the owner of a dropped import would wait for its
+    release for ever.
     """
     while dropped.get():
         session = reference()

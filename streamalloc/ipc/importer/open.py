@@ -1,8 +1,8 @@
 """``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
 
-An open takes these steps in this order: the open is counted in the lease (:mod:`.imports`), the driver imports the
-memory, the stream waits for the contents, the hold of the descriptor ends. Until the open is counted, only the hold
-keeps the exporter from freeing the memory, so a hold that ended earlier could let the import find other memory there.
+The steps of an open: the open is counted in the lease (:mod:`.imports`), the driver imports the memory, the stream
+waits for the contents, the hold of the descriptor ends. Until the open is counted, only the hold keeps the exporter
+from freeing the memory. If the hold ended earlier, the import could find other memory.
 """
 
 from __future__ import annotations
@@ -112,12 +112,26 @@ def receive(
     driver: Driver | None = None,
     kind: type[T] | None = None,
 ) -> T:
-    """Receive a message of :func:`send`, and open its memory; see :func:`open` and ``channel.receive``.
-
-    ::
+    """Receive a message of :func:`send`, and open its memory, pool or event. ::
 
         with ipc.receive(channel, stream=stream, timeout=10) as buffer:
             buffer.copy_to(destination, stream)
+
+    Parameters
+    ----------
+    channel
+        The channel to the exporter.
+    timeout
+        Seconds to wait for the message; None: the channel's.
+    stream, driver, kind
+        As for :func:`open`.
+
+    Raises
+    ------
+    TimeoutError, PeerGoneError, ProtocolError, ClosedError
+        As for ``channel.receive``.
+    ValueError, TypeError, StaleDescriptorError, ConnectionError, CudaError
+        As for :func:`open`.
     """
     message = channel.receive(timeout=timeout)
     return open(message.data, message.handles, stream=stream, driver=driver, kind=kind)
@@ -145,7 +159,9 @@ class _Request(NamedTuple):
 def _open(
     session: Session, data: bytes, handles: ReceivedHandles, stream: StreamLike | None, kind: type[object] | None
 ) -> Imported:
-    """Decode a descriptor, import its handles, and open it."""
+    """Decode and check the descriptor ``data``, import its handles, and open its memory, pool or event. Errors as for
+    :func:`open`.
+    """
     session.check_process()
     imports = imports_of(session)
     if imports.deferred.has_work():
@@ -185,10 +201,11 @@ def _open(
 
 
 def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream, which will wait for the contents; it must not be captured.
+    """Return the caller's stream, which will wait for the contents. Raises CaptureError if it is being captured;
+    TypeError, ValueError, ClosedError.
 
-    A default stream, which other libraries may capture, is checked later: before an allocation is imported
-    (:func:`_open_allocation`), and before a wait. It is not refused where nobody waits.
+    A default stream, which other libraries may capture, is checked later, and only if a wait is needed: before an
+    allocation is imported (:func:`_open_allocation`), and before the wait.
     """
     ordered = as_stream(stream, session)
     if not ordered.is_default:

@@ -82,9 +82,8 @@ class RingItem(SlotMemory):
             Announcement(self._block, self._number, 0, self._ready).wait(stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
-        """Release the slot after the work of ``stream`` (default: the ring's stream); idempotent.
-
-        Driver calls: ``cuStreamQuery``, ``cuStreamWriteValue32``.
+        """Release the slot after the work of ``stream``, by default the ring's (``cuStreamWriteValue32``). Idempotent.
+        Raises CaptureError if the stream is being captured, ClosedError if it was closed.
         """
         if not self._held:
             return
@@ -233,7 +232,9 @@ class RingConsumer(RingEnd):
         return item
 
     def _next_packet(self, wait: float | None) -> bytes:
-        """Return the next packet. Checks at intervals that the producer is alive."""
+        """Return the next packet, after ``wait`` seconds at most. Checks at intervals that the producer is alive.
+        Raises TimeoutError, PeerGoneError, ClosedError.
+        """
         end, alive = deadline_after(wait), True
         while True:
             try:
@@ -250,7 +251,9 @@ class RingConsumer(RingEnd):
                 raise
 
     def _refuse(self, data: bytes) -> NoReturn:
-        """Raise the error for a packet that is not an item."""
+        """Raise the error for a packet that is not an item of this ring: EOFError at the ring's end, otherwise
+        ProtocolError after the connection was closed.
+        """
         if data == END:
             self._check_open()
             raise EOFError("the producer has closed the ring")
@@ -295,7 +298,7 @@ class RingConsumer(RingEnd):
             loop.remove_reader(fd)
 
     def _end_turn(self) -> None:
-        """Release the previous item of the iteration."""
+        """Release the item that the iteration returned last, unless the program has released it."""
         if self._current is not None:
             item, value = self._current
             # Item objects are reused. If the program released this one, it may now be a later item.

@@ -121,7 +121,7 @@ class RingSlot(SlotMemory):
         self._deliveries.hand_off(self)
 
     def give_back(self) -> None:
-        """Free the slot without sending it. No effect after :meth:`hand_off`."""
+        """Return the slot to the free ones without sending it. No effect after :meth:`hand_off`."""
         if self._held:
             self._held = False
             self._deliveries.free.append(self._slot)
@@ -168,7 +168,7 @@ def _load(consumer: ConsumerLink) -> tuple[int, int]:
 
 
 def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
-    """The consumers that have closed their ends or died."""
+    """Return the consumers that have closed their ends or died."""
     return [
         consumer
         for consumer in consumers
@@ -209,7 +209,9 @@ class Deliveries(RingEnding):
     # -- with the lock held ----------------------------------------------------------------------------------
 
     def take(self) -> RingSlot | None:
-        """Take the next free slot for the stream to fill. Returns None if none is free."""
+        """Take the next free slot for the stream to fill, and have the stream wait for its last consumer
+        (``cuStreamWaitValue32``). Returns None if no slot is free. Raises ClosedError, PeerGoneError, CaptureError.
+        """
         if not self.free and not self.settle():
             return None
         if self.closed or not self.consumers:
@@ -266,13 +268,15 @@ class Deliveries(RingEnding):
                     del consumer.in_flight[slot]
 
     def deliver_unsent(self) -> None:
-        """Send the items in :attr:`unsent` to the consumers."""
+        """Send the items in :attr:`unsent` to the consumers. Raises TimeoutError, PeerGoneError."""
         while self.unsent and self.consumers:
             self._deliver(next(iter(self.unsent)))
             self.redelivered += 1
 
     def _deliver(self, slot: Slot) -> None:
-        """Send a slot in :attr:`unsent` to the consumer with the fewest slots."""
+        """Send a slot in :attr:`unsent` to the consumer with the fewest slots in flight. A consumer that does not take
+        it is removed, and the next one gets it. Raises PeerGoneError if none is left.
+        """
         while slot in self.unsent:
             if not self.consumers:
                 self.refuse()
@@ -295,7 +299,9 @@ class Deliveries(RingEnding):
                 self._drop(consumer)
 
     def refuse(self) -> NoReturn:
-        """Raise the reason why items cannot be handed off."""
+        """Raise the error for items that cannot be handed off: ForkedProcessError in a forked child, ClosedError for a
+        closed ring, otherwise PeerGoneError, because the ring has no consumer.
+        """
         self.session.check_process()
         if self.closed:
             raise ClosedError("the ring was closed")
@@ -304,7 +310,9 @@ class Deliveries(RingEnding):
     # -- without the lock held -------------------------------------------------------------------------------
 
     def hand_off(self, holder: RingSlot) -> None:
-        """Hand a filled slot to a consumer."""
+        """Announce the contents of a filled slot (``cuStreamWriteValue32``) and send it to a consumer. After an error
+        the slot stays with ``holder``. Errors as for :meth:`RingSlot.hand_off`.
+        """
         with self.lock:
             holder._check_usable()
             if not self.consumers:
@@ -539,7 +547,7 @@ class RingProducer(RingEnd):
             copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
-        """Return the present counters."""
+        """Return the counters as they are now, after the slots that consumers have released were collected."""
         state = self._deliveries
         with state.lock:
             state.settle()

@@ -75,13 +75,15 @@ class Introduction(NamedTuple):
     """Descriptor of the buffer that has all slots."""
 
     def to_bytes(self) -> bytes:
-        """The message for consumers."""
+        """Return the message as bytes, in the layout of :data:`HELLO`."""
         head = HELLO.pack(MAGIC, VERSION, len(self.numbers), self.slot_bytes, self.stride, self.block)
         return head + b"".join([*map(_NUMBER.pack, self.numbers), self.descriptor])
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
-        """Parse a message; ``ProtocolError`` if it is not a producer's."""
+        """Return the fields of a message. Raises ProtocolError if it is not the first message of a producer with this
+        version.
+        """
         data = message.data
         try:
             magic, version, slots, slot_bytes, stride, block = HELLO.unpack_from(data)
@@ -106,7 +108,7 @@ def answer(importer: int) -> bytes:
 
 
 def importer_in(data: bytes) -> int:
-    """Return the importer number of an answer; ``ProtocolError`` if it is not a consumer's answer."""
+    """Return the importer number in ``data``, a consumer's answer. Raises ProtocolError for other bytes."""
     importer = int.from_bytes(data[-4:], "little")
     if data != answer(importer):
         raise ProtocolError("this is not the answer of a ring's consumer")

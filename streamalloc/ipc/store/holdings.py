@@ -80,7 +80,9 @@ class Epoch:
     """Whether the epoch was taken over from a killed server. Its readers at that time are unknown."""
 
     def close(self) -> None:
-        """Close the descriptors. The driver frees the memory once no process maps it."""
+        """Close the epoch's file descriptors. The driver frees the memory once no process has a descriptor, a handle or
+        a mapping of it.
+        """
         close_all((*self.files, *self.handles))
         self.settle()
 
@@ -134,7 +136,9 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep an epoch that no process has as :attr:`spare` if the next epoch can use its memory; else close it."""
+        """Keep ``epoch``, which no process has, as :attr:`spare` if the next epoch can use its memory; otherwise close
+        it.
+        """
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
@@ -153,7 +157,7 @@ class HeldEntry:
         return spare.nbytes
 
     def check_free(self, replace: bool) -> None:
-        """Raise if the key exists and ``replace`` is False."""
+        """Raise StoreKeyError if the key has a commit and ``replace`` is False."""
         if self.current is not None and not replace:
             raise StoreKeyError(f"the store holds epoch {self.number} of {self.key!r}: replace=True replaces it")
 
@@ -188,7 +192,7 @@ class Holdings:
         self._read_journal()
 
     def adopt(self, epoch: Epoch) -> None:
-        """Take over a commit that a killed server held."""
+        """Take over ``epoch``, a commit that a killed server held and its keeper has kept."""
         entry = epoch.entry
         epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
         number, _ = self.lost.pop(entry.key, (0, ""))
@@ -203,9 +207,19 @@ class Holdings:
     # -- writers ---------------------------------------------------------------------------------------------------
 
     def begin(self, holder: Holder, key: str, device: str, replace: bool, like: bool, reuse: bool) -> int:
-        """Begin an epoch and return the proposed address.
+        """Begin an epoch of ``key`` that ``holder`` writes, and return the address to propose to it.
 
-        With ``like`` the epoch gets the layout of the last commit, and with ``reuse`` the spare memory.
+        ``device``: UUID of the device. ``replace``: whether a commit may exist. ``like``: the epoch gets the layout of
+        the last commit. ``reuse``: it also gets the spare memory.
+
+        Raises
+        ------
+        StoreError
+            The store takes no memory of this device, or ``like`` is given and the last commit is on another one.
+        StoreBusyError
+            Another process writes the key.
+        StoreKeyError
+            The key exists and ``replace`` is False, or does not exist and ``like`` is given.
         """
         if self.devices is not None and device not in self.devices:
             raise StoreError(f"the store holds no memory of device {device}: it was served for {self.devices}")
@@ -259,8 +273,8 @@ class Holdings:
         epoch.nbytes = total
 
     def _make_room(self, device: str, wanted: int) -> None:
-        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held. If removing all
-        unused keys would not be enough, remove no key.
+        """Remove keys without readers, the least recently used first, until at most ``wanted`` bytes of ``device`` are
+        held. If that is not possible, remove no key.
         """
         idle = [
             entry.current
@@ -279,7 +293,11 @@ class Holdings:
             self._changed(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], files: tuple[Fd, ...], handles: list[Fd]) -> None:
-        """Take over the memory of a complete epoch. :meth:`publish` makes it visible."""
+        """Take over the memory of a complete epoch; :meth:`publish` makes it visible. Raises StoreError, StoreKeyError.
+
+        ``address``: that of the range in the writer. ``chunks``: sizes in bytes. ``files``: layout and rest of the
+        manifest. ``handles``: descriptors of the chunks beyond those that were reused.
+        """
         if sum(chunks) > epoch.nbytes or len(epoch.files) > 1 or not chunks:
             raise StoreError(f"a commit of {sum(chunks)} bytes, and {epoch.nbytes} were reserved")
         epoch.entry.check_free(epoch.replace)
@@ -289,7 +307,9 @@ class Holdings:
         epoch.handles += handles
 
     def publish(self, epochs: Sequence[Epoch]) -> None:
-        """Make prepared epochs the last commits of their keys: all, or none after an error."""
+        """Make prepared epochs the last commits of their keys: all, or none after an error. Raises StoreKeyError if a
+        key exists and must not be replaced.
+        """
         for epoch in epochs:
             epoch.entry.check_free(epoch.replace)
         for epoch in epochs:
@@ -315,7 +335,9 @@ class Holdings:
     # -- readers ---------------------------------------------------------------------------------------------------
 
     def open(self, holder: Holder, key: str) -> Epoch:
-        """Return the last commit and make ``holder`` one of its readers."""
+        """Return the last commit of ``key``, and make ``holder`` one of its readers. Raises StoreKeyError for a key
+        without a commit.
+        """
         epoch = self._last(key, self._settled(key))
         self.read(holder, epoch)
         return epoch
@@ -328,13 +350,15 @@ class Holdings:
         return entry.current
 
     def read(self, holder: Holder, epoch: Epoch) -> None:
-        """Note that ``holder`` reads an epoch."""
+        """Record ``holder`` as a reader of ``epoch``, and the time of this use."""
         epoch.readers[holder] = None
         epoch.used = time.time()
         holder.epoch = epoch
 
     def remove(self, key: str) -> None:
-        """Remove a key. Its memory is freed once its readers have closed it."""
+        """Remove a key. Its memory is freed once its readers have closed it. Raises StoreKeyError for a key that the
+        store neither holds nor has lost.
+        """
         entry = self.entries.get(key)
         known = self.lost.pop(key, None)
         if entry is not None and entry.current is not None:
@@ -355,7 +379,7 @@ class Holdings:
         return sum(entry.trim() for entry in self.entries.values())
 
     def _forget(self, entry: HeldEntry) -> None:
-        """Forget a key without epochs and writer."""
+        """Remove the entry of a key that has neither an epoch nor a writer."""
         if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
             entry.trim()
             del self.entries[entry.key]
@@ -363,7 +387,7 @@ class Holdings:
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
-        """Handle the end of a connection: abort its write, or close its read."""
+        """Handle the end of ``holder``'s connection: abort its write, or end its read of an epoch."""
         epoch, holder.epoch = holder.epoch, None
         if epoch is None:
             return
@@ -417,14 +441,16 @@ class Holdings:
             epoch.close()
 
     def close(self) -> None:
-        """Close all descriptors, and remove the journal."""
+        """Close the descriptors of all epochs, and remove the journal, so that the next server reports nothing as
+        lost.
+        """
         self.release()
         self._journal.unlink(missing_ok=True)
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def all_epochs(self) -> Iterator[Epoch]:
-        """Iterate over all epochs, including those being written."""
+        """Yield all epochs of all keys, also those that are being written, and the spare ones."""
         for entry in self.entries.values():
             yield from entry.all_epochs
 

@@ -75,15 +75,16 @@ class Keeper(Closes):
                     time.sleep(0.02)
 
     def take(self) -> Iterator[Kept]:
-        """Return copies of the kept commits. The caller closes their descriptors."""
+        """Yield copies of the kept commits. The caller closes their descriptors. Raises ProtocolError, OSError."""
         (count,) = self._ask({"take": 1})
         for _ in range(int(count)):
             data, handles = self._channel.receive(timeout=_SECONDS)
             yield Kept(data.decode(), handles)
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
-        """Keep these commits by key, in place of earlier commits, and drop the other keys: the whole change or nothing.
-        After the return, the death of this process loses none of them.
+        """Keep the commits of ``kept``, pairs of key and commit, in place of earlier commits, and forget the keys
+        ``dropped``: the whole change or nothing. After the return, the death of this process loses none of them. Raises
+        OSError, ProtocolError.
         """
         handles = [fd for _, one in kept for fd in one.handles]
         self._ask({"put": [[key, one.text, len(one.handles)] for key, one in kept], "drop": list(dropped)}, handles)
@@ -101,7 +102,7 @@ class Keeper(Closes):
         return self._channel.closed
 
     def close(self) -> None:
-        """End the keeper, which releases all that it keeps; idempotent."""
+        """End the keeper's process, which closes all descriptors that it keeps. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -164,7 +165,7 @@ class ServiceManager(Closes):
         return keeps and os.environ.get("SYSTEMD_EXEC_PID", ours) == ours
 
     def take(self) -> Iterator[Kept]:
-        """Return the kept commits. The caller closes their descriptors."""
+        """Yield the kept commits. The caller closes their descriptors. Raises ProtocolError if they cannot be read."""
         found: dict[str, dict[str, Fd]] = {}
         for name, fd in _passed(self._names):
             token, _, place = name.rpartition("-")
@@ -210,7 +211,9 @@ class ServiceManager(Closes):
         return [kept for _, _, kept in latest.values()]
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
-        """As :meth:`Keeper.put`."""
+        """Keep and forget commits as :meth:`Keeper.put` does. Raises OSError (``EMFILE``) if systemd keeps too few
+        descriptors, TimeoutError.
+        """
         new = {key: one for key, one in kept if self._kept.get(key, ("",))[0] != one.text}
         count = sum(len(names) for _, names in self._kept.values()) + sum(1 + len(one.handles) for one in new.values())
         if count > self._most:
@@ -247,7 +250,9 @@ class ServiceManager(Closes):
         close_all(handles)
 
     def _await(self) -> None:
-        """Wait until systemd has taken all messages. systemd then closes the pipe that ``BARRIER=1`` sends."""
+        """Wait until systemd has processed all messages: it then closes the pipe that ``BARRIER=1`` carries. Raises
+        TimeoutError after 30 seconds.
+        """
         ours, theirs = map(Fd, os.pipe())
         with ours:
             with theirs:
@@ -267,7 +272,7 @@ class ServiceManager(Closes):
         return self._channel.fileno() < 0
 
     def close(self) -> None:
-        """Make systemd release all descriptors; idempotent."""
+        """Have systemd remove all descriptors of this store. Idempotent; errors are hidden."""
         if not self.closed:
             with contextlib.closing(self._channel), contextlib.suppress(OSError):
                 self._drop(self._over)  # The text of a commit goes first: without it no server takes the rest.
@@ -276,7 +281,9 @@ class ServiceManager(Closes):
 
 
 def _passed(names: str) -> Iterator[tuple[str, Fd]]:
-    """Take the descriptors that systemd passed to this process under names with this prefix (``sd_listen_fds``)."""
+    """Yield the descriptors, with their names, that systemd passed to this process under names that begin with
+    ``names`` (as ``sd_listen_fds``). A second call yields none.
+    """
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         passed = os.environ["LISTEN_FDNAMES"].split(":")
         # The whole name must match, because the name of another store may begin with this prefix.
@@ -291,7 +298,7 @@ def _passed(names: str) -> Iterator[tuple[str, Fd]]:
 
 
 def keep(path: str) -> None:
-    """Serve at a path until a server ends this keeper."""
+    """Run a keeper: serve servers at the socket ``path``, one after another, until one of them ends the keeper."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kept: dict[str, Kept] = {}
@@ -308,7 +315,9 @@ def keep(path: str) -> None:
 
 
 def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], handles: tuple[Fd, ...]) -> None:
-    """Answer one request of a server: take, put, or end."""
+    """Answer one request of a server: take, put, or end. ``kept``: the commits by key, which a put changes. Raises
+    ProtocolError, OSError.
+    """
     left = list(handles)
     with undoing(lambda: close_all(left)):
         if "take" in fields:
@@ -329,7 +338,9 @@ def _answer(channel: Channel, kept: dict[str, Kept], fields: dict[str, Any], han
 
 
 def _checked(fields: dict[str, Any], count: int) -> list[tuple[str, str, int]]:
-    """Check a whole change before a part of it is done."""
+    """Return the key, text and number of descriptors of each commit in a change. Raises ProtocolError if a part of the
+    change is wrong, before any part is done. ``count``: the number of descriptors that came.
+    """
     try:
         changes = [(key, text, number) for key, text, number in fields["put"]]
         dropped = list(fields["drop"])

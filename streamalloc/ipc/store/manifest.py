@@ -102,7 +102,9 @@ def _dtype_name(dtype: Hashable) -> str:
 
 @functools.cache
 def numpy_type(name: str) -> np.dtype[Any]:
-    """Return the NumPy type. If NumPy lacks it, the type of ``ml_dtypes``, or an unsigned integer of the same size."""
+    """Return the NumPy type with this name in :data:`TYPES`. If NumPy lacks it, return the type of ``ml_dtypes`` if
+    that is installed, otherwise an unsigned integer of the same size.
+    """
     with contextlib.suppress(TypeError):
         return np.dtype(name)
     with contextlib.suppress(ImportError, AttributeError):
@@ -118,7 +120,7 @@ class TensorLayout(Mapping[str, Tensor]):
     """
 
     def __init__(self, data: bytes = b"{}") -> None:
-        """``data``: the layout as JSON; it is read when the first tensor is used."""
+        """Make a layout of ``data``, JSON that is parsed at the first use of a tensor; by default without tensors."""
         self._data = data
         self._found: dict[str, list[Any]] | None = None
         self._hash = ""
@@ -186,12 +188,14 @@ class TensorLayout(Mapping[str, Tensor]):
         self.add_rows({str(name): self.new_row(name, tensor, nbytes)})
 
     def add_rows(self, rows: dict[str, list[Any]]) -> None:
-        """Add rows of :meth:`new_row`."""
+        """Add tensors in their JSON form by name, which :meth:`new_row` has checked."""
         self._rows.update(rows)
         self._data, self._hash = b"", ""
 
     def new_row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
-        """Return a tensor in its JSON form, to be added later; raise as :meth:`add` does."""
+        """Return ``tensor`` in its JSON form, to be added later by :meth:`add_rows`. ``nbytes``: the size of the
+        memory. Raises ValueError as :meth:`add` does.
+        """
         row = [list(value) if isinstance(value, tuple) else value for value in tensor]
         fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *row)
         if fault:
@@ -224,7 +228,9 @@ class TensorLayout(Mapping[str, Tensor]):
 
 
 class Manifest(NamedTuple):
-    """Description of an epoch, without its memory."""
+    """Layout, metadata and fabric handles of an epoch, the memory of one commit (:mod:`.holdings`), as the server
+    stores them.
+    """
 
     layout: TensorLayout
     metadata: dict[str, Any]
@@ -247,7 +253,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def parse(cls, layout: TensorLayout, data: bytes) -> Manifest:
-        """Decode the bytes of :meth:`to_bytes`.
+        """Return the manifest of ``layout`` and ``data``, the bytes of :meth:`to_bytes`.
 
         Raises
         ------
@@ -279,7 +285,9 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
-    """Return the fault of a tensor as text; empty if it has none."""
+    """Return as text why a tensor in its JSON form is not valid in an epoch of ``nbytes`` bytes; empty if it is
+    valid.
+    """
     if not isinstance(name, str) or not 0 < len(name) <= 1024 or not name.isprintable():
         return "whose name is not 1 to 1024 printable characters"
     if type(dtype) is not str or dtype not in TYPES:

@@ -98,14 +98,16 @@ REQUESTS: dict[str, dict[str, _Check]] = {
 
 
 def checked_key(key: object) -> str:
-    """Check a key: 1 to 512 printable characters, slashes and dots included. Raises ``ValueError``."""
+    """Return ``key`` as a plain string. Raises TypeError, and ValueError unless it has 1 to 512 printable characters;
+    slashes and dots are allowed.
+    """
     if not _is_key(str(checked_type("key", key, str))):  # ``str`` makes a plain string, for example of a numpy.str_.
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Encode the fields of a message."""
+    """Return a message with these fields and the version of the protocol, as JSON."""
     return _TEXT({"version": VERSION, **fields}).encode()
 
 
@@ -121,7 +123,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Check and decode a request. Returns its name and fields.
+    """Return the name and the fields of a request, after a check of each field.
 
     Raises
     ------
@@ -170,7 +172,7 @@ def socket_path(name: str) -> Path:
 
 
 def store_names() -> list[str]:
-    """Return the names of this user's running stores."""
+    """Return the names of this user's stores whose servers run, in order. Each is asked by a connection."""
     found = []
     for path in sorted(folder().glob("*.store")):
         with contextlib.suppress(StoreGoneError, OSError, ValueError), Connection(socket_path(path.stem)):

@@ -62,12 +62,12 @@ class _Client(Holder):
         """Descriptors that the answer sends."""
 
     def check_new(self) -> None:
-        """Raise if the connection has an epoch already."""
+        """Raise StoreError if the connection has an epoch already."""
         if self.epoch is not None:
             raise StoreError("this connection writes or reads already: each epoch has its own")
 
     def writing(self) -> Epoch:
-        """Return the epoch that this client writes."""
+        """Return the epoch that this client writes. Raises StoreError if it writes none."""
         if self.epoch is None or self.epoch.entry.next is not self.epoch:
             raise StoreError("this connection writes nothing")
         return self.epoch
@@ -137,7 +137,9 @@ class StoreServer(Closes):
             undo.pop_all()
 
     def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
-        """Adopt the commits that the store's keeper holds, and let it keep later ones."""
+        """Adopt the commits that the store's keeper at ``path`` has, and have the keeper keep later ones. ``undo``:
+        closes the connection after an error. Raises OSError, ProtocolError.
+        """
         undo.callback(self._holdings.release)
         self._keeper = keeper = ServiceManager(self.name) if ServiceManager.is_there() else Keeper(path)
         undo.callback(keeper._channel.close)  # A keeper serves one connection at a time.
@@ -194,7 +196,7 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """Make :meth:`run` return. A signal handler may call this."""
+        """Have :meth:`run` return. Takes no lock, so a signal handler may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
 
@@ -269,7 +271,9 @@ class StoreServer(Closes):
                 self._spare = Fd(os.dup(self._wake[0].fileno()))
 
     def _refusal(self, error: Exception) -> bytes:
-        """Return the answer for a request that failed."""
+        """Return the answer for a request that failed with ``error``. That no descriptor is left becomes a
+        StoreFullError, which is logged once.
+        """
         if _is_out_of_descriptors(error):
             error = no_descriptors(1) if error.strerror == os.strerror(error.errno or 0) else error
             error = StoreFullError(f"{error.strerror}, in the server of the store {self.name!r}: remove keys")
@@ -306,7 +310,9 @@ class StoreServer(Closes):
         self._send(client)
 
     def _send(self, client: _Client) -> None:
-        """Send the answer, unless the connection has ended."""
+        """Send the client's answer. If there is no room for it, a later round of the loop sends it; if the connection
+        has ended, the client is dropped.
+        """
         if client.answer is None:
             return
         try:
@@ -453,7 +459,9 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
 
 
 def _checked(layout: TensorLayout, nbytes: int, last: Epoch | None) -> int:
-    """Check a layout, unless it is the layout of the last commit. Returns its number of tensors."""
+    """Return the number of tensors of ``layout``, after a check that they fit ``nbytes`` bytes. The layout of the
+    commit ``last`` was checked already. Raises ProtocolError.
+    """
     if last is not None and last.layout == layout.hash and sum(last.chunks) <= nbytes:
         return last.count
     layout.check(nbytes)
@@ -513,7 +521,9 @@ def _is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
 
 
 def _locked(name: str, path: Path) -> Fd:
-    """Lock a file until the server ends. The kernel releases the lock with the process."""
+    """Return the file ``path``, locked until it is closed. The kernel releases the lock with the process, so a killed
+    server leaves none. Raises StoreBusyError if another server has the lock.
+    """
     while True:
         lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(lock.close):

@@ -134,8 +134,8 @@ class Store(Closes):
         keep: bool = False,
         driver: Driver | None = None,
     ) -> StoreServer:
-        """Serve a store on a thread of this process, until :meth:`StoreServer.close`; parameters as for
-        :class:`StoreServer`.
+        """Serve a store on a thread of this process until :meth:`StoreServer.close`. Parameters as for
+        :class:`StoreServer`. Raises ValueError, StoreBusyError, OSError.
         """
         return StoreServer(name, devices, limit, evict=evict, keep=keep, driver=driver).start()
 
@@ -155,12 +155,13 @@ class Store(Closes):
     ) -> WeightsWriter:
         """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
 
-        With ``like="previous"`` the epoch begins with the names, the types and the offsets of the last commit, at its
-        addresses if they are free, so that readers take it by ``attach(latest=True)``; the commit and that switch cost
-        nothing by name. The contents are undefined until they are written.
+        An epoch is the memory of one commit. With ``like="previous"`` it begins with the names, the types and the
+        offsets of the last commit, at its addresses if they are free. Readers then switch to it by
+        ``attach(latest=True)``, and the time of the commit and of the switch does not depend on the number of tensors.
+        The contents are undefined until they are written.
 
-        After such a commit, the store keeps the memory of a replaced epoch that no process has any more, and the next
-        such epoch gets it without ``cuMemCreate``; :meth:`trim` releases it.
+        After such a commit, the store keeps the memory of the replaced epoch once no process has it. The next such
+        epoch gets this memory without ``cuMemCreate``; :meth:`trim` releases it.
 
         Parameters
         ----------
@@ -260,7 +261,7 @@ class Store(Closes):
         device, replace
             As for :meth:`write`.
         progress
-            Is called after each tensor, with the bytes that were copied and those of all files.
+            Function that is called after each tensor, with the bytes copied so far and the bytes of all files.
 
         Raises
         ------
@@ -292,7 +293,7 @@ class Store(Closes):
     # -- the store -------------------------------------------------------------------------------------------------
 
     def list(self) -> list[StoreEntry]:
-        """Return all keys in order, with their writers and readers."""
+        """Return all keys in order, with their writers and readers. Raises StoreGoneError if the server has ended."""
         entries = self._ask("list")["entries"]
         for about in entries:
             about["readers"] = tuple(about.get("readers", ()))
@@ -310,14 +311,18 @@ class Store(Closes):
         self._ask("remove", key=checked_key(key))
 
     def trim(self) -> int:
-        """Release the memory that is kept for later epochs (:meth:`write`), and return its size in bytes.
+        """Release spare memory: that of replaced commits that the next ``write(key, like="previous")`` would use again.
+        Returns its bytes.
 
-        The store does so itself before it refuses memory, or if a writer finds none on the device.
+        The server does this by itself before it refuses a write over its limit, and when a writer runs out of device
+        memory. Raises StoreGoneError if the server has ended.
         """
         return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
-        """Return the server's process, the limits of the store, and sums over its contents."""
+        """Return the server's process id, the limits, and the numbers and bytes of keys, readers and writers. Raises
+        StoreGoneError if the server has ended.
+        """
         answer = self._ask("status")
         devices = answer.pop("devices")
         return StoreStatistics(devices=None if devices is None else tuple(devices), **answer)
@@ -327,7 +332,9 @@ class Store(Closes):
             return connection.ask(request, **fields)[0]
 
     def _connect(self) -> Connection:
-        """Connect to the server. A writer or reader keeps its connection: if that ends, so does its write or read."""
+        """Return a new connection to the server. A writer or reader keeps it: the end of the connection ends its write
+        or read. Raises ClosedError, StoreGoneError, PermissionError.
+        """
         self._check_open()
         with contextlib.suppress(IndexError):  # The first request has used this connection.
             idle = self._idle.pop()
@@ -336,7 +343,7 @@ class Store(Closes):
         return Connection(self._path)
 
     def close(self) -> None:
-        """Refuse further calls; idempotent. Open writers and weights continue."""
+        """Close the client: further calls raise ClosedError. Idempotent. Open writers and weights continue."""
         self.closed = True
         close_all(drained(self._idle.pop))
 
@@ -348,8 +355,8 @@ class Store(Closes):
 
 
 # -- safetensors files -------------------------------------------------------------------------------------------------
-# The file has 8 bytes of length, a JSON object with type, shape and position of each tensor, and the bytes of the
-# tensors.
+# A file has three parts: 8 bytes, the length of the header in bytes (little-endian); the header, a JSON object with
+# type, shape and position of each tensor; and the bytes of the tensors, without gaps.
 
 _MOST_HEADER = 100 << 20
 _DTYPES = {
@@ -373,7 +380,9 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> _File:
-    """Read and check the header of a file."""
+    """Read and check the header of a file, and return its tensors. Raises ValueError if it is no ``safetensors`` file,
+    OSError.
+    """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -400,7 +409,9 @@ def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -
 
 
 def _copies(file: _File, writer: WeightsWriter) -> Iterator[int]:
-    """Copy the tensors of a file in file order. Yields the bytes of each."""
+    """Copy the tensors of ``file`` to the tensors of ``writer`` with the same names, in file order. Yields the bytes of
+    each copy.
+    """
     with open(file.path, "rb") as opened:
         source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):

@@ -33,8 +33,8 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 
 
 class StoredView(ForeignMemory, RangeView):
-    """A part of the range of :class:`Weights`. A stream or the host that uses it first waits until the contents are
-    complete.
+    """A part of the range of :class:`Weights`. A stream, or the host, waits until the contents are complete before its
+    first use of the part.
     """
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
@@ -55,7 +55,7 @@ class StoredView(ForeignMemory, RangeView):
 
     @property
     def stream(self) -> Stream:
-        """The stream that the open got, or the default stream of the device."""
+        """The stream of operations that name no other: that of the open, or the device's default stream."""
         return self.weights.stream
 
 
@@ -126,7 +126,8 @@ class OpenEpoch:
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
         """Open the last commit of a key, and import its memory. The epoch owns the connection.
 
-        ``expected`` is the layout that the caller requires, or its hash: with another one, ``LayoutChangedError``.
+        ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError,
+        LayoutChangedError, StoreError if this process does not see the device, CudaError.
         """
         with undoing(connection.close):
             answer, received = connection.ask("open", key=key)
@@ -166,7 +167,9 @@ class OpenEpoch:
         return sum(memory.nbytes for memory in self.chunks)
 
     def close(self) -> None:
-        """Release the memory, and end the connection; idempotent."""
+        """Release the handles of the memory (``cuMemRelease``), and end the connection, so that the server no longer
+        counts this reader. Idempotent.
+        """
         close_all((*self.chunks, self.connection))
 
 
@@ -210,7 +213,9 @@ class Weights(Tensors, Closes):
     def open(
         cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
-        """Map an epoch at the writer's addresses, or at the address that ``at`` requires."""
+        """Map ``opened`` at the writer's addresses, or at the address that ``at`` requires, for reading by ``device``.
+        Parameters and errors as for :meth:`Store.open`. After an error the epoch is closed.
+        """
         with undoing(opened.close):
             range = _reserved(opened, at)
 
@@ -225,8 +230,8 @@ class Weights(Tensors, Closes):
         return weights
 
     def _expect(self) -> None:
-        """Make the stream wait for the contents. If the caller gave no stream, each stream waits before its
-        first use.
+        """Have the stream wait for the contents (``cuStreamWaitValue32``). If the caller gave no stream, each stream
+        also waits before its first use. Raises CaptureError, CudaError.
         """
         ready, self._contents = self._epoch.ready, ()
         if ready is not None:
@@ -238,13 +243,13 @@ class Weights(Tensors, Closes):
 
     @property
     def address(self) -> int:
-        """Device address of the first byte of the range."""
+        """Device address of the first byte of the range. Raises ClosedError."""
         self._check_open()
         return self.range.address
 
     @property
     def memory(self) -> StoredView:
-        """All bytes of the range."""
+        """All bytes of the weights as memory. Raises ClosedError."""
         self._check_open()
         return StoredView(self, 0, self.nbytes)
 
@@ -295,7 +300,8 @@ class Weights(Tensors, Closes):
     # -- detach and attach -----------------------------------------------------------------------------------------
 
     def detach(self, after: After = None) -> None:
-        """Wait for ``after`` (default: all work of the device), and unmap the memory (``cuMemUnmap``). Idempotent.
+        """Unmap the memory (``cuMemUnmap``), after the host has waited for ``after`` (default: all work of the device).
+        Idempotent.
 
         The addresses stay reserved, and this process keeps the epoch; :meth:`attach` maps it again. Until then, uses of
         the views raise :class:`ClosedError`.
@@ -318,6 +324,8 @@ class Weights(Tensors, Closes):
         ------
         LayoutChangedError
             The last commit has another layout; the message lists the changes. Nothing was done.
+        StoreKeyError, StoreGoneError
+            With ``latest``: the store holds nothing under the key, or its server has ended.
         """
         self._check_open()
         if latest:
@@ -327,7 +335,9 @@ class Weights(Tensors, Closes):
                 map_side_by_side(self.range, self._epoch.chunks, self._rights)
 
     def _renew(self, after: After) -> None:
-        """Map the last commit in place of the present one."""
+        """Map the last commit in place of the mapped epoch, and close that. After an error the mapped epoch stays.
+        Errors as for :meth:`attach`.
+        """
         before = self._epoch
         connection = Connection(before.connection.path)
         newer = OpenEpoch.open(connection, self.key, session_of(self.range), before.manifest.layout)
@@ -352,7 +362,8 @@ class Weights(Tensors, Closes):
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def close(self, after: After = None) -> None:
-        """Wait for ``after`` (default: all work of the device), unmap the memory, and release it. Idempotent.
+        """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``), after the host has waited for ``after``
+        (default: all work of the device). Idempotent.
 
         The device memory of a replaced or removed epoch is freed when the last process closes it.
         """
@@ -370,7 +381,9 @@ class Weights(Tensors, Closes):
 
 
 def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLayout) -> LayoutChangedError:
-    """Return the error for a layout that differs from the expected one."""
+    """Return the error for ``epoch`` of ``key``, whose layout ``found`` differs from ``expected``, a layout or its
+    hash. The message lists the differences.
+    """
     if isinstance(expected, str):
         what = f"its layout has the hash {found.hash}, not {expected}"
     else:
@@ -380,7 +393,9 @@ def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLay
 
 
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
-    """Reserve the writer's addresses, or the required addresses. Without a requirement, any address will do."""
+    """Reserve the writer's addresses, or those that ``at`` requires (``cuMemAddressReserve``). If ``at`` requires none,
+    other addresses are taken if these are not free; otherwise that raises AddressSpaceError.
+    """
     wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0

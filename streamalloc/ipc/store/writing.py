@@ -104,7 +104,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
             self._begin(capacity, replace, like)
 
     def _begin(self, capacity: int, replace: bool, like: bool) -> None:
-        """Ask the store to begin an epoch, and reserve a range at the address that it proposes."""
+        """Ask the store to begin an epoch, and reserve ``capacity`` bytes of addresses where it proposes
+        (``cuMemAddressReserve``). With ``like``, take over the layout of the last commit. Raises StoreError,
+        AddressSpaceError.
+        """
         reuse, device = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR, self.device
         answer, received = self._connection.ask(
             "write", key=self.key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
@@ -194,7 +197,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.layout.add_rows(rows)
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
-        """Give a tensor a second name, for tied weights."""
+        """Give the tensor ``to`` the further name ``name``, for tied weights. Returns its view. Raises KeyError if
+        there is no such tensor, ValueError for a name that is not allowed.
+        """
         return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
@@ -212,7 +217,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self[name]
 
     def reserve(self, nbytes: int) -> int:
-        """Allocate memory without a name. Returns its offset in the range, a multiple of 512 bytes."""
+        """Allocate memory without a name, for :meth:`place` (``cuMemCreate``, ``cuMemMap``). Returns its offset in the
+        range, a multiple of 512 bytes. Errors as for :meth:`allocate`.
+        """
         self._check_open()
         nbytes = checked_size("nbytes", nbytes)
         offset = _aligned(self.nbytes)
@@ -225,11 +232,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return offset
 
     def _rounded(self, nbytes: int) -> int:
-        """Round a size in bytes up to the granularity of the memory."""
+        """Return ``nbytes`` rounded up to the granularity of the device's memory."""
         return -(-nbytes // self._granularity) * self._granularity
 
     def _grow(self, *sizes: int) -> None:
-        """Create and map one more chunk of each size. After an error, the chunks before it stay."""
+        """Create and map one more chunk of each size (``cuMemCreate``, ``cuMemMap``). After an error, the chunks before
+        it stay. Raises ValueError for too many chunks, StoreFullError, OutOfMemoryError.
+        """
         if len(self._chunks) + len(sizes) > MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
         self._connection.ask("reserve", total=self._mapped + sum(sizes))
@@ -242,8 +251,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._mapped += nbytes
 
     def _created(self, nbytes: int) -> PhysicalMemory:
-        """Create a chunk. If there is no memory, ask the store to release what it keeps for later epochs, and try
-        again.
+        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``). If there is no memory, ask the store to release its
+        spare memory, and attempt it again. Raises OutOfMemoryError.
         """
         try:
             return PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
@@ -280,10 +289,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._finish()
 
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
-        """Send the epoch to the server, and return its answer.
+        """Send the epoch to the server, and return the fields of its answer. Raises StoreError, CudaError.
 
-        With ``block``, the host first waits for all queued work. With ``prepare``, the server publishes nothing before
-        the request ``confirm``. With ``keep``, this connection becomes a reader of the epoch.
+        ``block``: the host first waits for all queued work. ``prepare``: the server publishes nothing before the
+        request ``confirm``. ``keep``: this connection becomes a reader of the epoch.
         """
         session = session_of(self.device)
         self._pending, ready = None, ""
@@ -320,9 +329,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return Manifest(self.layout, self.metadata, handles)
 
     def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
-        """Make a new stream wait for the events and then write a ready word, which announces the contents.
+        """Have a new stream wait for ``events``, and then write the word ``ready`` of a new lease, which announces the
+        contents. Raises CudaError.
 
-        Returns the lease of the word, the value that the word reaches, and an event after that write.
+        Returns the lease, the value that the word reaches, and an event after the write.
         """
         stream = self.device.create_stream()
         for event in events:
@@ -331,8 +341,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:
-        """Prepare the epoch, vote with the other ranks, and publish: each server publishes all its ranks' epochs at
-        once.
+        """Prepare the epoch, vote with the other ranks, and publish the epochs of all ranks; each server publishes
+        those of its ranks at once. Raises StoreError if a rank did not prepare its epoch.
         """
         assert self._group is not None
         try:
@@ -349,8 +359,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.epoch = self._connection.ask("confirm", tokens=tokens)[0]["epoch"]
 
     def _vote(self, token: str) -> list[tuple[str, str]]:
-        """Exchange the votes. Returns the server and the token of each rank; an empty token votes against the
-        commit.
+        """Send this rank's vote, the ``token`` of its prepared epoch or ``""`` against the commit. Returns server and
+        token of each rank. Raises errors of the communicator.
         """
         assert self._group is not None
         self._voted = True
@@ -372,7 +382,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the mapping now, or after the queued copies."""
+        """Release the mapping after the commit: now, or by an item once the queued copies are done."""
         pending = self._pending
         if pending is None:
             self._release(())
@@ -382,14 +392,18 @@ class WeightsWriter(Tensors, Unique, Leaves):
         deferred_queue(session_of(self.device)).submit(item)
 
     def _release(self, after: Any = None) -> None:
-        """Unmap and release the memory, and end the connection. This aborts an uncommitted epoch."""
+        """Unmap and release the memory after ``after``, and end the connection, by which the server aborts an
+        uncommitted epoch (``cuMemUnmap``, ``cuMemRelease``). Raises CudaError.
+        """
         self.range.unmap(after=after)
         close_all(self._chunks)
         self.range.close()
         self._connection.close()
 
     def _kept(self) -> Weights:
-        """Commit, and return a reader with the same mapping."""
+        """Commit the epoch, and return a reader that keeps its mapping, with read access only. Errors as for
+        :meth:`commit`.
+        """
         self._check_open()
         answer = self._commit(keep=True, block=True)
         about = self._connection, self.key, answer["epoch"], self.device, self.range.address
@@ -461,7 +475,9 @@ _endings: set[_Ending] = set()
 
 @atexit.register
 def _await_copies() -> None:
-    """Wait for the copies, so that the end of this process loses no commit."""
+    """Block at the exit of the process until the copies of all commits are done: otherwise readers would find these
+    commits lost.
+    """
     for item in list(_endings):
         with contextlib.suppress(CudaError, ForkedProcessError):  # A forked child has no copies to wait for.
             item._event.synchronize()

@@ -84,7 +84,9 @@ def shown(address: Address) -> str:
 
 
 def check_private(path: str) -> None:
-    """Raise ``ValueError`` for a path in a directory that other users may enter."""
+    """Raise ``ValueError`` for a socket's path in a directory that other users may enter: they could put a socket of
+    their own there. Raises OSError for a missing directory.
+    """
     directory = Path(path).absolute().parent
     found = os.stat(directory)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -185,7 +187,7 @@ def left(deadline: float | None) -> float:
 
 
 def milliseconds(deadline: float | None) -> int:
-    """Return the milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
+    """Return the milliseconds until a deadline, rounded up, and at most a day, because ``poll`` takes a 32-bit int."""
     return math.ceil(min(left(deadline), _DAY) * 1000)
 
 
@@ -231,7 +233,7 @@ def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
 
 
 def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
-    """Return descriptors as ancillary data for ``sendmsg``."""
+    """Return file descriptors as ancillary data for ``sendmsg`` (``SCM_RIGHTS``)."""
     if not handles:
         return []
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", map(number_of, handles)))]
@@ -249,12 +251,16 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def number_of(handle: Fd | int) -> int:
-    """Return a descriptor's number. Raises ``TypeError`` for other objects."""
+    """Return the number of a file descriptor, or of its owner. Raises TypeError for other objects, ClosedError for a
+    closed owner.
+    """
     return handle.fileno() if isinstance(handle, Fd) else operator.index(handle)
 
 
 def no_descriptors(needed: int) -> OSError:
-    """Return the error of a process without room for file descriptors: how many are open, allowed, and needed."""
+    """Return the OSError (``EMFILE``) of a process without room for ``needed`` more file descriptors. The text says how
+    many are open and allowed.
+    """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
@@ -338,7 +344,9 @@ class _SocketOwner(Closes):
         return ClosedError(f"this {type(self).__name__.lower()} was closed")
 
     def _poll(self, events: int, timeout: int) -> bool:
-        """Wait up to ``timeout`` milliseconds for poll events. Returns whether one has come."""
+        """Wait up to ``timeout`` milliseconds until the socket has one of ``events`` (``poll``). Returns whether it
+        has. Raises ClosedError.
+        """
         poll = select.poll()
         poll.register(self.fileno(), events)
         return bool(poll.poll(timeout))
@@ -663,7 +671,9 @@ class Channel(_SocketOwner):
         return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
-        """End the connection for every process that has either end. Waiting calls raise :class:`PeerGoneError`."""
+        """End the connection for every process that has one of the ends (``shutdown``). Waiting calls raise
+        :class:`PeerGoneError`.
+        """
         self._shut_down()
 
     def close(self) -> None:
@@ -759,7 +769,7 @@ class Listener(_SocketOwner):
 
 
 def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
-    """Return the descriptors in a packet's ancillary data."""
+    """Return owners of the file descriptors in a packet's ancillary data (``SCM_RIGHTS``)."""
     numbers = array.array("i")
     for level, kind, data in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

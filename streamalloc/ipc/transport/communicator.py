@@ -72,7 +72,7 @@ class TimeLimit(NamedTuple):
         return cls(seconds, deadline_after(seconds))
 
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
+        """Whether the time is over; False without a limit."""
         return left(self.end) == 0
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class GroupProtocolError(GroupError, ProtocolError):
 
 
 def described(error: BaseException) -> str:
-    """Describe an error as text."""
+    """Return an error as text for other ranks: its message, with its class unless it is a :class:`GroupError`."""
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
 
@@ -130,15 +130,18 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def by_value(values: Sequence[Any], text: str) -> str:
-    """Describe which ranks have which value. ``text`` has ``{}`` in the place of the value."""
+    """Return a text that says which ranks have which value: ``ranks 0, 1 have 4; rank 2 has 8``. ``text``: what is said
+    of a value, with ``{}`` in its place.
+    """
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return "; ".join(f"{listed(which)} {text.format(value)}" for value, which in ranks.items())
 
 
-# Header of each message: the call, and the number of earlier calls. With Collective.FAILED, JSON follows: whether a
-# rank was late, the calls of the ranks at fault, and the error's text.
+# `_HEAD` begins each message: the call (u8), and the number of earlier calls (u32). After Collective.FAILED follows
+# JSON: whether a rank was late, the calls of the ranks at fault, and the error's text. `_HELLO` is a caller's first
+# message: a word, and its rank.
 _HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
 _NAMES = {int(call): str(call) for call in Collective if call != Collective.FAILED}
@@ -164,12 +167,13 @@ class Mesh(Closes):
 
     @classmethod
     def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: TimeLimit) -> Mesh:
-        """Connect to the lower ranks, and accept connections of the higher ranks.
+        """Connect this rank to the lower ranks at ``addresses``, accept the higher ranks at ``listener``, and return
+        the mesh.
 
         Raises
         ------
         TimeoutError
-            Ranks are missing; the message names them.
+            Ranks are missing at the end of ``limit``; the message names them.
         """
         channels: dict[int, Channel] = {}
         before, after = set(range(rank)), set(range(rank + 1, len(addresses)))
@@ -193,7 +197,8 @@ class Mesh(Closes):
         return cls(rank, channels)
 
     def all_to_all(self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit) -> list[Message]:
-        """Send bytes and descriptors to all ranks. Returns the bytes and descriptors of each rank, by rank.
+        """Send ``data`` and the descriptors ``handles`` to all ranks, within ``limit``. Returns the bytes and
+        descriptors of each rank, by rank.
 
         The entry of this rank has its own bytes, and duplicates of its descriptors. After an error the mesh is closed,
         and the other ranks are notified.
@@ -273,7 +278,9 @@ class Mesh(Closes):
         given[rank] = Message(data[_HEAD.size :], handles)
 
     def _notify_failure(self, error: BaseException) -> None:
-        """Notify the other ranks of this rank's error, and close the channels."""
+        """Send this rank's error to the other ranks, so that they raise an error that names it, and close the
+        channels.
+        """
         if isinstance(error, (TimeoutError, PeerGoneError)):
             text = str(error)
         else:
@@ -292,7 +299,9 @@ class Mesh(Closes):
 
 
 def _next_caller(listener: Listener, expected: set[int], wait: float, limit: TimeLimit) -> tuple[int, Channel] | None:
-    """Accept the next expected rank; returns its number and channel, or None if none connects."""
+    """Accept the connection of the next rank in ``expected``, waiting ``wait`` seconds. Returns its number and channel;
+    None if no such rank connects.
+    """
     try:
         channel = listener.accept(min(wait, left(limit.end)))
     except (TimeoutError, PermissionError):
@@ -321,7 +330,7 @@ def _why_gone(rank: int, channel: Channel) -> Exception:
 
 
 def _reason(packet: bytes) -> Exception:
-    """Return the error in a packet of ``Collective.FAILED``."""
+    """Return the error that a packet of ``Collective.FAILED`` carries."""
     try:
         late, calls, text = json.loads(packet[_HEAD.size :])
         at_fault = {int(rank): str(call) for rank, call in calls}
@@ -356,7 +365,7 @@ class Communicator(Protocol):
         """Return the bytes of all ranks, by rank. Ranks may pass different numbers of bytes."""
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until all ranks have made this call."""
+        """Block until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Return duplicates of the descriptors of all ranks, by rank. Raises ``ValueError`` if hosts differ."""
@@ -422,7 +431,7 @@ class _Group(Closes):
         return self._gather(Collective.ALLGATHER, bytes(memoryview(data)), timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Wait until all ranks have made this call. Errors as for :meth:`allgather`."""
+        """Block until all ranks have made this call. Errors as for :meth:`allgather`."""
         self._gather(Collective.BARRIER, b"", timeout)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
@@ -683,7 +692,9 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _loaded(module: str, name: str) -> Any:
-    """Return a class or a function of a loaded module; () if the module is not loaded or failed to import."""
+    """Return the attribute ``name`` of ``module`` if that is loaded, otherwise ``()``, of which no object is an
+    instance.
+    """
     return getattr(sys.modules.get(module), name, ())
 
 

@@ -24,7 +24,9 @@ _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """Return the name of the server's abstract socket, which is not a file."""
+    """Return the address of the server with this endpoint: an abstract socket, which is no file and ends with the
+    process.
+    """
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
@@ -52,7 +54,9 @@ def serve() -> bytes:
 
 
 def _serve(listener: Listener) -> None:
-    """Thread body: answer each client on a thread of its own, so that a silent client delays no other."""
+    """Accept clients for ever, and answer each on a thread of its own, so that a silent client delays no other. The
+    server's thread runs this function.
+    """
     while True:
         try:
             client = listener.accept()
@@ -64,7 +68,7 @@ def _serve(listener: Listener) -> None:
 
 
 def _answer(client: Channel) -> None:
-    """Answer one request of a client, and close the channel."""
+    """Send a client the handle whose id it has sent, or an empty message if there is none, and close the channel."""
     with contextlib.suppress(OSError, ProtocolError), client:
         name, given = client.receive(timeout=_SECONDS)
         close_all(given)
@@ -77,7 +81,7 @@ def _answer(client: Channel) -> None:
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:
-    """Request one handle from the process that made ``endpoint``.
+    """Return the handle with the id ``name`` from the process whose server has ``endpoint``. The caller closes it.
 
     Raises
     ------

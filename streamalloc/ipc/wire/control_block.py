@@ -46,7 +46,7 @@ A death. Each process locks one byte of the file. The kernel releases the lock w
 waits for the lock waits for the death. It starts before a stream waits for a word of the other process::
 
     importer dies               The exporter's thread sets closing and closed to opened. Streams that wait for closed
-                                go on. A deferred free is made at the next point of work, not before.
+                                continue. A deferred free is made at the next point of work, not before.
     exporter dies               The importer's thread counts up lost, and sets ready to the values that its streams
                                 wait for.
     driver refuses to write     The exporter's host sets announced back. Nobody has the descriptor yet, because a share
@@ -264,7 +264,9 @@ class ControlBlock:
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
-        """Make a control block whose exporter is this process."""
+        """Make a control block whose exporter is this process (``memfd_create``, ``cuMemHostRegister``). Raises
+        CudaError, OSError.
+        """
         name = secrets.token_bytes(16)
         fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.fileno(), _BYTES)
@@ -299,7 +301,7 @@ class ControlBlock:
     # -- words and streams -----------------------------------------------------------------------------------
 
     def word(self, kind: str, slot: int, importer: int = 0) -> Word:
-        """Return a word by its kind and its slot or mark."""
+        """Return the word of a ``kind``, by its slot or mark, and for words of importers by the importer's index."""
         begin, step = _LAYOUT[kind]
         address = self._address + begin + step * slot + 4 * importer
         word = Word.from_address(address)
@@ -307,12 +309,12 @@ class ControlBlock:
         return word
 
     def slot_words(self, slot: int) -> SlotWords:
-        """Return the exporter's words of a slot."""
+        """Return the exporter's words of a slot, the same object each time."""
         # Atomic setdefault: words are compared by identity, so two threads must get the same object.
         return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
-        """Return an importer's words of a slot.
+        """Return an importer's words of a slot, the same object each time.
 
         Raises
         ------
@@ -364,7 +366,9 @@ class ControlBlock:
         return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
-        """Write a word after a stream's queued work; see :meth:`write_by`."""
+        """Write ``value`` to ``word`` after the queued work of ``stream`` (``cuStreamWriteValue32``), or by the host if
+        the stream is idle (:meth:`write_by`). Raises CaptureError, ClosedError, CudaError.
+        """
         handle = direct_handle(stream, self.session)
         if handle is not None:
             self.write_by(handle, sees_all_work(stream), word, value)
@@ -374,11 +378,13 @@ class ControlBlock:
             self.write_by(raw_handle(stream), sees_all_work(stream), word, value)
 
     def write_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
-        """Write a word after the queued work of the stream with this ``CUstream``.
+        """Write ``value`` to ``word`` after the queued work of the stream whose ``CUstream`` is ``handle``. Raises
+        CudaError.
 
         If the stream is idle (``cuStreamQuery``), the host writes, because a device write takes as long as a read and a
         write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``). ``sees_all``: a query of the stream
-        covers all work that the stream waits for. For a default stream its context must be current.
+        covers all work that the stream waits for; if not, the stream writes. The context of a default stream must be
+        current.
         """
         if sees_all and self._idle(handle):
             word.value = value
@@ -388,7 +394,9 @@ class ControlBlock:
                 raise error_from(result, "cuStreamWriteValue32")
 
     def _idle(self, handle: Any) -> bool:
-        """Whether a stream is idle. Queries in relaxed mode, which keeps captures of other streams valid."""
+        """Whether the stream with this ``CUstream`` is idle (``cuStreamQuery``, in the relaxed mode, which keeps
+        captures of other streams valid). Raises CudaError.
+        """
         with self.session.relaxed():
             result = self.session.cuStreamQuery(handle)[0]
         if result and result != _NOT_READY:
@@ -396,7 +404,9 @@ class ControlBlock:
         return not result
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """Make a stream wait until a word has reached a value (``cuStreamWaitValue32``)."""
+        """Have ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
+        ClosedError, CudaError.
+        """
         handle = direct_handle(stream, self.session)
         if handle is None:
             refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
@@ -407,9 +417,11 @@ class ControlBlock:
             raise error_from(result, "cuStreamWaitValue32")
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
-        """Make a stream wait until an importer's ``closed`` has reached a value, or the importer is dead."""
-        # The importer may write any value. If it dies, the thread that ends its words makes them reach ``awaited``, so
-        # that the stream goes on.
+        """Have ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
+        (``cuStreamWaitValue32``). Raises CaptureError, ClosedError, CudaError.
+        """
+        # A hostile importer may write any value. At its death, the thread that ends its words raises them to
+        # ``awaited``, so that the stream does not wait for ever.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -431,7 +443,9 @@ class ControlBlock:
         return self._alive(1 + importer)
 
     def idle(self) -> bool:
-        """Whether no stream of this importer waits for a word or will write one."""
+        """Whether this importer has finished with the block: all words that its streams wait for or write have their
+        values.
+        """
         me = self.importer
         self._drop_reached()
         return not self._expected and bool((self.opened[:, me] == self.closed[:, me]).all())
@@ -487,7 +501,9 @@ class ControlBlock:
         self._own.close()
 
     def _end(self, importer: int) -> None:
-        """Count all uses of an importer as ended."""
+        """Count all uses of an importer as ended, because it has died: set its ``closing`` and ``closed`` to ``opened``
+        in all slots.
+        """
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
@@ -498,7 +514,9 @@ class ControlBlock:
 
 
 def _reopened(file: Fd) -> Fd:
-    """Open the same file again. Locks belong to an open file, so the result has locks of its own."""
+    """Open the same file again, by its path in ``/proc``. Locks belong to an open file, so the result has locks of its
+    own. Raises OSError.
+    """
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 

@@ -96,7 +96,9 @@ class Flags:
 
 
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` unless a descriptor can carry an array of this shape and NumPy type."""
+    """Raise ``ValueError`` for an array that a descriptor cannot carry: of another NumPy type than plain numbers and
+    bytes, or of more than 16 dimensions.
+    """
     if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(
             f"an array of {dtype} with {len(shape)} dimensions does not travel: allowed are plain numbers and bytes in "
@@ -105,12 +107,16 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Pack the end of an array's payload: text of the type, sizes of the dimensions, their number, text's length."""
+    """Return the end of an array's payload: the NumPy type as ASCII, the size of each dimension (u64, little-endian),
+    the number of dimensions (u8), and the length of the type (u8).
+    """
     return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
 
 
 def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]]:
-    """Split a payload into the driver's bytes, and the type and shape of an array of ``size`` bytes."""
+    """Return the driver's bytes of a payload, and the type and shape of an array of ``size`` bytes, which
+    :func:`_pack_array` has put behind them. Raises ValueError if they are damaged or have another size.
+    """
     dimensions, letters = payload[-2:] if len(payload) >= 2 else (_MOST_DIMENSIONS + 1, 0)
     start = len(payload) - 2 - 8 * dimensions - letters
     if dimensions > _MOST_DIMENSIONS or start < 0:
@@ -194,7 +200,7 @@ class Descriptor(NamedTuple):
         return list(dict.fromkeys(ids))  # One chunk may be mapped several times.
 
     def to_bytes(self, hold: int | None = None) -> bytes:
-        """Pack the descriptor.
+        """Return the descriptor's bytes, with a checksum at the end.
 
         Parameters
         ----------
@@ -213,12 +219,14 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Descriptor:
-        """Read and check a received descriptor.
+        """Return the fields of a received descriptor, after a check of all of them.
 
         Raises
         ------
         ValueError
             The bytes are not a descriptor, are damaged, or have another version.
+        TypeError
+            ``data`` is not bytes.
         """
         if type(data) is not bytes:
             if not isinstance(data, (bytes, bytearray, memoryview)):
