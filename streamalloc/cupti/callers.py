@@ -163,8 +163,8 @@ class Process:
         found = {}
         for name, gpu in gpus().items():
             before = self._before.get(name, Gpu(0, {}))
-            # In a container NVML reports the host's process numbers, not that of ``os.getpid``. A number that is new
-            # since the beginning, if it is the only one, is ours.
+            # In a container NVML reports the host's process numbers, not that of ``os.getpid``. So the only number that
+            # is new since the beginning is taken as that of this process.
             new = [os.getpid()] if os.getpid() in gpu.processes else [*gpu.processes.keys() - before.processes]
             number = self._numbers.get(name, 0)
             if number not in gpu.processes and len(new) == 1:

@@ -280,7 +280,7 @@ class Check:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
             # A native library, such as cuDNN, has allocated this memory, and may fill it on its own stream. The program
-            # cannot order that work, so that a report of a missing order would be of no use.
+            # cannot order that work, so a report of a missing order would be of no use.
             self._of_natives.add(call.answer[1])
         self._work(call)
 

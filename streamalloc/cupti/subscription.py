@@ -117,8 +117,8 @@ class Subscription:
             self._library.subscribe(self.gate.address, self.gate.user, self._functions)
             self._watch.open()
             undo.pop_all()
-        # A thread should keep the GIL during a callback. Otherwise another thread gets the GIL, may wait for a mutex
-        # that the calling library holds, and the two deadlock.
+        # A thread should keep the GIL during a callback. Otherwise another thread gets the GIL and may wait for a mutex
+        # that the calling library holds, and neither thread goes on.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 

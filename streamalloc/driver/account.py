@@ -76,7 +76,7 @@ class HandleCounts:
                 pass  # The stream was captured into a graph that exists already, and has its owner.
             elif handle:
                 # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory has
-                # to be freed, so that it must count.
+                # to be freed, so it must count.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:

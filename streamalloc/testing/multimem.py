@@ -38,8 +38,8 @@ SUPPORTED: dict[str, frozenset[str]] = {
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     """Store values in the memory of every device behind a multicast mapping, as a kernel does with ``multimem.st``.
 
-    Like the other two functions here it is queued in stream order, as a kernel would be. On hardware write a kernel
-    with the PTX instruction of the same name.
+    The stores are queued in stream order, as a kernel would be. On hardware, write a kernel with the PTX instruction
+    of the same name.
 
     Parameters
     ----------
