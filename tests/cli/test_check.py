@@ -67,6 +67,19 @@ def test_without_a_finding_the_exit_status_is_the_program_s(check: Any, words: t
     assert (done.returncode, done.stdout, done.stderr) == (status, "the program has ended\n", "")
 
 
+def test_memory_that_is_kept_to_the_end_is_listed_and_the_exit_status_is_the_program_s(
+    check: Any, on_cuda: bool, tmp_path: Path
+) -> None:
+    keeps = tmp_path / "keeps.py"
+    keeps.write_text(_PROGRAM.replace("cu.cuMemFreeAsync(memory, first)", ""))
+    done = check("right", options=("--json", str(tmp_path / "found.json")), file=keeps)
+    assert done.returncode == 0
+    kinds = [one["kind"] for one in json.loads((tmp_path / "found.json").read_text())["hazards"]]
+    assert kinds == ([] if on_cuda else ["leak"])
+    assert done.stderr.endswith("" if on_cuda else "streamalloc check: 0 hazards, 1 leak\n")
+    assert check("right", "three", file=keeps).returncode == 3
+
+
 def test_the_findings_are_written_as_json(check: Any, tmp_path: Path) -> None:
     check("three", options=("--json", str(tmp_path / "found.json")))
     found = json.loads((tmp_path / "found.json").read_text())
