@@ -196,7 +196,7 @@ class Account:
             if self.nbytes + nbytes > limit:
                 self.settle()
             if self.nbytes + nbytes > limit:
-                raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else "cuMemAllocAsync")
+                raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else allocator._alloc_name)
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"

@@ -865,6 +865,7 @@ class ExpandableCache(CachingAllocator):
 
     __slots__ = ()
 
+    _alloc_name = "cuMemCreate"
     _state: _State
 
     def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:

@@ -297,6 +297,23 @@ class TestPhases:
         thread.join()
         assert {phase.path: phase.peak for phase in observer.phases} == {"other": 64, "mine": 64}
 
+    @pytest.mark.parametrize(
+        ("of", "call"),
+        [
+            (lambda pool: pool, "cuMemAllocFromPoolAsync"),
+            (sa.CachingAllocator, "cuMemAllocFromPoolAsync"),
+            (vmm.ExpandableCache, "cuMemCreate"),
+            (lambda _: sa, "cuMemAllocAsync"),
+        ],
+    )
+    def test_limit_names_the_call_that_was_not_made(
+        self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, of: Any, call: str
+    ) -> None:
+        source = of(pool)
+        with sa.observe(device, limit=64), pytest.raises(sa.OutOfMemoryError) as caught:
+            source.allocate(65, stream)
+        assert caught.value.call == call and not caught.value.asked
+
     def test_limit(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         kept = pool.allocate(60, stream)
         with (

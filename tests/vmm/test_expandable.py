@@ -244,6 +244,7 @@ class TestLimits:
         ):
             cache.allocate(30 * MiB, stream)
         assert (caught.value.requested, caught.value.limit) == (30 * MiB, 64 * MiB)
+        assert caught.value.call == "cuMemCreate"
         for _ in range(2):
             with cache.allocate(60 * MiB, stream):
                 assert cache.statistics().reserved <= cache.limit == 64 * MiB
