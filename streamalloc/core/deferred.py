@@ -379,7 +379,9 @@ _unfinished: set[DeferredQueue] = set()
 
 
 def _make(session: Session) -> DeferredQueue:
-    return DeferredQueue(session.relaxed)
+    queue = DeferredQueue(session.relaxed)
+    session.beside_captures = queue.beside_captures
+    return queue
 
 
 deferred_queue: PerDriver[DeferredQueue] = PerDriver(_make)

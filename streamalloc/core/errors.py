@@ -326,7 +326,8 @@ _HINTS = {
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device's primary context was released or reset by other code",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
         "this call is not allowed while this thread captures, or another one in the global mode, and that capture is "
-        "now invalid; capture with mode='relaxed' to allow calls that do not touch the captured streams"
+        "now invalid; capture again, with mode='thread_local' to let other threads work, or 'relaxed' to let this one "
+        "make calls that do not touch the captured streams"
     ),
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call broke the capture; end it and begin again",
     "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": (

@@ -181,8 +181,9 @@ class Event(Closes, Shareable, Shown):
 
     def query(self) -> bool:
         """Whether the work before the event is done; True if never recorded (``cuEventQuery``)."""
-        raw = self._raw
-        result = self._session.cuEventQuery(self._checked_raw() if raw is None else raw)[0]
+        raw = self._checked_raw()
+        with self._session.beside_captures():
+            result = self._session.cuEventQuery(raw)[0]
         return not result or is_done(result, "cuEventQuery")
 
     def synchronize(self) -> None:

@@ -98,6 +98,7 @@ class Session(_Direct):
         *DIRECT,
         "__weakref__",
         "_contexts",
+        "beside_captures",
         "bound",
         "_lock",
         "_state",
@@ -119,6 +120,10 @@ class Session(_Direct):
         self.listener: MemoryListener | None = getattr(driver, "listener", None)
         """Listener of a driver that checks stream order; it only records."""
         self.library_streams: LibraryStreams = LibraryStreams()
+        self.beside_captures: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """Makes the ``with`` block of a call that must break no capture of another thread. The deferred queue, which
+        knows the captures, replaces it.
+        """
         self._contexts: dict[int, Any] = {}
         """Primary contexts (``CUcontext``) by device ordinal."""
         self._state: dict[object, Any] = {}
@@ -177,7 +182,8 @@ class Session(_Direct):
         """
         function = self._function(name)
         try:
-            answer = function(*args)
+            with self.beside_captures():
+                answer = function(*args)
         except RuntimeError as error:
             self._raise_too_old(name, error)
         if answer[0]:
@@ -208,12 +214,13 @@ class Session(_Direct):
         the driver refuses, the handle is restored unless it is gone (:func:`~streamalloc.core.errors.is_gone`).
         """
         function = self._function(name)
-        # Threads are not switched between these lines, so only one thread gets the handle.
-        raw = owner._raw
-        owner._raw = None
-        if raw is None:
-            return
-        result = function(raw, *args)[0]
+        with self.beside_captures():
+            # Threads are not switched between these lines, so only one thread gets the handle.
+            raw = owner._raw
+            owner._raw = None
+            if raw is None:
+                return
+            result = function(raw, *args)[0]
         if result:
             if not is_gone(error_from(result, name)):
                 owner._raw = raw

@@ -347,7 +347,7 @@ class Stream(Closes, Shown):
         """Call ``act`` on the checked way, and return its result: with the context that the handle needs current, and
         in a capture mode in which the call breaks no capture of another thread.
         """
-        with deferred_queue(self._session).beside_captures():
+        with self._session.beside_captures():
             return act(*args, **named)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -706,7 +706,7 @@ class DefaultStream(Stream):
             self.caller = self._ident
 
     def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        with deferred_queue(self._session).beside_captures(), self.device.current():
+        with self._session.beside_captures(), self.device.current():
             return act(*args, **named)
 
 

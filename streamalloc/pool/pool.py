@@ -365,7 +365,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         session = self._session
         work(session)
         raw, read = self._checked_raw(), session.cuMemPoolGetAttribute
-        answers = [read(raw, figure) for figure in _FIGURES]
+        with session.beside_captures():
+            answers = [read(raw, figure) for figure in _FIGURES]
         for result, _ in answers:
             if result:
                 raise error_from(result, "cuMemPoolGetAttribute")

@@ -389,6 +389,39 @@ def _other_work(device: sa.Device, stream: sa.Stream) -> Steps:
     yield use
 
 
+def _figures(device: sa.Device, stream: sa.Stream) -> Steps:
+    """Questions, as a thread that exports metrics asks them, and calls that make things."""
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, vmm.SleepGroup(device) as group:
+        group.allocate(PAGE, stream)
+        begin, end = stream.record(timing=True), stream.record(timing=True)
+        cache.allocate(4096, stream).free()
+
+        def ask() -> None:
+            end.synchronize()
+            assert end.query() and end.elapsed_since(begin) >= 0
+            assert pool.statistics().used <= pool.attributes.reserved_mem_current
+            pool.attributes.release_threshold = 0
+            pool.reset_peaks()
+            assert pool.access(device) is sa.MemAccess.READWRITE
+            pool.set_access(device, sa.MemAccess.READWRITE)
+            assert cache.statistics().in_use == 0
+            cache.trim()
+            pool.trim()
+            assert device.memory_info().free < device.memory_info().total
+            assert group.resident().total > 0
+            assert stream.priority <= 0 and not stream.capturing
+
+        def make() -> None:
+            with sa.MemoryPool(device) as other, sa.PlainMemory(device).allocate(4096, stream):
+                other.allocate(4096, stream).free()
+            sa.Event(device, timing=True).close()
+            with device.create_stream() as new:
+                new.record().close()
+
+        yield ask
+        yield make
+
+
 ENDS: dict[str, Callable[[sa.Device, sa.Stream], Steps]] = {
     "work of another stream": _other_work,
     "a mapping": _mapping,
@@ -397,6 +430,7 @@ ENDS: dict[str, Callable[[sa.Device, sa.Stream], Steps]] = {
     "a store": _store,
     "shared memory": _shared,
     "exhausted memory": _exhausted,
+    "figures": _figures,
 }
 
 

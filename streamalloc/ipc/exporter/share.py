@@ -246,7 +246,7 @@ def share(
             if stream is not None and isinstance(thing, (MemoryPool, Event)):
                 raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
             exports = exports_for(session_of(thing))  # type: ignore[arg-type]
-            with exports.deferred.beside_captures():
+            with exports.session.beside_captures():
                 return _published(function(thing, options, exports), options, exports)
     if hasattr(thing, "__cuda_array_interface__"):
         exports = exports_for(Session.of(default_driver()))

@@ -181,7 +181,7 @@ def _open(
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
     ordered = None if stream is None else _waiting_stream(stream, session)
-    with imports.deferred.beside_captures():
+    with session.beside_captures():
         announced = None
         block = imports.block_of(described, handles)
         if block is not None:
