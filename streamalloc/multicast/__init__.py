@@ -1,4 +1,9 @@
-"""Multicast (NVLink SHARP): one write reaches several GPUs, one read reduces over their memory."""
+"""Multicast (NVLink SHARP): one write reaches the memory of several GPUs, and one read returns the sum, or another
+reduction, over the memory of several GPUs.
+
+:mod:`.objects` has the driver's multicast objects. :mod:`.symmetric` has memory of the same size on each rank, which is
+built on them; :mod:`.setup` sets it up, and :mod:`.signals` orders the streams of different ranks.
+"""
 
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject, MulticastView
 from streamalloc.multicast.setup.rank_group import SymmetricMemoryError

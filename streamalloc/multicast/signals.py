@@ -31,7 +31,9 @@ _CAPTURED = "the counters increase at each call, and a graph would write and wai
 
 
 class Signals:
-    """Barriers and signals of the ranks of one process."""
+    """Barriers and signals of the ranks of one process. ``layout``: the parts of each rank's memory. ``bases``: the
+    address of each rank's memory in this process, by rank.
+    """
 
     def __init__(self, layout: RankLayout, bases: Sequence[int]) -> None:
         self.layout: RankLayout = layout
@@ -51,17 +53,19 @@ class Signals:
         """
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
-        """Queue a barrier on the streams, which are by rank and one for each rank of this process.
+        """Queue a barrier of ``channel`` on the streams: by rank, one for each rank of this process. Raises TypeError,
+        ValueError, CaptureError, CudaError.
 
-        Each stream increments its rank's counter in the memory of all other ranks, then waits for their increments.
+        Each stream increments its rank's counter in the memory of all other ranks (``cuStreamWriteValue32``), then
+        waits for the increments of the other ranks (``cuStreamWaitValue32``).
         """
         check_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
             refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
             self._wait_for_latest(stream, _BARRIER, rank, -1, channel)
-        # All writes come before the first wait. Else a stream that serves several ranks would wait for a write queued
-        # behind the wait.
+        # All writes come before the first wait. Otherwise a stream that serves several ranks would wait for a write
+        # that is queued behind the wait, for ever.
         for rank, stream in streams.items():
             for other in self._others(rank):
                 self._write(stream, other, _BARRIER, channel, rank, count)
@@ -69,11 +73,14 @@ class Signals:
             for other in self._others(rank):
                 self._wait(stream, rank, _BARRIER, channel, other, count)
             self._record_latest(stream, _BARRIER, rank, -1, channel)
-        # Counted after all calls have succeeded. After a failure the next barrier writes the same values again.
+        # Counted after all calls have succeeded, so that after a failure the next barrier writes the same values again.
+        # With a higher count on this rank alone, the ranks would wait for different values.
         self._rounds[channel] = count
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
-        """Queue an increment of the counter of ``rank`` in the memory of ``peer``, after the stream's earlier work."""
+        """Queue an increment of the counter of ``rank`` in the memory of ``peer``, after the earlier work of ``stream``
+        (``cuStreamWriteValue32``). Errors as for :meth:`barrier`.
+        """
         self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
         self._wait_for_latest(stream, _SIGNAL, rank, peer, channel)
@@ -82,14 +89,18 @@ class Signals:
         self._sent[rank, peer, channel] = count
 
     def wait(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
-        """Queue a wait for the next increment by ``peer`` in the memory of ``rank``, before the stream's later work."""
+        """Queue a wait for the next increment by ``peer`` in the memory of ``rank``, before the later work of
+        ``stream`` (``cuStreamWaitValue32``). Errors as for :meth:`barrier`.
+        """
         self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
         self._wait(stream, rank, _SIGNAL, channel, peer, count)
         self._awaited[rank, peer, channel] = count
 
     def released(self, rank: int) -> npt.NDArray[np.uint32]:
-        """Return values for all counters in a rank's memory that satisfy each wait queued on the rank's streams."""
+        """Return values for all counters in the memory of ``rank``. Written there, they satisfy each wait that is
+        queued on the rank's streams, so that the device becomes idle without the other ranks.
+        """
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
             # Add 1 to the count, because a barrier that failed was not counted but may have queued waits.
@@ -101,11 +112,11 @@ class Signals:
 
     @property
     def used(self) -> bool:
-        """Whether a stream may wait for a counter."""
+        """Whether a barrier or a wait was queued, so that a stream may wait for a counter."""
         return bool(self._rounds or self._awaited)
 
     def forget(self) -> None:
-        """Drop the references to streams and events, after the memory was released."""
+        """Drop the references to streams and events. Call this after the memory was released."""
         self._latest.clear()
 
     def _others(self, rank: int) -> list[int]:
@@ -119,7 +130,7 @@ class Signals:
         refuse_capture(stream, call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        """Make the stream wait until the last write of the counter is done, which may be on another stream.
+        """Have ``stream`` wait for the last write of the counter, which may be on another stream. Raises CudaError.
 
         Otherwise the later value could be written first, and the counter would decrease.
         """
@@ -141,6 +152,6 @@ class Signals:
 
 
 def check_channel(channel: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an invalid channel number."""
+    """Raise TypeError if ``channel`` is no int, ValueError if it is not 0 to 15."""
     if not 0 <= checked_type("channel", channel, int) < CHANNELS:
         raise ValueError(f"channel={channel}: allowed are 0 to {CHANNELS - 1}")

@@ -49,9 +49,10 @@ class Tables(NamedTuple):
 
 
 class SymmetricBuffer(BufferView):
-    """Memory of one rank, or the multicast view of all ranks, mapped in this process.
+    """Memory of one rank, or the multicast view of all ranks, mapped in this process. Returned by
+    :attr:`SymmetricMemory.buffers` and its like.
 
-    It keeps the :class:`SymmetricMemory` alive.
+    The buffer keeps the :class:`SymmetricMemory` alive.
     """
 
     _ptr = None  # Without an address here, fills and copies ask the properties of this class for stream and owner.
@@ -188,7 +189,8 @@ class SymmetricMemory(Closes, Shown):
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
-            # Not at exit, when the operating system releases everything.
+            # Not at exit: then the operating system releases everything, and the finaliser's thread would only delay
+            # it.
             self._finalizer.atexit = False
 
     @classmethod
@@ -203,9 +205,9 @@ class SymmetricMemory(Closes, Shown):
     ) -> SymmetricMemory:
         """Allocate symmetric memory on several devices of this process; a rank is an index in ``devices``.
 
-        It needs no communicator and no handles. All devices have access to all memory. :attr:`rank`, :attr:`device`,
-        :attr:`buffer_table` and :attr:`signal_table` are those of rank 0. The old order ``local(nbytes, devices)`` is
-        deprecated. ::
+        No communicator is needed, and no handles are exchanged. All devices have access to all memory. The other
+        parameters and the errors are those of the class. :attr:`rank`, :attr:`device`, :attr:`buffer_table` and
+        :attr:`signal_table` are those of rank 0. The old order ``local(nbytes, devices)`` is deprecated. ::
 
             with SymmetricMemory.local([Device(0), Device(1)], 1 << 20) as memory:
                 memory.buffers[1].fill(7, stream)    # stream of device 0
@@ -216,7 +218,7 @@ class SymmetricMemory(Closes, Shown):
         return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
 
     def _describe(self, group: RankGroup, plan: Plan, resources: RankResources, bases: tuple[int, ...]) -> None:
-        """Set the attributes that stay the same after the set-up."""
+        """Set the attributes, which do not change after the set-up."""
         self._resources = resources
         self._bases = bases
         """Device address of each rank's memory in this process, by rank."""
@@ -246,7 +248,8 @@ class SymmetricMemory(Closes, Shown):
         self.signal_offset: int = plan.layout.signal_pad
         """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
 
-        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
+        A store at this offset of the multicast view (:attr:`multicast_address`) reaches the signal pads of all
+        ranks.
         """
         self.signal_pad_bytes: int = plan.layout.signal_pad_bytes
         """Size of each signal pad in bytes."""
@@ -345,8 +348,8 @@ class SymmetricMemory(Closes, Shown):
     def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
         """Make later work of the stream wait for the work that every rank queued before its barrier.
 
-        Call it on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
-        ``cuStreamWaitValue32``). Writes before the barrier are visible to all ranks after it.
+        Call this on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
+        ``cuStreamWaitValue32``). What a rank wrote before the barrier is visible to all ranks after it.
 
         Parameters
         ----------
@@ -359,7 +362,11 @@ class SymmetricMemory(Closes, Shown):
         Raises
         ------
         CaptureError
-            The stream is being captured; the counters increase at each call, so a graph cannot repeat it.
+            The stream is being captured. A graph cannot repeat a barrier, because the counters increase at each call.
+        TypeError
+            The number of streams is wrong, or an argument has a wrong type.
+        ValueError
+            The channel does not exist, or a stream is of a device without access.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -374,7 +381,7 @@ class SymmetricMemory(Closes, Shown):
         """Signal another rank once the work queued on the stream is done (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
-        n-th signal from this rank.
+        n-th signal from this rank. Errors as for :meth:`barrier`.
 
         Parameters
         ----------
@@ -394,7 +401,7 @@ class SymmetricMemory(Closes, Shown):
     def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
         """Make later work of a stream wait for the next signal from ``peer`` (``cuStreamWaitValue32``).
 
-        The host does not block. The parameters are as for :meth:`put_signal`; ``rank`` is the receiving rank.
+        The host does not block. Parameters and errors as for :meth:`put_signal`; ``rank`` is the receiving rank.
         """
         self._check_open()
         ordered = self._team_stream(stream)
@@ -419,9 +426,9 @@ class SymmetricMemory(Closes, Shown):
     def close(self, timeout: float | None = None) -> None:
         """Release everything once all ranks have called this and their devices are idle; collective, idempotent.
 
-        No rank waits for the releases of the others: memory returns to a device when the last rank has unmapped it.
-
-        If a rank died or did not call it in time, this rank releases its resources alone, and the error names the rank.
+        No rank waits for the releases of the other ranks: memory returns to a device when the last rank has unmapped
+        it. If a rank died or did not call this in time, this rank releases its resources alone, and the error names the
+        rank.
 
         Parameters
         ----------
@@ -526,12 +533,14 @@ class SymmetricMemory(Closes, Shown):
 def _satisfy_and_finish(
     resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
 ) -> None:
-    """Write the counters for which streams still wait, then wait until the devices are idle."""
+    """Write the values that streams of this process still wait for into the counters, then block until the devices are
+    idle. ``deadline``, ``failures`` and errors as for :func:`run_until`.
+    """
 
     def satisfy(rank: int, device: Device) -> None:
         counters = signals.released(rank)
         at = signals.layout.counters
-        # On a new stream, because the default stream would wait for the very streams that are to go on.
+        # On a new stream: the default stream would wait for the streams that wait for this copy.
         with resources.session.relaxed(), device.create_stream() as stream:
             resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
@@ -543,7 +552,9 @@ def _satisfy_and_finish(
 
 
 class _DroppedMemory(Deferred):
-    """Release of dropped symmetric memory once its devices are idle. The other ranks are not told."""
+    """Item of the queue of ends that releases dropped symmetric memory once its devices are idle. The other ranks are
+    not notified.
+    """
 
     def __init__(self, resources: RankResources, signals: Signals) -> None:
         self.resources: RankResources = resources
@@ -569,7 +580,9 @@ class _DroppedMemory(Deferred):
 
 
 def _drop(dropped: _DroppedMemory, description: str) -> None:
-    """Submit dropped memory to the queue of ends. For the finaliser."""
+    """Submit dropped memory to the queue of ends, with a ResourceWarning that has its ``description``. The finaliser
+    calls this function.
+    """
     session = dropped.resources.session
     if dropped.resources.made and session.usable:
         deferred_queue(session).submit(dropped)

@@ -1,1 +1,1 @@
-"""Multicast objects and their bindings."""
+"""Multicast objects (``cuMulticastCreate``), and the bindings of devices' memory to them (``cuMulticastBindMem``)."""

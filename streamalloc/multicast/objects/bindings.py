@@ -1,6 +1,6 @@
 """Bindings of memory to a multicast object: the checks, the driver call that binds, and the order of releases.
 
-``cuMulticastUnbind`` comes before the release of the object and of the memory.
+The unbind (``cuMulticastUnbind``) comes before the release of the object and before the release of the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNo
 
 
 def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
-    """Raise ``ValueError`` unless ``value`` is a multiple of ``step`` bytes."""
+    """Raise ValueError if ``value``, the argument ``name``, is no multiple of the granularity ``step`` in bytes. For
+    the text of the error: ``shown``, the value in another form, and ``hint``, what to do.
+    """
     if value % step:
         raise ValueError(f"{name}={shown or value}: allowed are multiples of the granularity, {size_text(step)}{hint}")
 
@@ -41,12 +43,15 @@ class BindSource(NamedTuple):
 
     @classmethod
     def of(cls, memory: object, memory_offset: int, nbytes: int | None, session: Session) -> BindSource:
-        """Check the arguments of ``bind``, and find the physical memory behind an address.
+        """Return the range that the arguments of :meth:`MulticastObject.bind` name, with the physical memory behind an
+        address. ``session``: that of the multicast object.
 
         Raises
         ------
         TypeError, ValueError
             The memory cannot be bound, belongs to another driver, spans several chunks, or is smaller than the range.
+        ClosedError
+            The memory was freed.
         """
         if not isinstance(memory, (PhysicalMemory, Memory)):
             raise TypeError(
@@ -67,12 +72,13 @@ class BindSource(NamedTuple):
         if isinstance(base, GraphBuffer):
             raise ValueError(f"memory={memory!r} belongs to a graph, which frees it: bind memory of a pool")
         if not isinstance(base, RangeView):
-            # Mapped memory may be bound without access rights, so only other memory must be usable.
+            # Mapped memory may be bound without access rights, which ``check_usable`` would demand.
             check_usable(memory)
         address = memory.address + start
         if not isinstance(base.owner, AddressRange):
             return cls(memory, memory, start, size, address, None)
-        # The binding keeps the physical memory and not the range, because the addresses may be freed before the unbind.
+        # The binding keeps the physical memory alive, not the address range: the addresses may be freed before the
+        # unbind.
         begin = address - base.owner.address
         chunks = covering(base.owner, begin, begin + size)
         if len(chunks) > 1:
@@ -86,15 +92,17 @@ class BindSource(NamedTuple):
         return cls(memory, chunk, begin - at, size, address, state_of(chunk))
 
     def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
-        """Check the driver's rules for a binding; return the ordinal of the device to bind for.
+        """Return the ordinal of the device to bind for, after a check of the driver's rules. Raises TypeError,
+        ValueError.
 
-        ``shareable`` says that the multicast object can be shared, so the memory must be shareable, too.
+        ``granularity``: of the multicast object, in bytes. ``device``: the argument of :meth:`MulticastObject.bind`.
+        ``shareable``: whether the multicast object can be shared; the memory must be shareable then, too.
         """
         check_multiple("nbytes", self.nbytes, granularity)
         if self.address is None:
             check_multiple("memory_offset", self.offset, granularity)
         else:
-            # ``cuMulticastBindAddr`` takes no offset in the memory, so only the address must be aligned.
+            # ``cuMulticastBindAddr`` takes no offset in the memory, so the address alone must be aligned.
             check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
         if shareable and self._handle_types() == MemHandleType.NONE:
             raise ValueError(
@@ -115,7 +123,7 @@ class BindSource(NamedTuple):
         return device.ordinal
 
     def _handle_types(self) -> MemHandleType | None:
-        """Return the handle types with which the memory was made; None if unknown."""
+        """Return the handle types that the memory was made for; None for memory whose properties are unknown."""
         if isinstance(self.memory, PhysicalMemory):
             return self.memory.properties.requested_handle_types
         base, _ = viewed(self.memory)
@@ -124,9 +132,11 @@ class BindSource(NamedTuple):
         return None if properties is None else properties.handle_types
 
     def bind_call(self, raw: Any, ordinal: int, offset: int, device: Device | None) -> tuple[str, tuple[Any, ...]]:
-        """Return name and arguments of the driver call that binds the range at ``offset`` of the object ``raw``.
+        """Return name and arguments of the driver call that binds the range at ``offset`` of the object with the handle
+        ``raw``, for the device with this ``ordinal``.
 
-        Only the ``_v2`` functions take a device, which host memory needs.
+        Host memory is bound for a ``device`` that the caller names. Only the functions with ``_v2`` take a
+        device.
         """
         versioned = device is not None and self.memory.location.on_host
         target = (raw, ordinal, offset) if versioned else (raw, offset)
@@ -139,7 +149,7 @@ class BindSource(NamedTuple):
 
 
 class BindingNode(HandleNode):
-    """Node of a binding in the order of releases. :attr:`raw` is the multicast object's handle until the unbind."""
+    """Node of a binding in the graph of releases. :attr:`raw` is the multicast object's handle until the unbind."""
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
@@ -158,10 +168,12 @@ class BindingNode(HandleNode):
         return self.offset + self.source.nbytes
 
     def link(self, team: Node) -> None:
-        """Set the order of releases: this binding, the object's mappings, the object, the memory, the addresses."""
+        """Add the binding to the graph of releases. The order: this binding, the object's mappings, the object, the
+        memory, the addresses. ``team``: the node of the object's team.
+        """
         state = self.source.state
         self._raw = self.object.raw
-        # The node of the object is in a table that lives as long as the driver. So it keeps the memory from being
+        # The object's node is in a table that lives as long as the driver. By this reference the memory cannot be
         # collected, and released, before the object.
         self.object.kept[self] = self.source.memory
         for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
@@ -176,7 +188,9 @@ class BindingNode(HandleNode):
                 mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
-        """Remove the order between object and memory, unless another binding of the object has the same memory."""
+        """Remove the edges between object and memory from the graph of releases, unless another binding of the object
+        has the same memory. ``team``: the node of the object's team.
+        """
         state = self.source.state
         self.object.kept.pop(self, None)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
@@ -187,7 +201,9 @@ class BindingNode(HandleNode):
                 node.first.pop(self.object, None)
 
     def release(self) -> None:
-        """Call ``cuMulticastUnbind``."""
+        """Unbind the memory (``cuMulticastUnbind``). If the bind call may not have succeeded, a refusal means that
+        nothing is bound. Raises CudaError.
+        """
         try:
             self.release_by("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
         except InvalidValueError:
@@ -201,8 +217,8 @@ class BindingNode(HandleNode):
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory and from the nodes it precedes, so that these nodes no longer
-        keep the memory.
+        """Remove the binding from the state of its memory, and from the nodes that had to be released after it.
+        Otherwise these nodes would keep the memory alive.
         """
         state = self.source.state
         if state is not None:

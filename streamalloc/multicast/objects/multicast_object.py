@@ -1,7 +1,7 @@
 """Multicast objects: one range of addresses that reaches memory on each device of a team (driver API section 6.16).
 
-A :class:`MulticastObject` owns its bindings. A :class:`Binding` is a reference to one of them. Releases come in this
-order: unbind the memory, unmap the object, release the object, release the memory, free the addresses.
+A :class:`MulticastObject` owns its bindings, and a :class:`Binding` is a reference to one of them. The order of
+releases: unbind the memory, unmap the object, release the object, release the memory, free the addresses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MulticastObjectProp:
     size
         Bytes that can be bound for each device.
     handle_types
-        Kinds of handles for sharing with other processes.
+            Handle types for export to other processes.
     flags
         Must be 0.
     """
@@ -73,7 +73,7 @@ class MulticastObjectProp:
             raise ValueError(f"flags={self.flags!r}: must be 0")
 
     def to_driver(self) -> Any:
-        """These properties as a ``CUmulticastObjectProp``."""
+        """Return these properties as the driver's struct, ``CUmulticastObjectProp``."""
         struct = cuda.CUmulticastObjectProp()
         struct.numDevices = self.num_devices
         struct.size = self.size
@@ -83,7 +83,7 @@ class MulticastObjectProp:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmulticastObjectProp`` holds."""
+        """Return the properties in ``struct``, a ``CUmulticastObjectProp``. Raises ValueError if they are invalid."""
         return cls(int(struct.numDevices), int(struct.size), MemHandleType(int(struct.handleTypes)), int(struct.flags))
 
 
@@ -115,9 +115,9 @@ class MulticastObject(GenericAllocation):
     kernel, put ``fence.proxy.alias`` between accesses through the two addresses. Operations of one stream need no
     fence.
 
-    **Release order.** Leaving a ``with`` block unbinds, unmaps and releases the object; so does dropping it. Bound
-    memory is released after the object, even if it was closed earlier. If a dropped address range maps the object or
-    its bound memory, the addresses stay reserved until both are released.
+    **Release order.** Leaving a ``with`` block unbinds the memory, and unmaps and releases the object; dropping the
+    object does the same. Bound memory is released after the object, even if it was closed earlier. If a dropped address
+    range maps the object or its bound memory, the addresses stay reserved until object and memory are released.
 
     The class is not thread-safe.
 
@@ -209,9 +209,24 @@ class MulticastObject(GenericAllocation):
         recommended: bool = False,
         driver: Driver | None = None,
     ) -> int:
-        """Return the alignment in bytes of sizes, offsets and addresses (``cuMulticastGetGranularity``).
+        """Return the bytes of which an object's size, and the sizes, offsets and addresses of its bindings, are
+        multiples (``cuMulticastGetGranularity``).
 
-        ``recommended=True`` returns the granularity with the best performance, otherwise the smallest one.
+        Parameters
+        ----------
+        num_devices, nbytes, handle_types
+            Properties of the object, as for :class:`MulticastObject`; ``nbytes`` need not be aligned.
+        recommended
+            If true, return the granularity with the best performance, not the smallest one.
+        driver
+            The driver to use; default: the current one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A property has a wrong type or value.
+        CudaError
+            The driver refused the properties.
         """
         prop = MulticastObjectProp(num_devices, nbytes, handle_types)
         return _granularity_of(session_for(None, driver), prop, recommended=recommended)
@@ -274,7 +289,7 @@ class MulticastObject(GenericAllocation):
         return MemLocation.none()
 
     def add_device(self, device: Device) -> None:
-        """Add a device to the team (``cuMulticastAddDevice``); it stays until the object is released.
+        """Add a device to the team (``cuMulticastAddDevice``). It stays in the team until the object is released.
 
         Raises
         ------
@@ -299,8 +314,9 @@ class MulticastObject(GenericAllocation):
     def mark_complete(self) -> None:
         """Declare that all processes have added their devices: :attr:`complete` becomes true.
 
-        Needed if other processes add devices. Call it after a barrier that each process reaches once it has added its
-        devices. Do not call it if a process failed to add a device: the driver would block in bind and map for ever.
+        This call is needed if other processes add devices. Make it after a barrier that each process reaches once it
+        has added its devices. Do not make it if a process failed to add a device: the driver would block in bind and
+        map for ever. Raises :class:`ClosedError`.
         """
         self._checked_raw()
         self._complete = True
@@ -321,8 +337,8 @@ class MulticastObject(GenericAllocation):
     ) -> Binding:
         """Bind memory of one device to a range of the object (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
 
-        The object keeps the memory alive until it is unbound. Physical memory may be closed meanwhile. A pool's buffer
-        must not be freed meanwhile.
+        The object keeps the memory alive until the unbind. Before that, physical memory may be closed: its release then
+        follows the unbind. A pool's buffer must not be freed.
 
         Parameters
         ----------
@@ -369,7 +385,8 @@ class MulticastObject(GenericAllocation):
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # Listed before the call, so that it is undone even if a signal handler raises right after the call.
+            # Listed before the call, so that the binding is undone even if a signal handler raises right after the
+            # call.
             self._bound.append(node)
             node.link(self._team)
             self._session.call(name, *arguments)
@@ -452,7 +469,9 @@ class MulticastObject(GenericAllocation):
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Wait for the work that may use the object, because ``cuMulticastUnbind`` and ``cuMemUnmap`` do not."""
+        """Block until the work that may use the object is done, because ``cuMulticastUnbind`` and ``cuMemUnmap`` do not
+        wait. ``after`` and errors as for :meth:`close`.
+        """
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:
@@ -554,8 +573,9 @@ class Binding(Closes):
     def close(self, after: After = None) -> None:
         """Unbind the memory (``cuMulticastUnbind``); idempotent.
 
-        Unbinding is not stream-ordered: it blocks until ``after`` has passed, see :class:`AddressRange`. Default: all
-        work of the devices with access to a mapping of the object.
+        The unbind is not stream-ordered: the host blocks until the streams or events ``after`` are done, see
+        :class:`AddressRange`. Default: all work of the devices with access to a mapping of the object. Raises
+        :class:`CudaError`.
         """
         if not self._node.gone:
             self.multicast._unbind(self._node, after)
@@ -593,7 +613,9 @@ def _granularity_of(session: Session, prop: MulticastObjectProp, *, recommended:
 
 
 def _check_supported(session: Session) -> None:
-    """Raise ``NotSupportedError`` if no device supports multicast objects, before any driver call for one."""
+    """Raise NotSupportedError if no device supports multicast objects. Call this before the driver calls, whose errors
+    do not say what is missing.
+    """
     devices = Device.all(session.driver)
     if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
         count = len(devices)

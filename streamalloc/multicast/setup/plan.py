@@ -1,6 +1,7 @@
 """Plan of the set-up of symmetric memory. Every rank computes the same plan from the profiles of all ranks.
 
-This module makes no driver call and sends nothing. All ranks have the same profiles, so an error is raised on all.
+This module makes no driver call and sends nothing. All ranks have the same profiles, so an error is raised on all
+ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class RankProfile:
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
-        """Encode as JSON, because other ranks may run another version of this library."""
+        """Return the profile as JSON. Every version can read JSON far enough to see that the format is another one, and
+        to say so in an error.
+        """
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankProfile:
-        """Decode the profile of another rank.
+        """Return the profile that another rank has encoded as ``data``.
 
         Raises
         ------
@@ -96,12 +99,16 @@ class RankLayout(NamedTuple):
     """Size of all parts together, not rounded up to the granularity."""
 
     def counter(self, kind: int, channel: int, sender: int, size: int) -> int:
-        """Return the offset of the counter that rank ``sender`` increments; ``size`` is the number of ranks."""
+        """Return the offset of the counter that rank ``sender`` increments. ``kind``: 0 for barriers, 1 for signals.
+        ``channel``: 0 to 15. ``size``: the number of ranks.
+        """
         return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
 
 
 def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
-    """Return the layout for ``size`` ranks: user bytes, signal pad, counters, tables; each starts a cache line."""
+    """Return the layout of each rank's memory among ``size`` ranks: ``nbytes`` for the user, ``signal_pad_bytes`` of
+    signal pad, counters, tables. Each part begins a cache line, so that parts are never written in one line.
+    """
     signal_pad = round_up(nbytes, _LINE)
     counters = round_up(signal_pad + signal_pad_bytes, _LINE)
     buffer_table = round_up(counters + _COUNTER * _KINDS * CHANNELS * size, _LINE)
@@ -122,7 +129,8 @@ class Plan(NamedTuple):
 
 
 def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
-    """Decide on layout, multicast and handle types.
+    """Return the plan that follows from the profiles of all ranks, by rank. ``one_process``: all ranks are in this
+    process, so that no handle is exchanged.
 
     Raises
     ------

@@ -104,8 +104,8 @@ class RankGroup:
             outcomes.clear()
 
     def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
-        """Send file descriptors to all ranks, as a step. Return duplicates of the descriptors that each rank sent, by
-        rank.
+        """Send the file descriptors ``handles`` to all ranks, as the step ``name``. Returns duplicates of the
+        descriptors that each rank sent, by rank. ``deadline`` and errors as for :meth:`step`.
         """
         assert self.communicator is not None
         communicator = self.communicator
@@ -121,16 +121,18 @@ class RankGroup:
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # The outcome is exchanged as for any step. Otherwise a rank that fails after the other ranks have
-        # received everything would fail alone.
+        # The outcome is exchanged as for any step. Otherwise a rank that fails after the other ranks have received
+        # everything would fail alone, and the other ranks would use its memory.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Wait at a barrier until the other ranks have undone a failed step. No effect if the communicator has failed.
+        """Block until the other ranks have undone a failed step, too, at most until ``deadline``. No effect if the
+        communicator has failed.
 
-        If the barrier fails, the communicator counts as failed, and no error is raised.
+        No error is raised, because the step's own error is on its way. If the barrier fails, the communicator counts as
+        failed.
         """
         if self.communicator is None or self.failed:
             return
@@ -178,9 +180,10 @@ def _packet(outcome: bytes | BaseException) -> bytes:
 
 
 def rank_at_fault(error: BaseException, own: int, call: str) -> int:
-    """Return the rank at fault according to a communicator's error, or ``own`` if it names none.
+    """Return the rank at fault according to a communicator's ``error``; ``own``, this rank, if the error names none.
 
-    If two ranks made different calls, the rank at fault is the one that did not make ``call``.
+    If two ranks made different calls, the rank at fault is the one that did not make ``call``, the name of this rank's
+    call.
     """
     calls = error.calls if isinstance(error, GroupError) else {}
     others = [rank for rank, made in calls.items() if made != call]

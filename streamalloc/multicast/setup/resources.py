@@ -22,10 +22,11 @@ Handle: TypeAlias = Fd | bytes
 
 
 class RankResources(Deferred):
-    """Physical memory of all ranks and the multicast object, as this process has them, with address ranges and
-    mappings.
+    """This process's resources for symmetric memory: handles of the physical memory of all ranks and of the multicast
+    object, address ranges, mappings.
 
-    ``devices`` has the device of each rank of this process, by rank. These devices get access to all mappings.
+    ``devices``: the device of each rank of this process, by rank. These devices get access to all mappings. ``size``:
+    the number of ranks. ``physical_bytes``: the size of each rank's memory.
     """
 
     def __init__(self, session: Session, devices: dict[int, Device], size: int, physical_bytes: int) -> None:
@@ -55,7 +56,9 @@ class RankResources(Deferred):
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
     def create(self, rank: int, kind: MemHandleType, multicast: bool) -> None:
-        """Create the rank's memory; rank 0 also creates the multicast object."""
+        """Create the rank's memory for handles of type ``kind`` (``cuMemCreate``). With ``multicast``, rank 0 also
+        creates the multicast object (``cuMulticastCreate``). Raises CudaError.
+        """
         device, self.kind = self.devices[rank], kind
         self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=kind)
         if multicast and rank == 0:
@@ -63,7 +66,9 @@ class RankResources(Deferred):
             self.multicast = MulticastObject(*shape, handle_types=kind, driver=device.driver)
 
     def export(self, rank: int) -> list[Handle]:
-        """Export the rank's memory, and the multicast object if this rank created it."""
+        """Return handles of the rank's memory and, if this rank created it, of the multicast object
+        (``cuMemExportToShareableHandle``). Raises CudaError.
+        """
         exported: list[Handle] = []
         for allocation in (self.memories[rank], self.multicast):
             if allocation is not None:
@@ -73,14 +78,15 @@ class RankResources(Deferred):
         return exported
 
     def keep(self, *handles: Handle) -> None:
-        """Keep file descriptors open until everything is imported."""
+        """Keep those of the handles that are file descriptors open until everything is imported."""
         self.handles += [handle for handle in handles if isinstance(handle, Fd)]
 
     def import_handles(self, rank: int, received: Sequence[Sequence[Handle]], multicast: bool) -> None:
-        """Import the handles of the other ranks, then close the file descriptors.
+        """Import the memory of the other ranks for ``rank`` (``cuMemImportFromShareableHandle``), then close the file
+        descriptors. Raises ValueError if a rank sent another number of handles, CudaError.
 
-        ``received`` has the handles of each rank, by rank: that of its memory, and from rank 0 that of the multicast
-        object.
+        ``received``: the handles of each rank, by rank: that of its memory and, with ``multicast``, from rank 0 also
+        that of the multicast object.
         """
         for other, handles in enumerate(received):
             expected = 1 + (multicast and other == 0)
@@ -96,16 +102,20 @@ class RankResources(Deferred):
         self._close_handles()
 
     def add_device(self, rank: int) -> None:
-        """Add the rank's device to the team of the multicast object."""
+        """Add the rank's device to the team of the multicast object (``cuMulticastAddDevice``). Raises CudaError."""
         self._object.add_device(self.devices[rank])
 
     def bind(self, rank: int) -> None:
-        """Bind the rank's memory. All ranks must have added their devices before, or the driver would block."""
+        """Bind the rank's memory to the multicast object (``cuMulticastBindMem``). Call this once all ranks have added
+        their devices: the driver would block until then. Raises CudaError.
+        """
         self._object.mark_complete()
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve one address range for the memory of all ranks, and one for the multicast object."""
+        """Reserve one address range for the memory of all ranks, and one for the multicast object
+        (``cuMemAddressReserve``). Raises AddressSpaceError, CudaError.
+        """
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
@@ -113,14 +123,16 @@ class RankResources(Deferred):
             self.ranges.append(AddressRange(nbytes, alignment=nbytes & -nbytes, driver=driver))
 
     def map(self) -> None:
-        """Map the memory of all ranks, and the multicast object."""
+        """Map the memory of all ranks, one behind the other, and the multicast object (``cuMemMap``). Raises
+        CudaError.
+        """
         for rank in range(self.size):
             self.replicas[rank] = self.ranges[0].map(self.memories[rank], rank * self.physical_bytes)
         if self.multicast is not None:
             self.view = self.ranges[1].map(self.multicast)
 
     def set_access(self) -> None:
-        """Give this process's devices access to all mappings."""
+        """Give the devices of this process's ranks access to all mappings (``cuMemSetAccess``). Raises CudaError."""
         for range in self.ranges:
             range.set_access(self.devices.values())
 
@@ -132,7 +144,7 @@ class RankResources(Deferred):
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
     def release(self) -> None:
-        """Release everything. Work that uses the memory must be done.
+        """Release everything in the reverse order of the steps. Call this once the work that uses the memory is done.
 
         If a driver call fails, the resource stays, and so do those that must be released after it. Call the method
         again to retry.
@@ -172,21 +184,23 @@ class RankResources(Deferred):
 
 
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
-    """Wait until all work of the devices is done. Arguments and errors are those of :func:`run_until`."""
+    """Block until all work of the devices is done (``cuCtxSynchronize``). ``deadline``, ``failures`` and errors as for
+    :func:`run_until`.
+    """
     for device in devices:
         run_until(device, functools.partial(session_of(device).call, "cuCtxSynchronize"), deadline, failures)
 
 
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
-    """Run a function that waits for a device, on a thread of its own, because the driver's waits have no time limit.
+    """Run ``do``, which waits for ``device``, on a thread of its own, because the driver's waits have no time limit.
 
-    If the device's work has failed, the error is appended to ``failures`` and not raised: such a device has no work
-    left either.
+    If the device's work has failed, its error is appended to ``failures`` and not raised: such a device is idle, too,
+    so that the release can follow.
 
     Raises
     ------
     TimeoutError
-        The function had not returned at ``deadline``, in seconds of the monotonic clock.
+            ``do`` had not returned at ``deadline``, in seconds of the monotonic clock. The thread stays behind.
     CaptureError
         Other code captures a stream; devices cannot be synchronised then.
     """

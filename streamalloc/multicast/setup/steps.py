@@ -45,7 +45,9 @@ class Arguments(NamedTuple):
     timeout: float | None
 
     def check(self) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for a wrong argument."""
+        """Check the arguments of this rank. Raises TypeError or ValueError, with the argument's name and what is
+        allowed.
+        """
         if not checked_size("nbytes", self.nbytes):
             raise ValueError("nbytes=0: allowed are 1 byte or more")
         checked_size("signal_pad_bytes", self.signal_pad_bytes)
@@ -57,7 +59,10 @@ class Arguments(NamedTuple):
 
 
 def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
-    """Check the arguments if one process has all ranks, one for each of ``devices``."""
+    """Check the arguments if one process has all ranks, one for each of ``devices``. Raises TypeError if one of the
+    other arguments is given, which are for a group of processes; ValueError for no device, or devices of different
+    drivers.
+    """
     if communicator is not None or device is not None or handle_type is not None:
         raise TypeError(
             "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
@@ -71,7 +76,8 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
 def deadline_or_none(timeout: float | None) -> float | None:
     """Return the monotonic time in ``timeout`` seconds; None without a limit.
 
-    An invalid timeout gives None, too, because :meth:`Arguments.check` reports it to all ranks.
+    An invalid ``timeout`` also gives None. It is no error here, on this rank alone: :meth:`Arguments.check` reports it
+    to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
         return deadline_after(timeout)
@@ -81,7 +87,12 @@ def deadline_or_none(timeout: float | None) -> float | None:
 def agree(
     group: RankGroup, arguments: Arguments, given: dict[int, Device], driver: Driver | None, deadline: float | None
 ) -> tuple[Plan, dict[int, Device]]:
-    """Exchange the profiles of all ranks; return the plan, and the device of each rank of this process."""
+    """Run the step ``"agree"``: exchange the profiles of all ranks in ``group``. Returns the plan, and the device of
+    each rank of this process.
+
+    ``given``: the devices that the caller has chosen, by rank. ``arguments``, ``driver`` and errors as for
+    :class:`SymmetricMemory`. ``deadline``: end of the wait for other ranks, on the monotonic clock.
+    """
     chosen: dict[int, Device] = {}
     mistakes: list[Exception] = []
 
@@ -154,7 +165,9 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
 
 
 def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> tuple[int, ...]:
-    """Run all steps after the agreement; return the address of each rank's memory in this process."""
+    """Run all steps of ``plan`` after the agreement, and keep what they make in ``resources``. Returns the address of
+    each rank's memory in this process, by rank. Raises SymmetricMemoryError, NotSupportedError.
+    """
     _create(group, resources, plan, deadline)
     if group.communicator is not None:
         _exchange(group, resources, plan.multicast, deadline)
@@ -172,7 +185,8 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
         ("reserve", by_process(resources.reserve)),
         ("map", by_process(resources.map)),
         ("access", by_process(resources.set_access)),
-        # The last one: a rank that has passed it may use the memory of every other rank.
+        # "clear" is last: a rank that has passed it may use the memory of every other rank, and a later zeroing would
+        # destroy what was written.
         ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in later:
@@ -181,7 +195,9 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
 
 
 def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> None:
-    """Create the memory with the first handle type that the driver accepts on all ranks."""
+    """Run the step ``"create"`` for each handle type of the plan, until the driver accepts one on all ranks. Raises
+    SymmetricMemoryError.
+    """
     refusals: list[bytes] = []
     for kind in plan.handle_types:
         create = functools.partial(_create_as, resources, kind, plan.multicast, again=bool(refusals))
@@ -193,13 +209,15 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
 
 
 def _create_as(resources: RankResources, kind: MemHandleType, multicast: bool, rank: int, *, again: bool) -> bytes:
-    """Create the memory of a rank. Returns the reason if the driver refuses fabric handles, else nothing.
+    """Create the memory of ``rank`` for handles of type ``kind``, and the multicast object (``multicast``). Returns
+    the reason if the driver refuses fabric handles, otherwise b"". Raises CudaError.
 
-    That refusal is not an error of the step: the driver gives it without an IMEX channel, and all ranks then try the
-    next handle type. ``again``: another type was tried before.
+    The driver refuses fabric handles without an IMEX channel. For the step this is an outcome and no error, so that all
+    ranks try the next handle type. ``again``: another type was tried before.
     """
     if again:
-        # Everything of this process, which has one rank: with all ranks in it, the plan has one handle type.
+        # Release what the previous type made. This releases everything of this process, which has one rank here: if it
+        # has all ranks, the plan has one handle type.
         resources.release()
     try:
         resources.create(rank, kind, multicast)
@@ -211,7 +229,9 @@ def _create_as(resources: RankResources, kind: MemHandleType, multicast: bool, r
 
 
 def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadline: float | None) -> None:
-    """Export this rank's handles, exchange them, and import those of the other ranks."""
+    """Run the steps ``"export"``, ``"exchange"`` and ``"import"``: send this rank's handles to all ranks, and import
+    theirs. Raises SymmetricMemoryError.
+    """
     exported: list[Any] = []
     group.step("export", lambda rank: exported.extend(resources.export(rank)), deadline)
     received: Sequence[Sequence[Any]]
@@ -225,9 +245,12 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 
 
 def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
-    """Zero the signal pad and the counters, and write the address tables."""
+    """Zero the signal pad and the counters of ``rank``, and write the address tables (one ``cuMemcpyHtoDAsync``).
+    Raises CudaError.
+    """
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    # A single copy for both tables: if the driver refuses it, no other copy is queued on memory that the undo unmaps.
+    # A single copy for everything: if the driver refused the second of two copies, the first would still be queued on
+    # memory that the undo unmaps.
     image = np.zeros(layout.total - layout.signal_pad, np.uint8)
     for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
         image[table - layout.signal_pad :][: addresses.nbytes] = addresses.view(np.uint8)
@@ -245,7 +268,9 @@ def _has(device: Device, attribute: str) -> bool:
 
 
 def check_no_capture(session: Session) -> None:
-    """Raise ``CaptureError`` during a stream capture, and an error in a forked child."""
+    """Raise CaptureError while a stream is being captured: synchronising a device would then invalidate the capture.
+    Raises ForkedProcessError in a forked child.
+    """
     session.check_process()
     if deferred_queue(session).paused:
         why = "a stream is being captured: end the capture before symmetric memory is made or closed"
