@@ -567,17 +567,21 @@ class BlockTier(Tier, Closes):
         self._chunks.append(chunk)
         return chunk
 
-    def _allowed(self, nbytes: int, wanted: int, needed: int, least: int = 1, under_way: int = 0) -> int:
+    def _allowed(
+        self, nbytes: int, wanted: int, asked: int, least: int = 1, under_way: int = 0, promised: int = 0
+    ) -> int:
         """Return how many of ``wanted`` new blocks of ``nbytes`` bytes the limit allows. Raises OutOfMemoryError if
-        that is fewer than ``least``. ``needed``: number of blocks in the error's text. ``under_way``: blocks that are
-        being made.
+        that is fewer than ``least``. ``under_way``: number of blocks that are being made. For the error: ``asked``, the
+        number of blocks of the request, and ``promised``, the bytes that others may still use.
         """
         size = self._room(nbytes)
         room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
         if room < least:
-            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {needed} pages"
-            error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
-            error.requested, error.used, error.limit = nbytes * needed, self.used, self._limit or 0
+            used, limit = self.used + promised, self._limit or 0
+            why = f"the tier's limit of {size_text(limit)} leaves no room for {size_text(size * asked)}"
+            error = refused(OutOfMemoryError, self._call, f"{why}: {size_text(used)} are used or promised")
+            error.requested, error.used, error.limit = size * asked, used, limit
+            error.reserved = self.reserved + size * under_way
             raise error
         return min(wanted, room)
 

@@ -338,7 +338,7 @@ class HostTier(BlockTier):
             self._check_open()
             self._holders.add(stored)
             with undoing(stored.drop):
-                self._begin(0, cores())
+                self._begin(0, cores(), len(stored))
         ends = [0, *itertools.accumulate(map(blocks_of, sizes))]
         return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
@@ -379,10 +379,16 @@ class HostTier(BlockTier):
         future: Future[int] = Future()
         # The threads stop when nothing refers to the tier, so the future keeps a reference to it.
         future.add_done_callback(lambda _: self)
-        with self._lock:
-            self._check_open()
-            self._begin(count, threads)
-            self._preparations.append(future)
+        try:
+            with self._lock:
+                self._check_open()
+                self._begin(count, threads, count)
+                self._preparations.append(future)
+        except (OutOfMemoryError, ClosedError) as error:
+            if not background:
+                raise
+            # Without the traceback, whose frames refer to the future: a cycle would keep the tier.
+            future.set_exception(error.with_traceback(None))
         self._end_preparations()
         if not background:
             future.result()
@@ -405,14 +411,16 @@ class HostTier(BlockTier):
             else:
                 future.set_result(free * HUGE)
 
-    def _begin(self, extra: int, threads: int) -> None:
+    def _begin(self, extra: int, threads: int, asked: int) -> None:
         """Have up to ``threads`` threads pin memory for the promised blocks and ``extra`` blocks, as far as free blocks
-        do not suffice. The caller holds the lock. Raises OutOfMemoryError if the limit is reached.
+        do not suffice. The caller holds the lock. Raises OutOfMemoryError if the limit is reached. ``asked``: number of
+        these blocks that the request is for, for the error.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
         missing = promised + extra - self._free_blocks() - self._under_way
         if missing > 0:
-            count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, self._under_way)
+            wanted, others = max(missing, LEAST // HUGE), promised + extra - asked
+            count = self._allowed(HUGE, wanted, asked, missing, self._under_way, others * HUGE)
             self._failure = whole = None
             # Reserved in one call: each change of the address space waits for the threads that fill pages, and stops
             # them meanwhile.
@@ -456,7 +464,7 @@ class HostTier(BlockTier):
                         raise self._failure
                     finally:
                         self._failure = None
-                self._begin(0, cores())
+                self._begin(0, cores(), len(stored))
                 self._grown.wait()
 
     def _make_piece(self) -> bool:

@@ -143,6 +143,20 @@ class TestWays:
         with vmm.SleepGroup(device) as group:
             sleep_and_wake(group)
 
+    def test_the_figures_of_a_limit_add_up(self, device: sa.Device) -> None:
+        group = vmm.SleepGroup(device, backup=vmm.HostTier(device, 48 * MiB))
+        with group, group.backup:
+            kept = [group.allocate(20 * MiB, tag=tag) for tag in "abc"]
+            why = "limit of 48 MiB leaves no room for 20 MiB: 40 MiB are used or promised"
+            with pytest.raises(sa.OutOfMemoryError, match=why) as caught:
+                group.sleep()
+            assert (caught.value.requested, caught.value.used, caught.value.limit) == (20 * MiB, 40 * MiB, 48 * MiB)
+            group.sleep("a", "b")
+            with pytest.raises(sa.OutOfMemoryError, match=why):
+                group.prepare(20 * MiB)
+            group.wake()
+            assert not any(buffer.evicted for buffer in kept)
+
     @pytest.mark.slow
     def test_none_is_left(self, machine: Any) -> None:
         host = NoHostMemory(machine)
@@ -196,6 +210,15 @@ class TestPrepare:
                 group.prepare(MiB)
             host.stop()
             sleep_and_wake(group)
+
+    def test_errors_in_the_background_are_the_future_s(self, device: sa.Device) -> None:
+        with vmm.HostTier(device, limit=48 * MiB) as tier:
+            refused = tier.prepare(64 * MiB, background=True).exception(10)
+            assert isinstance(refused, sa.OutOfMemoryError) and refused.requested == 64 * MiB
+            assert tier.prepare(48 * MiB, background=True).result(10) == 48 * MiB
+            with pytest.raises(sa.OutOfMemoryError):
+                tier.prepare(64 * MiB)
+        assert isinstance(tier.prepare(MiB, background=True).exception(10), sa.ClosedError)
 
     def test_the_group_is_closed_meanwhile(self, account: Account) -> None:
         group = vmm.SleepGroup(sa.Device(0, driver=account.driver))
