@@ -19,12 +19,12 @@ In the process that opens it:
 
 5. *Open.* ``importer.open.receive`` gets them, and ``_open`` checks the descriptor and maps the control block.
    ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
-6. *Opened.* ``importer.imports.PoolImport.begin`` counts up the word ``opened``, and only then compares the generation:
+6. *Opened.* ``importer.imports.Import.begin`` counts up the word ``opened``, and only then compares the generation:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
    ``_open`` ends the hold.
-9. *Close.* ``importer.imported.ImportedBuffer.close`` ends the use. The last one calls ``PoolImport.end``: it frees the
+9. *Close.* ``importer.imported.ImportedBuffer.close`` ends the use. The last one calls ``Import.end``: it frees the
    import in stream order (``cuMemFreeAsync``).
 10. *Closed.* Behind that free the stream writes the word ``closed``. Then the host writes ``closing``.
 

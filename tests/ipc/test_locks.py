@@ -403,16 +403,16 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
 
 class TestEnds:
     def test_imports_come_while_ended_pools_are_released(self, importer: Imports) -> None:
-        held: Any = SimpleNamespace(block=None, handle=None)
+        held: Any = SimpleNamespace(block=None, pool=None)
 
         def make() -> None:
             importer.handles[1] = imports.PoolHandle(importer)
             importer.allocations.clear()
-            importer.allocations[b"one"] = held
+            importer.allocations[b"one", -1] = held
 
         def open_another(_: None) -> None:
             with importer.lock:
-                importer.allocations[b"other"] = held
+                importer.allocations[b"other", -1] = held
 
         for _ in interleaved(Imports.release_ended, make, lambda _: importer.release_ended(), open_another):
             assert len(importer.allocations) == 2

@@ -41,7 +41,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import HostUse, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import HostUse, Import, ImportUse, PoolHandle, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.pool.internal import location_of_pool
@@ -214,7 +214,8 @@ class ImportedPool(Foreign, Closes):
         described = Descriptor(Mechanism.POOL_POINTER, NOWHERE, payload=data)
         with self._pool.imports.lock:  # A close by another thread between these calls would destroy the pool.
             self._check_open()
-            return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
+            new = Import(self._pool.imports, self._pool, self.device, None, described)
+            return _raw_import(new, described, stream)
 
     @property
     def closed(self) -> bool:
@@ -316,9 +317,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_new", "_offset", "_use")
 
-    def __init__(
-        self, new: PoolImport | PlainImport, described: Descriptor, stream: Stream, announced: Announcement | None
-    ) -> None:
+    def __init__(self, new: Import, described: Descriptor, stream: Stream, announced: Announcement | None) -> None:
         """Open the allocation of ``described`` by the import ``new``, or join the import that this process has of it.
         ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError, ValueError,
         CudaError; then nothing stays open.
@@ -417,7 +416,7 @@ class ImportedBuffer(ForeignMemory, Closes):
         alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
-    def _checked_import(self) -> PoolImport | PlainImport:
+    def _checked_import(self) -> Import:
         imported = self._use.imported
         if self._use.over or imported is None:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
@@ -443,7 +442,7 @@ class ImportedBuffer(ForeignMemory, Closes):
         return f" of {self._nbytes} bytes {where}"
 
 
-def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
+def _raw_import(new: Import, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
     """Open memory by the driver's handle alone, without lease and announcement. ``stream``: default is the device's
     default stream. Raises CaptureError, ValueError, CudaError.
     """
@@ -480,7 +479,7 @@ def open_memory_handle(
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     device = Device(0, driver=session.driver) if stream is None else as_stream(stream, session).device
     described = Descriptor(Mechanism.LEGACY, NOWHERE, payload=bytes(IpcMemHandle(handle)))
-    return _raw_import(PlainImport(imports_of(session), device, None, described), described, stream)
+    return _raw_import(Import(imports_of(session), None, device, None, described), described, stream)
 
 
 class ImportedArray(TypedView[Any], Closes):

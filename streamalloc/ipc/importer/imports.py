@@ -121,8 +121,7 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
 
 
 class HostUse(Deferred):
-    """One use of a lease whose close the host counts: of memory that is not released in stream order, a range or an
-    allocation of ``cuMemAlloc``.
+    """One use of a lease whose close the host counts: of a range, which is not released in stream order.
 
     As a deferred item, this object counts the close once the work that is queued at its first attempt is done.
     """
@@ -208,23 +207,38 @@ class PoolHandle(Deferred):
 
 
 class Import:
-    """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process."""
+    """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
 
-    def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
+    An allocation of a pool is released in stream order. One of ``cuMemAlloc`` is closed once the stream has done its
+    work, for which the host waits.
+    """
+
+    def __init__(
+        self, imports: Imports, pool: PoolHandle | None, device: Device, block: ControlBlock | None, new: Descriptor
+    ) -> None:
+        """``new``: the descriptor; ``block``: its control block."""
         imports.start_thread()
         self.imports: Imports = imports
+        self.pool: PoolHandle | None = pool
+        """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
         self.device: Device = device
         """Device of the memory."""
         self.block: ControlBlock | None = block
         """The exporter's control block."""
-        self.words: Any = None if block is None else block.importer_words(described.slot, block.importer)
+        self.words: Any = None if block is None else block.importer_words(new.slot, block.importer)
         """Words of the slot that this importer writes (:class:`ImporterWords`); None without a control block."""
-        self.leased: bool = bool(described.flags & Flags.LEASED)
+        self.leased: bool = bool(new.flags & Flags.LEASED)
         """Whether the slot is a lease, in which opens and closes are counted."""
-        self.generation: int = described.generation
-        self.key: bytes = described.payload
+        self.counted: bool = False
+        """Whether the lease counts this import."""
+        self.number: int = 0
+        """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
+        self.generation: int = new.generation
+        self.data: bytes = new.payload
         """The driver's export data."""
-        self.nbytes: int = described.base_size
+        # The driver gives an allocation of cuMemAlloc another address for each device that uses it.
+        self.key: tuple[bytes, int] = new.payload, -1 if pool is not None else device.ordinal
+        self.nbytes: int = new.base_size
         self._raw: Any = None
         """``CUdeviceptr`` of the memory in this process; None before the import and after its release."""
         self.address: int = 0
@@ -232,8 +246,6 @@ class Import:
         """Number of uses that have not ended."""
         self.passed: tuple[Event, ...] = ()
         """Events after the work of ended uses. The stream of the last release waits for them."""
-        self.lock: AbstractContextManager[bool] = imports.lock
-        """Held while uses are counted."""
 
     def _check_size(self, nbytes: int) -> None:
         """Raise ValueError if ``nbytes``, the size in a descriptor, differs from that of the driver
@@ -247,25 +259,13 @@ class Import:
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
-
-class PoolImport(Import):
-    """The import of an allocation of a pool. It is released in stream order, and streams count its close."""
-
-    def __init__(self, handle: PoolHandle, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
-        super().__init__(handle.imports, device, block, described)
-        self.handle: PoolHandle = handle
-        self.counted: bool = False
-        """Whether the lease counts this import."""
-        self.number: int = 0
-        """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
-
-    def known(self) -> PoolImport | None:
+    def known(self) -> Import | None:
         """Return the import that this process has of the same allocation; None if there is none."""
         found = self.imports.allocations.get(self.key)
         return None if found is None or found._raw is None else found
 
     def begin(self) -> None:
-        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``).
+        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``, ``cuIpcOpenMemHandle``).
 
         Raises
         ------
@@ -279,11 +279,17 @@ class PoolImport(Import):
         self.imports.allocations[self.key] = self
         if self.leased:
             self._count_open()
-        data = opaque_struct("CUmemPoolPtrExportData", self.key)
-        result, self._raw = self.imports.session.cuMemPoolImportPointer(self.handle._raw, data)
-        if result:
-            self._raw = None
-            raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+        session = self.imports.session
+        if self.pool is None:
+            with self.device.current():
+                handle = opaque_struct("CUipcMemHandle", self.data)
+                self._raw = session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+        else:
+            data = opaque_struct("CUmemPoolPtrExportData", self.data)
+            result, self._raw = session.cuMemPoolImportPointer(self.pool._raw, data)
+            if result:
+                self._raw = None
+                raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
         self.address = int(self._raw)
         self._check_size(self.nbytes)
 
@@ -316,13 +322,16 @@ class PoolImport(Import):
             raise
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Free the import after the work of ``stream`` (``cuMemFreeAsync``), and count the close behind it: write
-        ``closed`` and ``closing``. Raises CudaError; the import then stays.
+        """Free the import after the work of ``stream`` (``cuMemFreeAsync``; or ``cuIpcCloseMemHandle``), and count the
+        close behind it: write ``closed`` and ``closing``. Raises CudaError; the import then stays.
 
         ``handle``, ``sees_all``: the stream's ``CUstream``, and as for :meth:`ControlBlock.write_by`.
         """
-        raw, self._raw = self._raw, None
-        if raw is not None:
+        if self._raw is not None and self.pool is None:
+            with self.device.current():
+                self.imports.session.release(self, "cuIpcCloseMemHandle")
+        elif self._raw is not None:
+            raw, self._raw = self._raw, None
             result = self.imports.session.cuMemFreeAsync(raw, handle)[0]
             if result:
                 error = error_from(result, "cuMemFreeAsync")
@@ -350,39 +359,6 @@ class PoolImport(Import):
         words.closing.value = self.number
 
 
-class PlainImport(Import):
-    """The import of an allocation of ``cuMemAlloc``. The driver counts opens, so each object has its own import."""
-
-    def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
-        super().__init__(imports, device, block, described)
-        # A lock of its own, because the release waits for a stream, and other imports must not wait with it.
-        self.lock: AbstractContextManager[bool] = RLock()
-        self._use: HostUse | None = None
-
-    def begin(self) -> None:
-        """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``). Errors as for
-        :meth:`PoolImport.begin`.
-        """
-        if self.leased and self.block is not None:
-            self._use = HostUse(self.imports, self.words, self.generation)
-        handle = opaque_struct("CUipcMemHandle", self.key)
-        with self.device.current():
-            self._raw = self.imports.session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
-        self.address = int(self._raw)
-        self._check_size(self.nbytes)
-
-    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Block the host until the work of ``stream`` is done, close the allocation (``cuIpcCloseMemHandle``), and
-        count the close. Raises CudaError.
-        """
-        if self._raw is not None:
-            stream.synchronize()
-            with self.device.current():
-                self.imports.session.release(self, "cuIpcCloseMemHandle")
-        if self._use is not None:
-            self._use.end()
-
-
 class ImportUse(Deferred):
     """The use of an import by one object. The release of the last one ends the import.
 
@@ -393,15 +369,15 @@ class ImportUse(Deferred):
 
     def __init__(self, stream: Stream) -> None:
         self.stream: Stream = stream
-        self.imported: PoolImport | PlainImport | None = None
+        self.imported: Import | None = None
         self.over: bool = False
 
-    def acquire(self, new: PoolImport | PlainImport) -> None:
+    def acquire(self, new: Import) -> None:
         """Begin the import ``new``, or join the import that this process has of the same allocation. Errors as for
-        :meth:`PoolImport.begin`; the caller then calls :meth:`release`.
+        :meth:`Import.begin`; the caller then calls :meth:`release`.
         """
-        with new.lock:
-            known = new.known() if isinstance(new, PoolImport) else None
+        with new.imports.lock:
+            known = new.known()
             # Set before the import begins, so that a release after an error finds it.
             self.imported = new if known is None else known
             if known is None:
@@ -422,7 +398,9 @@ class ImportUse(Deferred):
         session = imported.imports.session
         if session.forked:
             session.check_process()
-        with imported.lock:
+        if imported.pool is None and not self.over:
+            stream.synchronize()  # Not under the lock, with which other imports would wait.
+        with imported.imports.lock:
             if self.over:
                 return  # Another thread has ended the import.
             if imported.count > 1:
@@ -443,7 +421,7 @@ class ImportUse(Deferred):
 
     def attempt(self) -> bool:
         imported = self.imported
-        if isinstance(imported, PlainImport):  # The release of these waits for the stream.
+        if imported is not None and imported.pool is None:  # Its release waits for the stream.
             imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
         else:
             self._close()
@@ -467,8 +445,8 @@ class Imports:
         """Imported pools by id."""
         self.handles: dict[int, PoolHandle] = {}
         """Imported pools by ``CUmemoryPool``. The driver returns the same handle for repeated imports."""
-        self.allocations: dict[bytes, PoolImport] = {}
-        """Pool allocations by the driver's export data."""
+        self.allocations: dict[tuple[bytes, int], Import] = {}
+        """Imported allocations by :attr:`Import.key`."""
         self.ranges: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         """Growable ranges (:class:`ImportedRange`) by id."""
         self._devices: dict[bytes, Device] = {}
@@ -592,7 +570,7 @@ class Imports:
 
     def _submit_ended(self) -> None:
         used: set[object] = {one.block for one in self.allocations.values()}
-        used |= {one.handle for one in self.allocations.values()}
+        used |= {one.pool for one in self.allocations.values()}
         for number, pool in list(self.handles.items()):
             ended = pool.ended() or pool not in self.pools.values()
             if pool not in used and not pool.users and ended:

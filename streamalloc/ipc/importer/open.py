@@ -21,7 +21,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.imports import HostUse, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
+from streamalloc.ipc.importer.imports import HostUse, Import, Imports, PoolHandle, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
@@ -213,11 +213,12 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_allocation(request: _Request, new: PoolImport | PlainImport) -> ImportedBuffer:
+def _open_allocation(request: _Request, pool: PoolHandle | None = None) -> ImportedBuffer:
     ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
         # Refused before the import, because a captured stream could not release an import again.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+    new = Import(request.imports, pool, request.device, request.block, request.described)
     opened = ImportedBuffer(new, request.described, ordered, announced)
     if request.stream is None and announced is not None and not announced.seen(opened):
         opened._contents = (announced,)
@@ -230,7 +231,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     try:
         pool = imports.pool(described, request.handles)
         pool.watch(request.block, described.pool_mark)
-        return _open_allocation(request, PoolImport(pool, request.device, request.block, described))
+        return _open_allocation(request, pool)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -238,10 +239,6 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
             # The handle may belong to another pool than the descriptor says, so no later open may use it.
             imports.pools.pop(described.origin, None)
         raise
-
-
-def _open_plain(request: _Request) -> ImportedBuffer:
-    return _open_allocation(request, PlainImport(request.imports, request.device, request.block, request.described))
 
 
 def _open_pool(request: _Request) -> ImportedPool:
@@ -325,7 +322,7 @@ def _open_event(request: _Request) -> Event:
 _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),
-    Mechanism.LEGACY: (_open_plain, ImportedBuffer),
+    Mechanism.LEGACY: (_open_allocation, ImportedBuffer),
     Mechanism.PHYSICAL: (_open_physical, ImportedRange),
     Mechanism.EVENT: (_open_event, Event),
 }
