@@ -32,7 +32,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
-from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
+from streamalloc.ipc.store.keeper import Keeper, Kept
 from streamalloc.ipc.store.manifest import Manifest, TensorLayout
 from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors, read_file
@@ -130,7 +130,7 @@ class StoreServer(Closes):
             self.address: str = self._listener.address
             """Path of the socket."""
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
-            self._keeper: Keeper | ServiceManager | None = None
+            self._keeper: Keeper | None = None
             if keep:
                 self._take_over(path.with_suffix(".keeper"), undo)
             self._await_clients(undo)
@@ -141,8 +141,8 @@ class StoreServer(Closes):
         closes the connection after an error. Raises OSError, ProtocolError.
         """
         undo.callback(self._holdings.release)
-        self._keeper = keeper = ServiceManager(self.name) if ServiceManager.is_there() else Keeper(path)
-        undo.callback(keeper._channel.close)  # A keeper serves one connection at a time.
+        self._keeper = keeper = Keeper(self.name, path)
+        undo.callback(keeper.leave)
         for kept in keeper.take():
             with undoing(functools.partial(close_all, kept.handles)):
                 self._holdings.adopt(_adopted(kept))

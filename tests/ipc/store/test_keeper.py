@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.ipc.store import keeper as keeping
-from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
-from streamalloc.ipc.store.protocol import encode, socket_path
+from streamalloc.ipc.store.keeper import Keeper, KeeperProcess, Kept, Systemd
+from streamalloc.ipc.store.protocol import socket_path
 from streamalloc.ipc.transport.channel import read_file, sealed_file
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
@@ -275,8 +274,8 @@ def test_a_keeper_that_is_killed(name: str, device: sa.Device, caplog: pytest.Lo
     with ipc.Store.serve(name, keep=True) as server, ipc.Store(name) as store:
         write(store, "key", 1)
         keeper: Any = server._keeper
-        keeper._process.kill()
-        keeper._process.wait()
+        keeper._place._process.kill()
+        keeper._place._process.wait()
         write(store, "key", 2, replace=True)
         assert "is lost if its server is killed" in caplog.text
         with store.open("key") as found:
@@ -291,11 +290,11 @@ def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Messa
     """The messages to systemd, each with its descriptor."""
     found: list[Message] = []
 
-    def send(_: Any, state: str, *numbers: int) -> None:
+    def send(_: Any, state: str, *handles: ipc.Fd) -> None:
         fields = dict(line.split("=") for line in state.split("\n"))
-        found.append((fields, ipc.Fd(os.dup(numbers[0])) if numbers and "BARRIER" not in fields else None))
+        found.append((fields, ipc.Fd(os.dup(handles[0].fileno())) if handles and "BARRIER" not in fields else None))
 
-    monkeypatch.setattr(ServiceManager, "_send", send)
+    monkeypatch.setattr(Systemd, "send", send)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
@@ -329,13 +328,13 @@ def test_systemd_got_any_number_of_the_messages(sent: list[Message], monkeypatch
     """A key has its commit before or the next one, whole, and nothing else stays."""
     one, two, other = _commit("a", 1), _commit("a", 2), _commit("b", 1)
     states: list[dict[str, Kept]] = [{}, {"a": one}, {"a": two, "b": other}, {"b": other}]
-    manager, begins, sure = ServiceManager("name"), [0], []
+    manager, begins, sure = Keeper("name", Path()), [0], []
     changes = [("a", one)], [("a", two), ("b", other)], [("b", other)]
     for number, change in enumerate(changes):
         manager.put(change, ["a"] if number == 2 else [])
         begins.append(len(sent))
         sure.append(max([at for at, (fields, _) in enumerate(sent) if "BARRIER" in fields]) + 1)
-    manager._channel.close()
+    manager.leave()
     everything = list(sent)
     for cut in range(len(everything) + 1):
         step = max(number for number, begin in enumerate(begins) if begin <= cut)
@@ -344,11 +343,11 @@ def test_systemd_got_any_number_of_the_messages(sent: list[Message], monkeypatch
             possible = [states[step + 1]]
         before = _after(everything[:cut])
         passed = [(name, ipc.Fd(os.dup(fd.fileno()))) for name, fd in before.items()]
-        monkeypatch.setattr(keeping, "_passed", lambda _, passed=passed: passed)
+        monkeypatch.setattr(Systemd, "passed", lambda _, passed=passed: passed)
         sent.clear()
-        following = ServiceManager("name")
+        following = Keeper("name", Path())
         found = {json.loads(kept.text)["key"]: kept for kept in following.take()}
-        following._channel.close()
+        following.leave()
         for key in "ab":
             assert any(_is(found.get(key), state.get(key)) for state in possible), (cut, key, found)
         kept_by = _after([*everything[:cut], *sent])
@@ -360,7 +359,7 @@ def test_systemd_got_any_number_of_the_messages(sent: list[Message], monkeypatch
 
 def test_systemd_keeps_fewer_descriptors(sent: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDSTORE", "7")
-    manager = ServiceManager("name")
+    manager = Keeper("name", Path())
     manager.put([("a", _commit("a", 1))], [])
     count = len(sent)
     with pytest.raises(OSError, match="FileDescriptorStoreMax= is 7, and 8 descriptors"):
@@ -372,7 +371,7 @@ def test_systemd_keeps_fewer_descriptors(sent: list[Message], monkeypatch: pytes
 
 def test_systemd_has_dropped_what_is_removed_before_the_answer(sent: list[Message]) -> None:
     """It ignores what it has not read when the process dies."""
-    manager = ServiceManager("name")
+    manager = Keeper("name", Path())
     manager.put([("a", _commit("a", 1))], [])
     manager.put([], ["a"])
     assert "BARRIER" in sent[-1][0] and not _after(sent)
@@ -382,16 +381,16 @@ def test_systemd_has_dropped_what_is_removed_before_the_answer(sent: list[Messag
 @pytest.mark.parametrize("most", range(5))
 def test_systemd_does_not_take_all_of_a_commit(sent: list[Message], monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """The server then has it release everything, also the commit before and what it got of the new one."""
-    manager, send = ServiceManager("name"), ServiceManager._send
+    manager, send = Keeper("name", Path()), Systemd.send
     manager.put([("a", _commit("a", 1))], [])
     before = len(sent)
 
-    def refused(self: Any, state: str, *numbers: int) -> None:
+    def refused(self: Any, state: str, *handles: ipc.Fd) -> None:
         if len(sent) == before + most and not state.startswith("FDSTOREREMOVE"):
             raise TimeoutError("systemd did not take it")
-        send(self, state, *numbers)
+        send(self, state, *handles)
 
-    monkeypatch.setattr(ServiceManager, "_send", refused)
+    monkeypatch.setattr(Systemd, "send", refused)
     with pytest.raises(TimeoutError):
         manager.put([("a", _commit("a", 2))], [])
     manager.close()
@@ -403,17 +402,19 @@ def test_two_stores_of_one_service(sent: list[Message], monkeypatch: pytest.Monk
     names: dict[str, list[str]] = {}
     for store in ("name", "name-2", "name-0123456789abcdef"):
         before = set(_after(sent))
-        manager = ServiceManager(store)
+        manager = Keeper(store, Path())
         manager.put([("a", _commit("a", 1))], [])
-        manager._channel.close()
+        manager.leave()
         names[store] = [name for name in _after(sent) if name not in before]
     everything = [name for own in names.values() for name in own]
-    monkeypatch.setattr(keeping, "Fd", int)
+    monkeypatch.setattr("streamalloc.ipc.store.keeper.Fd", int)
     monkeypatch.setattr(os, "set_inheritable", lambda number, _: None)
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     for store, own in names.items():
         monkeypatch.setenv("LISTEN_FDNAMES", ":".join(everything))
-        taken: list[Any] = list(keeping._passed(f"streamalloc-{store}-"))
+        place = Systemd(f"streamalloc-{store}-")
+        taken: list[Any] = list(place.passed())
+        place.close()
         assert taken == [(name, 3 + everything.index(name)) for name in own]
 
 
@@ -422,9 +423,9 @@ def test_a_child_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd passes descriptors to the process that it has started, and to no other: there is a keeper process."""
     for pid, is_there in ((os.getpid(), True), (os.getppid(), False)):
         monkeypatch.setenv("SYSTEMD_EXEC_PID", str(pid))
-        assert ServiceManager.is_there() == is_there
+        assert Systemd.is_there() == is_there
     monkeypatch.delenv("SYSTEMD_EXEC_PID")  # before version 248
-    assert ServiceManager.is_there()
+    assert Systemd.is_there()
 
 
 @pytest.mark.parametrize(
@@ -439,7 +440,7 @@ def test_what_systemd_has_of_another_release(
     first = [*zip("012", _commit("b", 1).handles, strict=True), ("text", sealed_file(b'{"key": "b", "number": 1}'))]
     other = [(part, ipc.Fd(os.memfd_create("file"))) for part in parts] + [("text", sealed_file(text.encode()))]
     passed = [(f"streamalloc-{name}-{at:016x}-{part}", fd) for at, one in enumerate((first, other)) for part, fd in one]
-    monkeypatch.setattr(keeping, "_passed", lambda _: passed)
+    monkeypatch.setattr(Systemd, "passed", lambda _: passed)
     with pytest.raises(ipc.ProtocolError, match="cannot be read"):
         ipc.StoreServer(name, keep=True)
     assert all(fd.closed for _, fd in passed) and sent == []
@@ -450,11 +451,11 @@ def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     chunks = [ipc.Fd(os.memfd_create("chunk")) for _ in range(300)]
     socket_path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Keeper(socket_path(name).with_suffix(".keeper")) as kept:
+    with Keeper(name, socket_path(name).with_suffix(".keeper")) as kept:
         fields = {"device": "0" * 32, "number": 1, "chunks": [1] * 300, "created": 0.0, "layout": "", "count": 0,
                   "address": 0, "fabric": False, "key": "a", "place": 0}  # fmt: skip
         kept.put([("a", Kept(json.dumps(fields), (*_commit("a", 1).handles[:2], *chunks)))], [])
-        kept._channel.close()
+        kept._place.close()
         low = len(os.listdir("/proc/self/fd")) + 100
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (low, limits[1]))
@@ -467,65 +468,82 @@ def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[Callable[[], Keeper]]:
+def keeper(tmp_path: Path) -> Iterator[KeeperProcess]:
     tmp_path.chmod(0o700)
-    with Keeper(tmp_path / "keeper") as keeper:
-        yield keeper  # type: ignore[misc]
+    keeper = KeeperProcess(tmp_path / "keeper")
+    yield keeper
+    keeper.close()
+    keeper.end()
 
 
-WRONG: list[dict[str, Any]] = [
-    {"put": [["a", "text", 2]], "drop": []},
-    {"put": [["a", "text", 0]], "drop": []},
-    {"put": [["a", "text", True]], "drop": []},
-    {"put": [["a", 5, 1]], "drop": []},
-    {"put": [["a", "text", -1], ["b", "text", 2]], "drop": []},
-    {"put": [["a", "text"]], "drop": []},
-    {"put": [["a", "text", 1]]},
-    {"put": [["a", "text", 1]], "drop": [["a"]]},
-    {"put": 5, "drop": []},
-]
+WRONG = ["", "FDNAME", "FDNAME=a", "FDSTORE=1", "FDSTORE=1\nFDNAME=b", "FDSTOREREMOVE=1", "FDSTOREREMOVE=1\nFDNAME=b"]
 
 
-@pytest.mark.parametrize("fields", WRONG, ids=range(len(WRONG)))
-def test_changes_of_another_form(keeper: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
-    """Nothing of them is done; the keeper serves the next connection."""
+@pytest.mark.parametrize("state", WRONG)
+def test_messages_of_another_form(keeper: KeeperProcess, tmp_path: Path, state: str) -> None:
+    """Nothing of them is done, and the keeper serves on: the same connection, or the next one."""
     read, write = map(ipc.Fd, os.pipe())
     with read, write:
-        keeper.put([("before", Kept("text", (read,)))], [])
-        keeper._channel.send(encode(fields), [write])
-        with pytest.raises(ConnectionError):
-            keeper._channel.receive(timeout=5)
-        keeper._channel.close()
-        again = Keeper(tmp_path / "keeper")
-        (kept,) = again.take()
-        assert kept.text == "text" and os.path.sameopenfile(kept.handles[0].fileno(), read.fileno())
-        kept.handles[0].close()
+        keeper.send("FDSTORE=1\nFDNAME=a", read)
+        keeper.send(state, *([write] * (2 if "FDSTORE=1" in state else 1)))
+        keeper.close()
+        again = KeeperProcess(tmp_path / "keeper")
+        ((name, fd),) = again.passed()
+        with fd:
+            assert name == "a" and os.path.sameopenfile(fd.fileno(), read.fileno())
         again.close()
 
 
-def test_a_keeper_that_refuses_a_change_ends(keeper: Any, tmp_path: Path) -> None:
+def test_a_keeper_that_refuses_a_message_ends(keeper: KeeperProcess, tmp_path: Path) -> None:
     """The server that it outlived before ends it: it must not give out commits that are out of date by then."""
-    read, write = map(ipc.Fd, os.pipe())
-    with read, write:
-        keeper.put([("a", Kept("old", (read,)))], [])
-        keeper._channel.close()
-        server = Keeper(tmp_path / "keeper")
-        with pytest.raises((ConnectionError, ipc.ProtocolError)):
-            server.put([("a", Kept("new", ()))], [])
-        server.close()
-        assert eventually(lambda: keeper._process.poll() is not None)
-        with Keeper(tmp_path / "keeper") as following:
-            assert not list(following.take())
+    keeper.close()
+    server = Keeper("name", tmp_path / "keeper")
+    server.put([("a", _commit("a", 1))], [])
+    server._place.send("FDSTORE=1")
+    with pytest.raises(ConnectionError):
+        server.put([("a", _commit("a", 2))], [])
+    server.close()
+    assert eventually(lambda: keeper._process is not None and keeper._process.poll() is not None)
+    with Keeper("name", tmp_path / "keeper") as following:
+        assert not list(following.take())
 
 
-@pytest.mark.parametrize(("text", "count"), [("", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)])
+@pytest.mark.parametrize("cut", range(12))
+def test_a_server_is_killed_in_a_change(keeper: KeeperProcess, tmp_path: Path, cut: int) -> None:
+    """A key has its commit before or the next one, whole."""
+    one, two, sends = _commit("a", 1), _commit("a", 2), 0
+    keeper.close()
+    server = Keeper("name", tmp_path / "keeper")
+    server.put([("a", one)], [])
+    send = server._place.send
+
+    def killed(state: str, *handles: ipc.Fd) -> None:
+        nonlocal sends
+        sends += 1
+        if sends > cut:
+            raise InterruptedError
+        send(state, *handles)
+
+    server._place.send = killed  # type: ignore[method-assign]
+    with suppress(InterruptedError):
+        server.put([("a", two)], [])
+    server.leave()
+    for _ in range(2):
+        with Keeper("name", tmp_path / "keeper") as following:
+            (found,) = following.take()
+            assert _is(found, one if cut < 4 else two)
+            following.put([], ["other"])  # The keeper has taken all that take() has dropped.
+            following.leave()
+
+
+@pytest.mark.parametrize(("text", "count"), [("-", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)])
 def test_texts_that_are_none(name: str, text: str, count: int) -> None:
     """A server refuses to begin with them, and closes the descriptors."""
     socket_path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Keeper(socket_path(name).with_suffix(".keeper")) as keeper:
-        files = [ipc.Fd(os.open(os.devnull, os.O_RDONLY)) for _ in range(count)]
+    with Keeper(name, socket_path(name).with_suffix(".keeper")) as keeper:
+        files = [sealed_file(b"") for _ in range(count)]
         keeper.put([("a", Kept(text, tuple(files)))], [])
-        keeper._channel.close()
+        keeper._place.close()
         gc.collect()  # closes what earlier tests have left
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ipc.ProtocolError, match="what the keeper has cannot be read"):
@@ -533,4 +551,4 @@ def test_texts_that_are_none(name: str, text: str, count: int) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
         for one in files:
             one.close()
-        Keeper(socket_path(name).with_suffix(".keeper")).close()
+        KeeperProcess(socket_path(name).with_suffix(".keeper")).end()
