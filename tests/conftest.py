@@ -1,7 +1,5 @@
 """The package's plugin, as this suite uses it: ``pytest --driver=simulated`` (default) or ``--driver=cuda``."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

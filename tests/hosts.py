@@ -1,7 +1,5 @@
 """Processes of another simulated machine of the IMEX domain."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any

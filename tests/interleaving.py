@@ -1,7 +1,5 @@
 """Interleavings of two threads, one at each bytecode of a function: a lock that was removed shows."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

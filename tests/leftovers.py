@@ -4,8 +4,6 @@
 it for later modules. The end of the session lists the differences again, one line for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -5,8 +5,6 @@ memory changes while the test process does nothing, it is skipped with that reas
 read no free memory: pools have statistics, and :class:`tests.support.Account` counts physical memory.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import time

@@ -1,7 +1,5 @@
 """Reports of a checked driver, their forms, and their costs."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

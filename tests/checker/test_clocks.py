@@ -1,7 +1,5 @@
 """Vector clocks against the graph that they stand for, which is searched by brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given, settings

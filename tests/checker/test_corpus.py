@@ -1,7 +1,5 @@
 """Every planted hazard is found, with its kind and its places; no twin is reported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

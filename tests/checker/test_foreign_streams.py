@@ -1,7 +1,5 @@
 """Streams of other code, whose waits for each other the checker does not see; and what it says of them all the same."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """Intervals against single bytes; and calls that simulated drivers do not have, on a driver that does nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

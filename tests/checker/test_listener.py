@@ -1,7 +1,5 @@
 """The facade does the same with and without a listener, and notifies it of what no driver call shows."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

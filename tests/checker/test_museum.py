@@ -9,8 +9,6 @@ GPU.
 Tables and programs of the page ``museum.md`` are made from them: ``python -m tests.checker.test_museum`` writes it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -12,8 +12,6 @@ with races, and on those without. Of the latter, a second run with random legal 
 tests the oracle against the simulated scheduler.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Hazards between processes: what one frees while another still has it, and descriptors of the same file."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Copies whose other side is host memory: objects of the host, and writes to a source that are correct or may be."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

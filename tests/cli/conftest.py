@@ -1,7 +1,5 @@
 """Fixtures that the tests of the commands share."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``python -m streamalloc bench``: every figure is there. What the figures are is not a test's business."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

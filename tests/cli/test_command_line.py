@@ -1,7 +1,5 @@
 """All commands: the choice of driver, exit codes, pipes, colours."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m streamalloc info``: the support tables, and what is missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

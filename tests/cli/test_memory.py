@@ -1,7 +1,5 @@
 """The commands ``memory`` and ``record``: programs that know nothing of this package, on either driver."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

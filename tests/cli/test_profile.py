@@ -1,7 +1,5 @@
 """``streamalloc profile``: the file it writes makes a machine like this one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m streamalloc replay``: which figures there are. What they are is worked out in ``tests/traces``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m streamalloc serve`` and ``store``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``python -m streamalloc tour``: it shows the code that runs, and a result that is not as expected makes it fail."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

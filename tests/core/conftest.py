@@ -1,7 +1,5 @@
 """Memory of 64 bytes with the values 0 to 63, on the device and on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

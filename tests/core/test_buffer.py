@@ -1,7 +1,5 @@
 """Buffers: what they are, filling, copying, views, and freeing."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import ctypes

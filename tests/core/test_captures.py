@@ -1,7 +1,5 @@
 """Captures that begin on another thread at any call of what was left for later: none is broken, nobody else fails."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Contents at once: copies that allocate, bytes in and out, options of single copies; and the stream of a drop."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several copies in one driver call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

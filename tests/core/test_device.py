@@ -1,7 +1,5 @@
 """Devices: identity, attributes, capabilities, memory, and what is made on them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

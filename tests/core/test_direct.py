@@ -1,7 +1,5 @@
 """Fast paths (:mod:`streamalloc.core.session`): one driver call; all else has the slow path's words."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Exceptions: one class for each kind of failure, what they carry, and their way into another process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fences mean the work queued before they were made, whatever happens to its streams; ``settle``, what was dropped."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

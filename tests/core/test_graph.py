@@ -1,7 +1,5 @@
 """Stream capture: allocations and frees as nodes, launching, memory that graphs hold; nodes that are added by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

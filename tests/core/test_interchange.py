@@ -1,7 +1,5 @@
 """Memory in other libraries' hands without a copy: numpy, the CUDA array interface, and DLPack."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

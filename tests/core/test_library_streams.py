@@ -1,7 +1,5 @@
 """Streams of other libraries: resolved once, on the fast paths, and never taken for another stream."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The end of things: garbage collection in any order, interpreter exit, forks, threads, and what objects weigh."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Prefetches, advice and discards of managed memory, as the documentation has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One owner for each resource, descriptors too: no copies, and nothing released that others still use."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """The property dataclasses: the structs they mirror, the documented rules, and the way to the driver and back."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator

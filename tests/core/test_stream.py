@@ -1,7 +1,5 @@
 """Streams and events: order, asking, waiting, also by ``await``, closing; and the streams of other libraries."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A machine whose driver calls a stand-in for CUPTI shows; on a GPU, CUPTI itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

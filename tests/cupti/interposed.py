@@ -1,7 +1,5 @@
 """CUPTI for the simulated driver: each call is written into memory as C has it, and shown to the callback."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import struct

@@ -2,8 +2,6 @@
 that were.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from time import sleep, time_ns

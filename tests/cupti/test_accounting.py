@@ -1,7 +1,5 @@
 """Device memory of the process by library and line: now, at the peak, and when the driver refused it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Blocks of libraries under the check: what is found, and what is in order. The library is a stand-in for PyTorch."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The gate: calls of threads without the GIL, and of all while somebody asks, reach the callback later."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import shutil

@@ -1,7 +1,5 @@
 """Names of kernels, and what they tell of writes."""
 
-from __future__ import annotations
-
 import ctypes
 import types
 

@@ -1,7 +1,5 @@
 """Libraries, followed from their import on, with stand-ins for them."""
 
-from __future__ import annotations
-
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor

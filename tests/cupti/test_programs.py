@@ -2,8 +2,6 @@
 and silent with the argument ``fixed``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Calls as a subscriber sees them: arguments, answers, threads, places, errors."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Threads of PyTorch that share its allocator come to their end under the check, and are silent. On GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

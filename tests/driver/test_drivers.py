@@ -1,7 +1,5 @@
 """Drivers: what each has, how one is chosen, several in one process, and what an import does not do."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Locks after exceptions of signal handlers."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import itertools

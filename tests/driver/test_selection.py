@@ -1,7 +1,5 @@
 """The default driver: selected by a call, or by a text in the environment."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The drivers around a driver: traced, checked and faulty."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from typing import Any

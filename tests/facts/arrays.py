@@ -1,7 +1,5 @@
 """Shorthand for facts about arrays: descriptors, regions to map, and copies between an array and the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

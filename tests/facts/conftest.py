@@ -1,7 +1,5 @@
 """The fixtures of the fact tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

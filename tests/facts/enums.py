@@ -1,7 +1,5 @@
 """Members of the driver's enums by value, for calls in any version of the bindings."""
 
-from __future__ import annotations
-
 # Members of CUmemLocationType by value: the name of the first differs between versions of the bindings.
 NOWHERE, DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT = range(5)
 # Members of CUmemAllocationType; the bindings know managed since 13.0.

@@ -14,8 +14,6 @@ Expected is, in MiB, where an allocation lies (``@20``) or does not (``@!20``), 
 (``=64``), is reserved and used (``=64/20``), with the peaks of both (``=64/20^96/60``).
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stream capture: what may be called while a stream captures, and what ends the capture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Contexts and devices: calls that need one, what they say about themselves, and arguments of unusual kinds."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable
 from subprocess import CompletedProcess

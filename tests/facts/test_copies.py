@@ -1,7 +1,5 @@
 """Fills, copies and batches of copies: what they check at the call, and when they read and write host memory."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

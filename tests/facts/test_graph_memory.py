@@ -1,7 +1,5 @@
 """Memory that a captured graph allocates: its addresses, its life, and what the device reserves for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

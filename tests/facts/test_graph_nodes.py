@@ -1,7 +1,5 @@
 """Graphs that are built node by node, and what of one that was instantiated can be changed."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

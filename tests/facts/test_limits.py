@@ -1,7 +1,5 @@
 """Limits and settings of contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

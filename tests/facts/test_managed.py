@@ -3,8 +3,6 @@
 On hardware these tests run only with ``STREAMALLOC_TEST_MANAGED=1``.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

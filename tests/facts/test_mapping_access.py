@@ -1,7 +1,5 @@
 """Access to mapped memory: grants, what work checks of them, and what device and host may do with host memory."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 

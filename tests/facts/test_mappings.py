@@ -1,7 +1,5 @@
 """Mappings: what may be mapped where, what unmaps it, and what lasts while something is mapped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules and launches: what the driver refuses, and what it says about a kernel that needs nothing."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 They say what NVIDIA documents, and what the simulated driver therefore does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

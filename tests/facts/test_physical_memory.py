@@ -1,7 +1,5 @@
 """Physical memory: its properties, its handles, descriptors of it, and when the device has it back; address ranges."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """Placements of a pool: reused memory, growth and release, one short program a rule; and a full device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """cuMemAlloc and its like, pinned and registered memory; what cuPointerGetAttribute says of every kind of memory."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Fills and copies of planes and boxes: what they check, when they wait, and what a graph keeps of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reserved and used bytes, growth and placement, release at synchronisation, trimming, and maximum sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any

@@ -1,7 +1,5 @@
 """Pools: the properties that make one, attributes, access, and the default and current pools of every place."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from typing import Any

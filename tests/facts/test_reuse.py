@@ -1,7 +1,5 @@
 """When freed memory is used again: the three policies, and which calls tell the host of an executed free."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable

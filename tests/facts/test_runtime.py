@@ -1,7 +1,5 @@
 """The runtime over the driver: errors, pointers, pitches."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -3,8 +3,6 @@
 Readings from two processes on one H200. ``peer`` is the other process.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sparse arrays and mipmaps: tiles, which regions can be mapped, and what is read where nothing is mapped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Words that streams write and wait for: in batches, and of mapped memory of the own device and of another."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams and events: what waits for what, default streams, host functions and the calls in them, attributes."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import threading

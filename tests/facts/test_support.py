@@ -1,7 +1,5 @@
 """Resources that a test leaves at its end, also if it failed half-way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

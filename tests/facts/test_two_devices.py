@@ -1,7 +1,5 @@
 """Two devices of one host: peer access, pools and mappings of one used from the other, and copies between them."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The devices that ``CUDA_VISIBLE_DEVICES`` shows, and another process's memory of one that it hides."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable, Iterator

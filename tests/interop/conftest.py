@@ -1,7 +1,5 @@
 """Each library under test: a stand-in on the simulated driver, the library itself on the real one, if it is there."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """The libraries as the tests use them: the same few operations on each, on the library itself or on its stand-in."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import threading

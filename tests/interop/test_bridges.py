@@ -1,7 +1,5 @@
 """Libraries that allocate from our memory: from handles of pools, and by callbacks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Facts that only real kernels show: they run on GPUs, against the libraries themselves."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

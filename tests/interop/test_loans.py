@@ -1,7 +1,5 @@
 """Memory of ours as arrays of libraries, and their arrays as memory of ours, in stream order both ways."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

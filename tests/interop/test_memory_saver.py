@@ -1,7 +1,5 @@
 """torch_memory_saver's interface: what its own tests for one GPU assert, and what it does not promise."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -4,8 +4,6 @@ They are not part of this repository: ``STREAMALLOC_TEST_SAVER`` and ``STREAMALL
 each. ``tests/interop/originals`` has stand-ins for the modules that they import, and says which commits were read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

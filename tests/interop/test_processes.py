@@ -1,7 +1,5 @@
 """Arrays of libraries in memory of ours, opened by another process."""
 
-from __future__ import annotations
-
 import gc
 
 import streamalloc as sa

@@ -1,7 +1,5 @@
 """Memory that can be registered, by the driver's answer for each kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

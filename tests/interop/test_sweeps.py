@@ -1,7 +1,5 @@
 """Every public operation of bridges and borrowed memory, with each of its driver calls failing in turn."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Segments of PyTorch without a tensor, which return to their source while tensors are in others."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """vLLM's allocator interface: what those of its tests assert that need PyTorch alone, and what it does not promise."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from abc import ABC

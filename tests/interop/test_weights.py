@@ -1,7 +1,5 @@
 """Weights of a store as tensors of PyTorch: equal, with types, strides and shared memory, and without a copy."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

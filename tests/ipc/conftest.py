@@ -1,7 +1,5 @@
 """Fixtures for sharing between processes: a partner in another process, and pools to share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

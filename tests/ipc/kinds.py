@@ -1,7 +1,5 @@
 """Kinds of memory that consists of chunks of physical memory, to be shared by handles of one type."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

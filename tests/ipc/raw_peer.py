@@ -1,7 +1,5 @@
 """The C++ program of the guide to handles, in Python on raw driver calls: ``python -m tests.ipc.raw_peer FD``."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers for the tests of sharing between processes, and steps of their partners."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Sharing a buffer of a cache: it leaves that, and its free waits for importers as that of any buffer."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Threads, the collector and signals at once; and hundreds of rounds, which leave both processes as they were."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

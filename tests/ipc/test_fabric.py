@@ -1,7 +1,5 @@
 """Physical memory that is shared by fabric handles: bytes in the descriptor, and no descriptor that travels."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler

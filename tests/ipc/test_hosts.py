@@ -1,7 +1,5 @@
 """Sharing with another machine of the IMEX domain: only bytes reach it, and nobody there waits for the contents."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """``kill -9`` before each single call that a process makes of its driver: the other goes on, and a new one can join."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

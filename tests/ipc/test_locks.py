@@ -1,7 +1,5 @@
 """Locks of sharing, each by an interleaving that goes wrong without it. The importer is another simulated machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Memory, pools and events through multiprocessing's queues, pipes and arguments."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import threading

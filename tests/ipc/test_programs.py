@@ -1,7 +1,5 @@
 """The programs of several processes that the documentation prints: as they stand there, each in a file of its own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Handles of programs on raw driver calls: what they export is opened here, and the other way round."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

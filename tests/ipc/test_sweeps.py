@@ -3,8 +3,6 @@
 Sharing and opening are operations as well. The other process is another simulated machine of this one.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Helpers for the tests of multicast objects."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

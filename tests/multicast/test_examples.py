@@ -1,7 +1,5 @@
 """The examples run: under mpiexec, under torchrun, and with multiprocessing, wherever these are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The tests of OpenXLA, and the set-ups of FlashInfer and TensorRT-LLM, in under twenty lines each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Symmetric memory of two machines in one IMEX domain."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket

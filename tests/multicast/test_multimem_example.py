@@ -3,8 +3,6 @@
 It is never run here: that would make multicast objects on hardware.
 """
 
-from __future__ import annotations
-
 import runpy
 import shutil
 import subprocess

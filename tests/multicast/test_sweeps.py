@@ -1,7 +1,5 @@
 """Every public operation on multicast objects and symmetric memory, with each of its driver calls failing in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Symmetric memory on either driver: of several devices in one process, and of two processes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

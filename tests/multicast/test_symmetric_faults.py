@@ -1,7 +1,5 @@
 """Each rank fails in each step of the set-up: all raise the same error, nothing is left, another attempt succeeds."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

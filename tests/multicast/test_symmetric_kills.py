@@ -1,7 +1,5 @@
 """``kill -9`` of a rank in each step: the others fail in time, name it, and have nothing left. Ranks are processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

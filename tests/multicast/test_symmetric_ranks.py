@@ -1,7 +1,5 @@
 """Symmetric memory of one to eight ranks, which are threads here: what they agree on, and the multicast view."""
 
-from __future__ import annotations
-
 import gc
 import time
 import warnings

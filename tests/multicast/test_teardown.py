@@ -1,7 +1,5 @@
 """The end of things: whatever is dropped in whichever order, the driver sees the one right order."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

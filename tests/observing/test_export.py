@@ -1,7 +1,5 @@
 """Exports of observers: the fields that readers need, and the same run when it is read back."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

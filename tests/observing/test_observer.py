@@ -1,7 +1,5 @@
 """Observers: what they know of each allocation, and that nothing is left of them when they end."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

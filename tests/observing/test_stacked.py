@@ -1,7 +1,5 @@
 """Observers of pools and caches against a model; and that what they export is read back."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import tempfile

@@ -1,7 +1,5 @@
 """Every public operation of observers, with each driver call that is made under them failing in turn."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A process that runs programs, each in a fork of its own: a new process, without the time that imports take."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

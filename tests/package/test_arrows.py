@@ -3,8 +3,6 @@
 All imports count: those in functions, and those that only a type checker follows.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The page on what the tests of other projects assert: each program of it is run."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

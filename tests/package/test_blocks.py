@@ -1,7 +1,5 @@
 """``with`` blocks: the error of the block is the one that is raised, and one of leaving is attached to it."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

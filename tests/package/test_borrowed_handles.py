@@ -1,7 +1,5 @@
 """Handles of other code: nothing of the package ends a handle that it did not make, on whatever way it came here."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The way of calls to the driver, as the contributing guide lists it."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

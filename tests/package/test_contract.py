@@ -1,7 +1,5 @@
 """The names and calls that users rely on (the design's "Public shape")."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """The documentation: its programs run, the tests that it names are there, and its reference is complete."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

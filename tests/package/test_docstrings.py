@@ -1,7 +1,5 @@
 """The reference's entries: each has an example that runs, or a link to an entry or a page that shows its use."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import doctest

@@ -4,8 +4,6 @@ The collector finalises those of a cycle in one pass. What a deferred item needs
 Everything must end once, without a refused call.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,7 +1,5 @@
 """Objects whose making failed: their finalisers say nothing."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

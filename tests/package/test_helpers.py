@@ -1,7 +1,5 @@
 """The helpers of the tests: the guard of multicast objects on shared GPUs, the ends of signals and of contexts."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Objects in notebooks: whole HTML, sizes in MiB, escaped text, and something also of what is closed."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Locks, each by an interleaving that goes wrong without it."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """The notebooks run on either driver, each in an empty folder, and what is committed with them is what they print."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

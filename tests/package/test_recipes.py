@@ -1,7 +1,5 @@
 """Programs of the recipes and of the pages for beginners: each runs alone, and prints what its page shows below it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

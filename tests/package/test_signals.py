@@ -6,8 +6,6 @@ of one object left at most; and the thread has the context and the capture mode 
 of the points is tried, with it all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

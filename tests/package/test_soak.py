@@ -4,8 +4,6 @@
 ``STREAMALLOC_SOAK_SEED`` what chance begins with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

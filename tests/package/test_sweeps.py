@@ -4,8 +4,6 @@ The operations are those that the classes have, not those of a list: a new one w
 Whatever fails, the error is one of ours, nothing is given back twice, and all that was made can be closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

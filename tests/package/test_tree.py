@@ -1,7 +1,5 @@
 """The package as a stranger finds it: public names, docstrings, one version."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The share of the public interface that is typed, as type checkers of users see it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The package that users install: the built wheel in an environment of its own, in which this tree is not found."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

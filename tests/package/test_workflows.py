@@ -1,7 +1,5 @@
 """The workflows of CI: they are what GitHub takes; what they and the documents call is there."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

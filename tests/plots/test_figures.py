@@ -1,7 +1,5 @@
 """Pictures: no text lies on another, whatever the sizes, and what they show is what happened."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

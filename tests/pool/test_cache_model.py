@@ -4,8 +4,6 @@ Each buffer is filled with a value of its own on its stream, which a gate may ho
 If memory were handed out too early, the copy or the next owner would have the other's bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The cache over a pool: who gets which memory when, what comes back, and that errors are those of the pool."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

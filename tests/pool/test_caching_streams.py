@@ -1,7 +1,5 @@
 """The cache on each kind of stream: driver calls per operation, captures, and memory freed on another stream."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

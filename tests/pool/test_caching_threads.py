@@ -1,7 +1,5 @@
 """The cache on the per-thread default stream, whose handle is another stream on each thread."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

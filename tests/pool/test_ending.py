@@ -1,7 +1,5 @@
 """When a closed pool is destroyed in the driver: not while anything of it is in use or a free has not run."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every driver call fails in turn: the error is the one injected, nothing is left behind, and a second try succeeds."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The answers of ``pointer_attributes`` for an address."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pools: making them, their attributes and figures, thresholds and trimming."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

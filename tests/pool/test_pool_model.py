@@ -1,7 +1,5 @@
 """Any sequence of allocations and frees, compared with a model: what is used, what lies where, what stays reserved."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

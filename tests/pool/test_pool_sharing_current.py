@@ -1,7 +1,5 @@
 """Default and current pools, and who may use a pool's memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

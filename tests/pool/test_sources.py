@@ -1,7 +1,5 @@
 """Allocators without a pool: plain memory, whose end waits, and memory of functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fixtures of the tests of the simulated driver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A rig on a simulated machine of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

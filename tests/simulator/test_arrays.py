@@ -1,7 +1,5 @@
 """Arrays: copies as the documentation has them, tiles, their life, and what the simulator does not know."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Python's collector runs finalisers at any time, but not in the middle of the simulated driver's work."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

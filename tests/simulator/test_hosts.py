@@ -1,7 +1,5 @@
 """Machines of one IMEX domain: their fabric handles are the same memory, and nothing else that one exports opens."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The simulated driver as an object with the interface of the bindings, and its addresses in a fresh process."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

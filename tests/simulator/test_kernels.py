@@ -1,7 +1,5 @@
 """Kernels as Python functions."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import sys

@@ -1,7 +1,5 @@
 """Machines come and go: what they leave behind, forks, the end of the interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Locks of what several processes share, each by an interleaving of two holders that goes wrong without it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Memory under simulated addresses, also mapped by hand: how much there is, and what becomes of it in this process."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import mmap

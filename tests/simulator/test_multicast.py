@@ -1,7 +1,5 @@
 """Multicast, what is the simulator's own business: deadlocks, slots, processes that end, stand-ins for kernels."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the operating system refuses the simulated driver: a call answers a result code, and nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

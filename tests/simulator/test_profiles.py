@@ -1,7 +1,5 @@
 """Profiles: this machine's own, those of the package, and files that no machine can be made of."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The simulated driver does what an H200 does, placements included: random programs on both, and a recorded sample."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from collections.abc import Iterator, Sequence

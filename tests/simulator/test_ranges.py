@@ -1,7 +1,5 @@
 """Ranges by address, also after an exception of a signal handler."""
 
-from __future__ import annotations
-
 import random
 
 from streamalloc.formats.ranges import Extent, RangeMap

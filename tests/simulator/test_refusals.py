@@ -1,7 +1,5 @@
 """The simulated driver guesses nothing of streams, contexts, graphs and virtual memory: it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The functions of cuda.bindings.runtime over a simulated machine."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

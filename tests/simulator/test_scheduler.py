@@ -1,7 +1,5 @@
 """Order and asynchrony: clocks, the worker, the scheduler by chance; graphs, and who has which memory."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import random

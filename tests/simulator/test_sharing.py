@@ -1,7 +1,5 @@
 """Between processes, what is the simulator's own business: ends and kills, damage, descriptors, cost."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

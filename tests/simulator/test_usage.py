@@ -1,7 +1,5 @@
 """A named machine, whose processes use its memory together, and may see different devices of it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

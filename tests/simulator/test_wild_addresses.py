@@ -1,7 +1,5 @@
 """Addresses of host memory that is gone, never was, or is there in part: every call refuses them, and none crashes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Projects that use the pytest plugin."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 

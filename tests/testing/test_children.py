@@ -1,7 +1,5 @@
 """Checks that a test asks for, in the processes that it starts."""
 
-from __future__ import annotations
-
 import multiprocessing.forkserver
 import os
 from typing import Any

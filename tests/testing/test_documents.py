@@ -1,7 +1,5 @@
 """The tests that the documentation prints pass, as those of a project that uses the plugin."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ipc.test_programs import PAGES, files

@@ -1,7 +1,5 @@
 """A project that uses streamalloc, with bugs planted: each test of it fails, by its bug alone, and its twin passes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A simulated machine in the place of the bindings."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

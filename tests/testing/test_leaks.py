@@ -1,7 +1,5 @@
 """The leak check: objects and descriptors that a test leaves open."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """The pytest plugin, as a project that uses streamalloc has it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

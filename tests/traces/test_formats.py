@@ -1,7 +1,5 @@
 """Traces and what they are read from: what is written comes back, and what is malformed is refused with its line."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

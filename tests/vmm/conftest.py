@@ -1,7 +1,5 @@
 """Fixtures of the tests of virtual memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

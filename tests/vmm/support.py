@@ -1,7 +1,5 @@
 """Helpers for the tests of virtual memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Access to mappings: granting, lowering and revoking, all or nothing, and the work that comes before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

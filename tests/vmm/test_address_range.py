@@ -1,7 +1,5 @@
 """Address ranges: where they lie, what is in them, and when they can be given back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments that are refused, before any addresses are reserved or memory is made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

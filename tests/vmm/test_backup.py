@@ -1,7 +1,5 @@
 """Backups belong to the buffers that they hold, and are released once, after the copies that read or write them."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Calls for one buffer on two threads: one waits for the other, and acts on the state that it left."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Dropped objects end at a point of work, after the work that may use them; buffers that are remapped; their chunks."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator

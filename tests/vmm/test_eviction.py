@@ -1,7 +1,5 @@
 """Evicting and restoring: the memory goes, the addresses stay, and the bytes come back."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

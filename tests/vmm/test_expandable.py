@@ -1,7 +1,5 @@
 """A cache of virtual memory: how much it reserves, where memory moves, whose it is, and what comes back."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Two driver calls fail, in a step and in its undo. That one fails, tests/package/test_sweeps.py has."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buffers that grow and shrink in place: the address, the bytes, the access, and the memory that they take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exception out of a signal handler, at any point of an operation: nothing is released twice, or half made."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The end of things: garbage collection in any order, captures, threads, interpreter exit and forks."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

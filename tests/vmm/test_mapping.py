@@ -1,7 +1,5 @@
 """Mappings: where memory can be mapped, aliases, and memory of the host."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Any sequence of mapping, aliasing, unmapping and resizing, compared with a model that is numpy arrays."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Physical memory: sizes, places and options, what it takes, how long it stays, and its DMA-BUF descriptors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of virtual buffers that sleep and wake together, and figures of memory by owner."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial

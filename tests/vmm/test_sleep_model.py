@@ -1,7 +1,5 @@
 """Any sequence of sleeps, wakes, evictions and freezes, with calls that the driver refuses, compared with a model."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sparse arrays: tiles, regions, mip tails, and pools of tiles that are used again in stream order."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

@@ -1,7 +1,5 @@
 """One contiguous buffer with memory of several devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every public operation on sparse arrays and striped memory, with each of its driver calls failing in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

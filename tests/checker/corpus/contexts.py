@@ -1,7 +1,5 @@
 """Memory that ends with its context."""
 
-from __future__ import annotations
-
 import streamalloc as sa
 from streamalloc.driver.bindings import cuda
 from tests.checker.corpus.bench import SIZE, Bench, hazard, programs

@@ -1,7 +1,5 @@
 """Copies whose own parts meet, copies that return before they are done, and planes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

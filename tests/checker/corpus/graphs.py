@@ -1,7 +1,5 @@
 """Captures and graphs."""
 
-from __future__ import annotations
-
 import ctypes
 
 from streamalloc.driver.bindings import cuda

@@ -1,7 +1,5 @@
 """Virtual memory, and what is left at the end."""
 
-from __future__ import annotations
-
 import os
 
 import streamalloc as sa

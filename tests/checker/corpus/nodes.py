@@ -1,7 +1,5 @@
 """Graphs that are built node by node."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from streamalloc.driver.bindings import cuda

@@ -1,7 +1,5 @@
 """Two uses of the same memory; host functions and words."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Pools: allocating, freeing, and memory that is used again."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

@@ -1,7 +1,5 @@
 """What whole programs do wrong: loaders, double buffers, rings, replayed graphs, workers and peers."""
 
-from __future__ import annotations
-
 from tests.checker.corpus.bench import programs
 
 programs(

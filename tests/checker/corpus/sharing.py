@@ -1,7 +1,5 @@
 """Memory of other processes, and multicast objects."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -5,8 +5,6 @@ checkout run unchanged. They also read names inside the original (its library of
 :class:`Saver` has. Written after commit 4a43c97771f139db0215c1378e8a0b50e679d23d of 20 August 2026.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -6,8 +6,6 @@ With this folder first in ``PYTHONPATH``, those tests of a checkout that need Py
 extension skip themselves. Each test must run in a process of its own, as :mod:`tests.interop.test_originals` has it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

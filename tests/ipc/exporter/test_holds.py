@@ -1,7 +1,5 @@
 """Holds: what is on its way keeps the memory, and ends with whatever carries it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Frees of memory that other processes use."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

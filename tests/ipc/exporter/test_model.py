@@ -3,8 +3,6 @@
 Two importers are other simulated machines of this process. After each step the exporter is at a point of work.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-offs one after the other over one channel."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Every kind of memory, shared by one process and opened by another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that end, are killed, or leave: what the others see of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

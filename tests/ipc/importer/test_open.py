@@ -1,7 +1,5 @@
 """Opened memory: without a stream, whatever uses it first waits for the owner; arrays come with type and shape."""
 
-from __future__ import annotations
-
 import select
 import struct
 import zlib

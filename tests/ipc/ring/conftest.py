@@ -1,7 +1,5 @@
 """Fixtures of the ring's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

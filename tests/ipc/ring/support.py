@@ -1,7 +1,5 @@
 """Steps of the ring's tests: in the other process (``There``) and in this one."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

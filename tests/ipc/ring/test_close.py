@@ -1,7 +1,5 @@
 """Both ends: a consumer in this process; closes, drops, forks, kills at each step, and threads that close meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Items: sizes, order, back pressure, streams of every kind, captures; arguments; messages that are none of a ring."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

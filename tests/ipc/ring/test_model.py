@@ -3,8 +3,6 @@
 The consumers are other simulated machines of this process. Which calls are refused is drawn, at either end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -3,8 +3,6 @@
 The other end is on another simulated machine of this process, on a thread while both have to talk.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A store that this process serves, and its client."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

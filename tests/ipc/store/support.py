@@ -1,7 +1,5 @@
 """Steps of the tests of stores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``kill -9`` at any step of writers and readers, and the end of the server."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Epochs: what a writer commits is what readers have, whole, until they close it; and epochs like the one before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

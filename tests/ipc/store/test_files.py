@@ -1,7 +1,5 @@
 """``safetensors`` files in a store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

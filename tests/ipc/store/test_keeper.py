@@ -1,7 +1,5 @@
 """A store whose server is killed: a keeper has the descriptors of all complete commits, and the next server goes on."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Limits, eviction, devices, a full device, and groups that commit together."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Writers are on one simulated machine of this process, readers on that or on anot
 connection ends is one that was killed. Kills of processes are in test_deaths.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Every public operation of stores, with each of its driver calls failing in turn, as in tests/package."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable

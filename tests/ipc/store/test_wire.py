@@ -1,7 +1,5 @@
 """Bytes from the wire: cut messages, wrong fields, other versions, other users, and manifests of any bytes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

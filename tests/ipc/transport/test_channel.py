@@ -1,7 +1,5 @@
 """Messages and descriptors between processes, and the thread that hands out handles: arrivals, refusals, deaths."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Groups, also from other objects that gather: all get what all give, and nobody waits in vain for one that failed."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

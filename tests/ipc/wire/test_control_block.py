@@ -1,7 +1,5 @@
 """The control block: how many processes may share one, and that waiting for another's end keeps nothing alive."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

@@ -1,7 +1,5 @@
 """Descriptors: what travels, and what comes of it when it is not what an exporter made."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

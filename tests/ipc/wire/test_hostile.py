@@ -4,8 +4,6 @@ It can keep memory from being freed, as it can by not closing it, until it dies.
 it free by its own words what another process has open, nor hold its streams for longer than it lives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Multicast objects: made, bound, mapped, written to, shared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input to multicast objects: an error that names the rule, before the driver is reached."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs over two devices: pools of one used from the other, copies between them, events of both, peer access."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

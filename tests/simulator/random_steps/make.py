@@ -1,7 +1,5 @@
 """Makes programs of calls of pools, streams and graphs. No step waits for a closed gate or uses what is gone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

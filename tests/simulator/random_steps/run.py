@@ -1,7 +1,5 @@
 """Carries out steps, and writes down what the driver answers."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import struct

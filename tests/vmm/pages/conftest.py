@@ -1,7 +1,5 @@
 """An arena and a space of sixteen pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers for the tests of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

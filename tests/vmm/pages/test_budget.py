@@ -1,7 +1,5 @@
 """Budgets that arenas of several processes share."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Every public operation on pages, with each of its driver calls failing in turn, or the next one too."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

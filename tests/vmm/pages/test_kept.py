@@ -1,7 +1,5 @@
 """Released pages: parked while queued work uses them, then kept until another place needs their memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Any sequence of operations on two spaces, with refused calls, compared with a model."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

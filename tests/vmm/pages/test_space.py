@@ -1,7 +1,5 @@
 """Spaces: what is readable, what commits, releases and aliases change, how many driver calls they take; page tables."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

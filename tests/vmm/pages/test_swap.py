@@ -1,7 +1,5 @@
 """Pages that are swapped out to host memory and to disk."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pages that are swapped out to disk: room, damage, faults of the disk, other threads."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Hooks around sleep and wake, and groups of several ranks that sleep together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks that are copied one by one and by the kernel, and the times by which a tier chooses."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

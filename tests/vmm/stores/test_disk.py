@@ -1,7 +1,5 @@
 """Backups on disk: contents, files, damage, faults of the driver and of the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

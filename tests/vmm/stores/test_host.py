@@ -1,7 +1,5 @@
 """Backups in host memory: pieces of a pool, their room, bytes that are read and replaced while the buffer sleeps."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
