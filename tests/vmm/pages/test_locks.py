@@ -830,6 +830,14 @@ READINGS = {
         [[], [0, 1]],
         reads_first=False,
     ),
+    "a trim is of all pages": Reading(
+        Places.exchange,
+        _two_kept,
+        lambda it: it.space.kept.tolist(),
+        lambda it: it.arena.trim(0),
+        [[0, 1], []],
+        reads_first=False,
+    ),
     "kept, commit": Reading(KEPT.fget, _two_kept, _kept, lambda it: it.space.commit(1), [[]]),
     "kept, keep": Reading(
         KEPT.fget,
