@@ -131,6 +131,30 @@ class TestExporter:
             assert lease._in_transit()
             lease._holds.clear()
 
+    def test_a_free_that_ignores_importers_leaves_descriptors_stale(self, owner: Owner, importer: Imports) -> None:
+        """Also beside one that asks them, and makes descriptors valid again."""
+        driver: Any = importer.session.driver
+        stream = sa.Device(0, driver=driver).create_stream()
+        opened: list[Any] = []
+
+        def make() -> tuple[Lease, sa.Buffer]:
+            lease, buffer = owner.lease()
+            shared = ipc.share(buffer)
+            opened.append(ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver))
+            return lease, buffer
+
+        for lease, _ in interleaved(
+            Lease._ends_after,
+            make,
+            lambda it: it[0].end(owner.stream),
+            lambda it: it[1].free(still_imported="ignore"),
+            at="line",
+        ):
+            assert lease.words.generation.value != lease.generation
+            opened.pop().close()
+        opened.pop().close()
+        stream.close()
+
     def test_the_last_slot_goes_to_one(self, owner: Owner) -> None:
         found: list[list[Lease]] = []
         block = owner.exports.block()
