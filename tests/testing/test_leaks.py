@@ -188,6 +188,24 @@ def test_an_object_that_a_thread_of_the_package_has_is_no_leak(world: World, mod
             thread.join()
 
 
+def test_every_thread_of_the_program_that_still_runs_is_told(world: World) -> None:
+    """Beside threads of the package, which end with what they serve."""
+    event, threads = threading.Event(), list[threading.Thread]()
+    with Watch() as watch:
+        for number in range(8):
+            functions: dict[str, Any] = {"__name__": "program" if number % 2 else "streamalloc.anything"}
+            exec("def wait(event): event.wait()", functions)
+            threads.append(threading.Thread(target=functions["wait"], args=(event,)))
+            threads[-1].start()
+        try:
+            told = [text for text, _ in world.found(watch)]
+            assert len(told) == 4 and all("still runs" in text for text in told)
+        finally:
+            event.set()
+            for thread in threads:
+                thread.join()
+
+
 def test_the_interpreters_own_descriptors_do_not_count(world: World) -> None:
     import select
 
