@@ -162,6 +162,13 @@ with testing.install(sd.simulated(devices=3)):
             warnings.simplefilter("error")
             import cupy  # noqa: F401
 
+    @pytest.mark.parametrize(("name", "warns"), [("libcuda.so.1", True), ("libcudart.so.12", True), ("libc.so", False)])
+    def test_a_library_of_c_that_ctypes_loads(self, tmp_path: Path, name: str, warns: bool) -> None:
+        with testing.install(), warnings.catch_warnings(record=True) as told, pytest.raises(OSError):
+            warnings.simplefilter("always")
+            ctypes.CDLL(str(tmp_path / name))
+        assert [f"{name}') loads CUDA's C libraries" in str(one.message) for one in told] == [True] * warns
+
     def test_imports_are_watched_by_one_hook(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The interpreter has no call that removes an audit hook."""
         hooks: list[object] = []
