@@ -21,7 +21,18 @@ from streamalloc.vmm.ownership import Allocations
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There, in_a_child
-from tests.support import MiB, Replaced, each_raises, executed, filled, holds, pattern, pending, shows
+from tests.support import (
+    MiB,
+    Replaced,
+    each_raises,
+    end_what_was_dropped,
+    executed,
+    filled,
+    holds,
+    pattern,
+    pending,
+    shows,
+)
 from tests.vmm.support import each
 
 NBYTES = 3 * MiB + 40
@@ -303,6 +314,20 @@ class TestInOneProcess:
         del ordered
         gc.collect()
         driver.assert_nothing_left()
+
+    def test_who_waits_for_devices_keeps_no_program_from_its_end(
+        self, devices: list[sa.Device], streams: list[sa.Stream], gate: Gate
+    ) -> None:
+        memory = SymmetricMemory.local(devices, 100, multicast=False)
+        gate.hold(streams[0])
+        memory.buffers[0].fill(1, streams[0])
+        with pytest.warns(ResourceWarning, match="dropped without close"):
+            del memory
+            gc.collect()
+        end_what_was_dropped()
+        assert [one.daemon for one in threading.enumerate() if one.name == "streamalloc waits for devices"] == [True]
+        gate.open()
+        assert executed(streams[0]) and all_ended(devices[0].driver)
 
     def test_which_rank_signals(self, device: sa.Device, streams: list[sa.Stream]) -> None:
         """The streams of a device that two ranks share name neither."""
