@@ -198,6 +198,7 @@ class TestImporter:
         [
             (Imports.pool, "cuMemPoolImportFromShareableHandle"),
             (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
+            (imports.ImportUse.acquire, "cuMemPoolImportPointer"),
         ],
     )
     def test_two_open_one_descriptor(
@@ -460,6 +461,25 @@ class TestEnds:
             function: Any = ipc.ImportedPool.from_handle
             assert list(interleaved(function.__func__, lambda: None, import_and_open, lambda _: import_it().close()))
             assert list(interleaved(ipc.ImportedPool.open, import_it, open_it, ipc.ImportedPool.close))
+
+    def test_a_pool_is_imported_while_its_handle_of_before_is_destroyed(self, owner: Owner, importer: Imports) -> None:
+        """The driver returns the same handle until then, and another one afterwards."""
+        found: list[imports.PoolHandle] = []
+        with owner.pool.allocate(64, owner.stream) as buffer, contextlib.closing(buffer.handles()) as given:
+
+            def import_it(_: object = None) -> imports.PoolHandle:
+                found.append(importer.import_pool(given.fds[0].fileno()))
+                return found[-1]
+
+            def make() -> imports.PoolHandle:
+                importer.handles.clear()
+                old = import_it()
+                importer.handles.clear()  # its release is submitted
+                return old
+
+            where, driver = owner.device.location.to_driver(), importer.session.driver
+            for _ in interleaved(Imports.import_pool, make, import_it, imports.PoolHandle.attempt):
+                assert not driver.cuMemPoolGetAccess(found[-1]._raw, where)[0]
 
     def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Imports) -> None:
         """The driver has returned the same handle."""
