@@ -30,7 +30,7 @@ from tests.checker.corpus import PAGE, SIZE, Bench
 from tests.checker.corpus.bench import Steps
 from tests.checker.corpus.nodes import Graph, fill_params
 from tests.processes import SECONDS
-from tests.support import KEEP, bytecodes, names, read
+from tests.support import KEEP, bytecodes, in_threads, names, read
 
 FLAGS = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -232,9 +232,7 @@ class TestModes:
                 event = bench.raw("cuEventCreate", 6)
                 bench.raw("cuIpcGetEventHandle", event)
                 bench.raw("cuEventDestroy", event)
-                other = threading.Thread(target=bench.device.synchronize)
-                other.start()
-                other.join()
+                in_threads(bench.device.synchronize)
             bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
         assert len(state.timeline.host.known) < 60
         assert len(state.streams._over) == len(state.interprocess.events) == 0

@@ -14,7 +14,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.protocol import FUNCTIONS
-from tests.support import MiB, holds, names
+from tests.support import MiB, holds, in_threads, names
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -207,9 +207,7 @@ class TestContexts:
             device.synchronize()
             left.append(int(machine.cuCtxGetCurrent()[1]))
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_threads(work)
         assert left == [0]
 
     def test_the_caller_s_context_stays(self, raw: Any, device: sa.Device) -> None:

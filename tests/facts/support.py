@@ -531,23 +531,6 @@ REUSE_POLICIES = ("REUSE_FOLLOW_EVENT_DEPENDENCIES", "REUSE_ALLOW_OPPORTUNISTIC"
 COUNTERS = ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
 
 
-def in_new_thread(call: Callable[[], None]) -> None:
-    """Run the call in a thread of its own, so without a current context; what it raises is raised here."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-
-
 def offsets(pointers: Sequence[Any]) -> list[int]:
     """Offset of each pointer from the first."""
     return [int(pointer) - int(pointers[0]) for pointer in pointers]

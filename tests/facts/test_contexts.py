@@ -12,7 +12,8 @@ import pytest
 from streamalloc.simulator.profiles import built_in
 from tests.facts.conftest import CAPABILITY, DRIVER_VERSION, NAME
 from tests.facts.enums import DEVICE, LEGACY, PINNED, POSIX_FD
-from tests.facts.support import PROGRAM, UINT64_MAX, Answer, Rig, in_new_thread, said, value
+from tests.facts.support import PROGRAM, UINT64_MAX, Answer, Rig, said, value
+from tests.support import in_threads
 
 
 class Scene:
@@ -84,7 +85,7 @@ def test_without_a_context(scene: Scene, expected: str) -> None:
         found = {name: said(one(scene)) for name, one in WITHOUT_A_CONTEXT[expected].items()}
         assert found == dict.fromkeys(found, expected)
 
-    in_new_thread(call)
+    in_threads(call)
 
 
 def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
@@ -105,7 +106,7 @@ def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
         assert [said(one) for one in answers] == ["SUCCESS"] * 7
         assert said(raw.cuStreamWaitValue32(stream, int(pointer), 0, 0)) == "INVALID_VALUE"
 
-    in_new_thread(call)
+    in_threads(call)
     assert host.tolist() == [1] * 64
 
 
@@ -116,7 +117,7 @@ def test_push_and_pop(rig: Rig) -> None:
         assert int(value(rig.raw.cuCtxPopCurrent())) == int(rig.context)
         assert int(value(rig.raw.cuCtxGetCurrent())) == 0
 
-    in_new_thread(call)
+    in_threads(call)
 
 
 def test_the_primary_context_is_one(rig: Rig) -> None:

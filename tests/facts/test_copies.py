@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, LEGACY, READ, READWRITE
-from tests.facts.support import PAGE, UINT64_MAX, Answer, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.support import in_threads
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -310,7 +311,7 @@ def test_streams_of_a_batch(batch: Batch) -> None:
     def outside() -> None:
         assert batch.copy("plain other") == "INVALID_VALUE"
 
-    in_new_thread(outside)
+    in_threads(outside)
     batch.rig.begin_capture(batch.stream)
     assert batch.copy("plain other") == "STREAM_CAPTURE_UNSUPPORTED"
     assert batch.rig.capture_status(batch.stream) == "ACTIVE"

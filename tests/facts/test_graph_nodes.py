@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.facts.enums import DEVICE, FABRIC, HOST, HOST_NUMA, LEGACY, NOWHERE, POSIX_FD, READ, READWRITE, WIN32
-from tests.facts.support import PAGE, UNRESERVED, Answer, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, UNRESERVED, Answer, MiB, Rig, said, value
+from tests.support import in_threads
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")
 
@@ -326,7 +327,7 @@ def test_without_a_context(nodes: Nodes) -> None:
         assert said(nodes.raw.cuGraphAddMemsetNode(nodes.graph, [], 0, params, None)) == "SUCCESS"
         assert said(nodes.raw.cuGraphInstantiate(nodes.graph, 0)) == "INVALID_CONTEXT"
 
-    in_new_thread(build)
+    in_threads(build)
 
 
 def test_a_launch(nodes: Nodes) -> None:

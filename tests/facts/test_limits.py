@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import MiB, Rig, in_new_thread, said, value
+from tests.facts.support import MiB, Rig, said, value
+from tests.support import in_threads
 
 STACK, PRINTF, HEAP, DEPTH, LAUNCHES, GRANULARITY, PERSISTING, SHARED, GRAPHICS, FALLBACK = range(10)  # CUlimit
 PAGE = 2 << 20
@@ -175,7 +176,7 @@ def test_without_a_context(rig: Rig) -> None:
         assert said(raw.cuProfilerStart()) == "INVALID_CONTEXT"
         assert said(raw.cuProfilerStop()) == "INVALID_CONTEXT"
 
-    in_new_thread(outside)
+    in_threads(outside)
 
 
 def test_settings(rig: Rig) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.facts.enums import DEVICE, NO_ACCESS, READWRITE
-from tests.facts.support import IN_CONTEXT, PAGE, UNRESERVED, Answer, Rig, in_new_thread, said, value
+from tests.facts.support import IN_CONTEXT, PAGE, UNRESERVED, Answer, Rig, said, value
+from tests.support import in_threads
 
 OWN = (DEVICE, 0, READWRITE)
 
@@ -240,7 +241,7 @@ def test_a_copy_beyond_one_mapping_needs_a_current_context(scene: Scene, first: 
         lambda: said(raw.cuMemsetD8Async(at, 1, size, stream)),
     ]
     answers: list[str] = []
-    in_new_thread(lambda: answers.extend(call() for call in calls))
+    in_threads(lambda: answers.extend(call() for call in calls))
     assert answers == [answer] * 4 + ["SUCCESS"]
     assert [call() for call in calls] == ["SUCCESS"] * 5
     assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"

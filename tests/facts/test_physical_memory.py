@@ -24,7 +24,8 @@ from tests.facts.enums import (
     WIN32,
     WIN32_KMT,
 )
-from tests.facts.support import PAGE, PROGRAM, UINT64_MAX, UNRESERVED, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, PROGRAM, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
+from tests.support import in_threads
 
 Props = dict[str, int]
 
@@ -189,7 +190,7 @@ def test_no_call_needs_a_context(rig: Rig) -> None:
         assert [rig.release(retained), rig.release(memory)] == ["SUCCESS"] * 2
         assert rig.free_range(address, PAGE) == "SUCCESS"
 
-    in_new_thread(call)
+    in_threads(call)
 
 
 def test_no_call_makes_the_primary_context(python: Callable[..., CompletedProcess[str]]) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.facts.enums import BLOCKING, DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, NON_BLOCKING, POSIX_FD, READWRITE
-from tests.facts.support import PAGE, Answer, MiB, Rig, in_new_thread, said, unreadable, value
+from tests.facts.support import PAGE, Answer, MiB, Rig, said, unreadable, value
+from tests.support import in_threads
 
 
 def _free_after(rig: Rig, steps: tuple[tuple[int, ...], ...]) -> list[int]:
@@ -207,7 +208,7 @@ class TestWithoutAContext:
             answers = [raw.cuMemFree(device), raw.cuMemFree(0), raw.cuMemFreeHost(host), raw.cuMemHostUnregister(pages)]
             assert [said(one) for one in answers] == ["SUCCESS"] * 4
 
-        in_new_thread(free)
+        in_threads(free)
 
 
 def test_registering_looks_at_the_whole_range(rig: Rig, pages: int) -> None:

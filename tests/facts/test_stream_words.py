@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.facts.enums import DEVICE, LEGACY, NO_ACCESS, READ, READWRITE
-from tests.facts.support import PAGE, UNRESERVED, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, UNRESERVED, MiB, Rig, said, value
 from tests.facts.teams import Contexts
+from tests.support import in_threads
 
 WAIT, WRITE, FLUSH, WAIT_64, WRITE_64, BARRIER = range(1, 7)  # CUstreamBatchMemOpType
 
@@ -118,7 +119,7 @@ def test_without_a_context(words: Words) -> None:
     def outside() -> None:
         assert words.batch((WRITE, words.at, 3)) == "SUCCESS"
 
-    in_new_thread(outside)
+    in_threads(outside)
     assert words.read(0) == 3
 
 

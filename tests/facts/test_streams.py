@@ -13,7 +13,8 @@ import pytest
 from streamalloc.simulator import DeadlockError
 from tests.facts.enums import DEVICE, HOST, HOST_NUMA, LEGACY, NON_BLOCKING, TIMED
 from tests.facts.pool_programs import Program
-from tests.facts.support import PAGE, UNRESERVED, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, UNRESERVED, Rig, said, value
+from tests.support import in_threads
 
 
 class TestCreation:
@@ -54,7 +55,7 @@ class TestCreation:
             seen.append(int(value(rig.raw.cuStreamGetId(rig.per_thread))))
 
         for _ in range(4):
-            in_new_thread(ask)
+            in_threads(ask)
         assert len({*seen, int(value(rig.raw.cuStreamGetId(rig.per_thread)))}) == 5
 
 
@@ -265,7 +266,7 @@ def on_both(rig: Rig, check: Callable[[Any], None]) -> None:
         check(rig.per_thread)
 
     check(rig.stream())
-    in_new_thread(in_thread)
+    in_threads(in_thread)
 
 
 @pytest.mark.usefixtures("same_architecture")
@@ -340,7 +341,7 @@ def test_neither_a_context_nor_a_capture_matters_to_attributes(rig: Rig) -> None
         assert write(rig, stream, POLICY, 2) == "SUCCESS"
         assert said(raw.cuStreamGetAttribute(LEGACY, attribute(rig, PRIORITY))) == "INVALID_CONTEXT"
 
-    in_new_thread(outside)
+    in_threads(outside)
     rig.begin_capture(stream)
     assert read(rig, stream, POLICY) == (2,)
     assert write(rig, stream, POLICY, 1) == "SUCCESS"

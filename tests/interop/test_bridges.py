@@ -298,9 +298,7 @@ class TestOrder:
         def attempt_again(frame: Any, event: str, _: object) -> None:
             # Between the look at the pointer and the free.
             if event == "call" and frame.f_code.co_name == "_free_on" and not again:
-                thread = threading.Thread(target=lambda: again.append(batch.attempt()))
-                thread.start()
-                thread.join()
+                in_threads(lambda: again.append(batch.attempt()))
 
         sys.setprofile(attempt_again)
         try:

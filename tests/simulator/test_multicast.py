@@ -22,7 +22,7 @@ from tests.facts.teams import Team, properties, whole
 from tests.processes import FABRIC_HANDLE, FD, Descriptor, Kept, Peer, bytes_of, python, started
 from tests.simulator.support import mappings, on
 from tests.simulator.support import new_rig as any_rig
-from tests.support import open_descriptors
+from tests.support import each_raises, open_descriptors, soon
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -134,10 +134,8 @@ class TestWaiting:
     def test_for_a_device_that_another_thread_adds(self, rig: Rig) -> None:
         team = Team(rig)
         team.add(0)
-        timer = threading.Timer(0.1, lambda: team.add(1))
-        timer.start()
-        assert team.bind(rig.memory()) == "SUCCESS"
-        timer.join()
+        with soon(lambda: team.add(1), 0.1):
+            assert team.bind(rig.memory()) == "SUCCESS"
 
     @on(patience=30)
     def test_with_a_handle_that_is_released_meanwhile(self, rig: Rig, team: Team) -> None:
@@ -148,19 +146,14 @@ class TestWaiting:
             value(rig.raw.cuMulticastAddDevice(again, 1))
 
         memory = rig.memory(handle_types=POSIX_FD)
-        timer = threading.Timer(0.05, go_on)
-        timer.start()
-        with pytest.raises(NotImplementedError, match="handle that does not exist"):
+        with soon(go_on, 0.05), pytest.raises(NotImplementedError, match="handle that does not exist"):
             team.bind(memory)
-        timer.join()
 
     @on(patience=30)
     def test_for_a_device_that_another_process_adds(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team, add=False)
-        timer = threading.Timer(0.1, lambda: process.value("cuMulticastAddDevice", Kept("object"), 1))
-        timer.start()
-        assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
-        timer.join()
+        with soon(lambda: process.value("cuMulticastAddDevice", Kept("object"), 1), 0.1):
+            assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
 
     @pytest.mark.usefixtures("alone")
     @on(patience=30)
@@ -230,8 +223,7 @@ class TestWhatIsNotKnown:
         for attribute in ("MEMORY_TYPE", "DEVICE_ORDINAL", "RANGE_SIZE", "ACCESS_FLAGS"):
             calls.append(("not modelled", functools.partial(rig.pointer_attributes, address, [attribute])))
         for words, call in calls:
-            with pytest.raises(NotImplementedError, match=words):
-                call()
+            each_raises(NotImplementedError, call, match=words)
 
     def test_memory_of_a_pool_that_was_freed(self, rig: Rig) -> None:
         team = Team(rig).add_all()
@@ -375,22 +367,20 @@ class TestMultimem:
     def test_bad_arguments(self, four: Machine) -> None:
         stream = four.streams[0]
         ones = np.ones(4, np.float32)
-        with pytest.raises(ValueError, match="no mapping of a multicast object"):
-            testing.multimem_st(stream, four.team.views[0], ones)
-        with pytest.raises(ValueError, match="no mapping of a multicast object"):
-            testing.multimem_st(stream, four.address + PAGE - 4, ones)
-        with pytest.raises(ValueError, match="multiple of 4"):
-            testing.multimem_red(stream, four.address + 2, ones)
-        with pytest.raises(ValueError, match="for float32 there are add"):
-            testing.multimem_red(stream, four.address, ones, "max")
-        with pytest.raises(ValueError, match="int16"):
-            testing.multimem_ld_reduce(stream, four.team.views[0], four.address, 4, np.int16)
-        with pytest.raises(sa.CudaError):
-            testing.multimem_ld_reduce(stream, four.rig.reserve(PAGE), four.address, 4, np.float32)
-        with pytest.raises(ValueError, match="byte order"):
-            testing.multimem_red(stream, four.address, ones.astype(ones.dtype.newbyteorder("S")))
-        with pytest.raises(ValueError, match="multiple of 4"):
-            testing.multimem_ld_reduce(stream, four.team.views[0], four.address + 1, 4, np.float32)
+        view, address, other_order = four.team.views[0], four.address, ones.astype(ones.dtype.newbyteorder("S"))
+        wrong: list[tuple[str, Callable[[], object]]] = [
+            ("no mapping of a multicast object", lambda: testing.multimem_st(stream, view, ones)),
+            ("no mapping of a multicast object", lambda: testing.multimem_st(stream, address + PAGE - 4, ones)),
+            ("multiple of 4", lambda: testing.multimem_red(stream, address + 2, ones)),
+            ("for float32 there are add", lambda: testing.multimem_red(stream, address, ones, "max")),
+            ("int16", lambda: testing.multimem_ld_reduce(stream, view, address, 4, np.int16)),
+            ("byte order", lambda: testing.multimem_red(stream, address, other_order)),
+            ("multiple of 4", lambda: testing.multimem_ld_reduce(stream, view, address + 1, 4, np.float32)),
+        ]
+        for words, call in wrong:
+            each_raises(ValueError, call, match=words)
+        into = four.rig.reserve(PAGE)
+        each_raises(sa.CudaError, lambda: testing.multimem_ld_reduce(stream, into, address, 4, np.float32))
         stream.synchronize()
 
     def test_access(self, four: Machine) -> None:
@@ -399,10 +389,11 @@ class TestMultimem:
         ones, into = np.ones(4, np.float32), four.team.views[0]
         testing.multimem_st(four.streams[1], address, ones)
         testing.multimem_ld_reduce(four.streams[0], into, address, 4, np.float32)
-        with pytest.raises(sa.CudaError):
-            testing.multimem_st(four.streams[0], address, ones)
-        with pytest.raises(sa.CudaError):
-            testing.multimem_ld_reduce(four.streams[2], into, address, 4, np.float32)
+        each_raises(
+            sa.CudaError,
+            lambda: testing.multimem_st(four.streams[0], address, ones),
+            lambda: testing.multimem_ld_reduce(four.streams[2], into, address, 4, np.float32),
+        )
 
     def test_through_wrappers(self) -> None:
         machine = Machine(2)
@@ -482,10 +473,8 @@ class TestBetweenProcesses:
         with started(python(code), [fd]) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "locked\n"
-            timer = threading.Timer(0.1, process.kill)
-            timer.start()
-            assert team.add(0) == "SUCCESS"
-            timer.join()
+            with soon(process.kill, 0.1):
+                assert team.add(0) == "SUCCESS"
         assert team.add(1) == "SUCCESS"
 
     def test_the_object_goes_on_when_its_maker_has_ended(self, rig: Rig, process: Peer, team: Team) -> None:

@@ -15,7 +15,7 @@ from tests.facts.enums import BLOCKING
 from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
-from tests.support import KEEP, bytecodes, in_a_thread
+from tests.support import KEEP, bytecodes, in_a_thread, in_threads
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -89,9 +89,7 @@ def test_every_thread_has_its_own_per_thread_stream_and_context(rig: Rig) -> Non
         ok(d.cuCtxSetCurrent(rig.context))
         seen.append(ok(d.cuStreamGetId(d.CUstream(2))))
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    in_threads(other)
     assert seen[0] == d.CUresult.CUDA_ERROR_INVALID_CONTEXT
     assert seen[1] != mine
 

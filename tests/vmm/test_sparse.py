@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.sparse import MipTail
-from tests.support import Account, MiB, each_raises, executed, names, pending
+from tests.support import Account, MiB, each_raises, executed, in_threads, names, pending
 from tests.vmm.support import PAGE, each
 
 TILE = 1 << 16
@@ -43,9 +43,7 @@ def noise(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8, seed: int = 0
 
 
 def in_thread(*acts: Callable[[], object]) -> None:
-    thread = threading.Thread(target=lambda: [act() for act in acts])
-    thread.start()
-    thread.join()
+    in_threads(lambda: [act() for act in acts])
 
 
 def read(array: vmm.SparseArray, stream: sa.Stream, shape: tuple[int, ...] | None = None, **part: Any) -> Array:
