@@ -363,17 +363,18 @@ print(pool.statistics().used)
 
 
 @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
-def test_fork_beside_a_thread_with_data_of_its_own(python: Python) -> None:
-    """The interpreter drops that data in the child before it calls any hook."""
-    done = python(FORK_OF_DATA)
-    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [(FORK_OF_DATA, "0\n0\n"), (FORK, "['ForkedProcessError'] 0\n0 {3}\n")],
+    ids=["beside a thread with data of its own", "child"],
+)
+def test_fork(python: Python, program: str, told: str) -> None:
+    """The child gets a clear error for each use, and makes no driver call, not even when it drops everything.
 
-
-@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
-def test_forked_child(python: Python) -> None:
-    """The child gets a clear error for each use, and makes no driver call, not even when it drops everything."""
-    done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 {3}\n", "")
+    Data of another thread the interpreter drops in the child before it calls any hook.
+    """
+    done = python(program)
+    assert (done.stdout, done.stderr) == (told, "")
 
 
 def test_a_buffer_weighs_little(device: sa.Device, stream: sa.Stream) -> None:

@@ -123,12 +123,6 @@ def written(s: Scene, ordered: bool) -> None:
     s.fill(tensor, s.first, 2)
 
 
-@pytest.mark.parametrize("scene", [produced, written])
-def test_a_missing_wait_between_two_streams_is_found(checked: Any, scene: Any) -> None:
-    assert [one.kind for one in checked(scene, False).hazards] == ["race"]
-    assert checked(scene, True).hazards == []
-
-
 def test_memory_that_only_its_own_stream_uses_needs_no_wait(checked: Any) -> None:
     def scene(s: Scene) -> None:
         for stream in (s.first, s.side):
@@ -387,8 +381,9 @@ def late(s: Scene, ordered: bool) -> None:
     s.read(tensor, s.first)
 
 
-@pytest.mark.parametrize("scene", [early, late, parts])
-def test_what_lies_before_a_reading_of_the_history_counts(checked: Any, scene: Any) -> None:
+@pytest.mark.parametrize("scene", [produced, written, early, late, parts])
+def test_a_missing_wait_between_two_streams_is_found(checked: Any, scene: Any) -> None:
+    """Also before a reading of the history."""
     assert [one.kind for one in checked(scene, False).hazards] == ["race"]
     assert checked(scene, True).hazards == []
 

@@ -12,6 +12,8 @@ from streamalloc.driver.bindings import cuda
 from tests.support import in_threads
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+NONE, DEVICE, HOST = sa.MemLocation.none(), sa.MemLocation.device(0), sa.MemLocation.host()
+NODE = sa.MemLocation.host_numa(0)
 
 
 class TestPools:
@@ -70,30 +72,23 @@ class TestPools:
         assert machine.cuMemPoolDestroy(handle)[0] == cuda.CUresult.CUDA_SUCCESS
 
     @pytest.mark.bindings("13.0")
-    def test_the_default_pool_of_a_numa_node(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
-        pinned = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        node = sa.MemLocation.host_numa(0)
-        handle = machine.cuMemGetDefaultMemPool(node.to_driver(), pinned)[1]
-        pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
-        found = pointer_attributes(int(pointer)).pool
-        assert found is sa.MemoryPool.default(node) and found.location == node
-        machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
-
-    @pytest.mark.managed
-    @pytest.mark.bindings("13.0")
     @pytest.mark.parametrize(
-        "where",
-        [sa.MemLocation.none(), sa.MemLocation.device(0), sa.MemLocation.host(), sa.MemLocation.host_numa(0)],
+        ("kind", "where"),
+        [
+            ("PINNED", NODE),
+            *(pytest.param("MANAGED", where, marks=pytest.mark.managed) for where in (NONE, DEVICE, HOST, NODE)),
+        ],
         ids=str,
     )
-    def test_a_default_pool_of_managed_memory(self, machine: Any, stream: sa.Stream, where: sa.MemLocation) -> None:
-        managed = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
-        handle = machine.cuMemGetDefaultMemPool(where.to_driver(), managed)[1]
+    def test_a_default_pool(self, machine: Any, stream: sa.Stream, kind: str, where: sa.MemLocation) -> None:
+        raw_kind = getattr(cuda.CUmemAllocationType, f"CU_MEM_ALLOCATION_TYPE_{kind}")
+        handle = machine.cuMemGetDefaultMemPool(where.to_driver(), raw_kind)[1]
         pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
         found = pointer_attributes(int(pointer)).pool
-        assert found is sa.MemoryPool.default(where, sa.MemAllocationType.MANAGED) and found.location == where
-        with found.make_current():
-            pass
+        assert found is sa.MemoryPool.default(where, sa.MemAllocationType[kind]) and found.location == where
+        if kind == "MANAGED":
+            with found.make_current():
+                pass
         machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
 
     @pytest.mark.gpus(2)

@@ -17,8 +17,11 @@ import streamalloc.driver as sd
 from streamalloc import traces
 from streamalloc.traces import Event, Trace, TraceFormatError
 from streamalloc.traces.trace import plain
+from tests.support import in_threads
 
 HEADER = '{"format": "streamalloc trace", "version": 1, "source": "by hand", "skipped": {"failed allocations": 2}}'
+PLAIN = "plain pickle|damaged"
+WITHOUT_TRACES: list[Any] = [{}, [], 3, {"device_traces": {}}, {"device_traces": [3]}]
 TWO = Trace(
     (
         Event("allocate", 0, 4096, 0, 0, 0),
@@ -132,15 +135,27 @@ class TestFile:
         with pytest.raises(TraceFormatError, match=f"line 1: .*{why}"):
             traces.load(written(tmp_path / "trace", header))
 
-    @pytest.mark.parametrize("content", [b"", b"hello\n", b"\x00\x01"])
-    def test_other_file(self, tmp_path: Path, content: bytes) -> None:
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            *((content, "neither a streamalloc trace") for content in (b"", b"hello\n", b"\x00\x01")),
+            (HEADER.encode() + b"\n\xff\xfe\n", "line 2: this is no text"),
+            *((pickle.dumps(one), "no 'device_traces'") for one in WITHOUT_TRACES),
+            (b"\x80\x02cbuiltins\neval\n(X\x01\x00\x00\x001tR.", PLAIN),
+            (b"\x80\x02(X\x01\x00\x00\x001ibuiltins\neval\n.", PLAIN),
+            (b"\x80\x02X\x01\x00\x00\x001Q.", PLAIN),
+            (b"\x80\x02\x82\x01.", PLAIN),
+            (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.", PLAIN),
+            (b"\x80\x02", PLAIN),
+            (b"\x80\x02}q\x00", PLAIN),
+            (b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x7f", PLAIN),
+            (b"\x80\x09}.", PLAIN),
+        ],
+    )
+    def test_other_file(self, tmp_path: Path, content: bytes, why: str) -> None:
+        """Also pickles that do something, or are damaged."""
         (tmp_path / "file").write_bytes(content)
-        with pytest.raises(TraceFormatError, match="neither a streamalloc trace"):
-            traces.load(tmp_path / "file")
-
-    def test_no_text(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_bytes(HEADER.encode() + b"\n\xff\xfe\n")
-        with pytest.raises(TraceFormatError, match="line 2: this is no text"):
+        with pytest.raises(TraceFormatError, match=why):
             traces.load(tmp_path / "file")
 
     @pytest.mark.parametrize("packed", [bytes, gzip.compress])
@@ -291,31 +306,6 @@ class TestPyTorch:
         assert not Path("evil").exists()
 
     @pytest.mark.parametrize(
-        "data",
-        [
-            b"\x80\x02cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
-            b"\x80\x02(X\x01\x00\x00\x001ibuiltins\neval\n.",
-            b"\x80\x02X\x01\x00\x00\x001Q.",
-            b"\x80\x02\x82\x01.",
-            b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.",
-            b"\x80\x02",
-            b"\x80\x02}q\x00",
-            b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x7f",
-            b"\x80\x09}.",
-        ],
-    )
-    def test_pickle_that_does_something_or_is_damaged(self, tmp_path: Path, data: bytes) -> None:
-        (tmp_path / "snapshot").write_bytes(data)
-        with pytest.raises(TraceFormatError, match=r"plain pickle|damaged"):
-            traces.load(tmp_path / "snapshot")
-
-    @pytest.mark.parametrize("snapshot", [{}, [], 3, {"device_traces": {}}, {"device_traces": [3]}])
-    def test_something_else(self, tmp_path: Path, snapshot: Any) -> None:
-        (tmp_path / "snapshot").write_bytes(pickle.dumps(snapshot))
-        with pytest.raises(TraceFormatError, match="no 'device_traces'"):
-            traces.load(tmp_path / "snapshot")
-
-    @pytest.mark.parametrize(
         ("bad", "why"),
         [
             ([], "it is no dictionary"),
@@ -356,9 +346,7 @@ class TestCalls:
             second = sa.allocate(100, two)
             pool.allocate(0, one).free()
             first.free(two)
-            other = threading.Thread(target=second.free)
-            other.start()
-            other.join()
+            in_threads(second.free)
             before.free()
             with pytest.raises(sa.OutOfMemoryError):
                 pool.allocate(1 << 50, one)
