@@ -299,6 +299,10 @@ class TestBorrowed:
         with pytest.raises(ValueError, match="not in device memory"):
             interop.borrow(np.zeros(4), stream)
 
+    def test_what_dlpack_describes_is_device_memory(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(16, stream) as buffer, interop.borrow(buffer, stream) as borrowed:
+            assert (borrowed.location, borrowed.managed, borrowed.host_accessible) == (buffer.location, False, False)
+
     @pytest.mark.parametrize(("bits", "lanes"), [(4, 1), (12, 1), (4, 3)])
     def test_elements_of_no_whole_bytes(self, pool: sa.MemoryPool, stream: sa.Stream, bits: int, lanes: int) -> None:
         class Array:

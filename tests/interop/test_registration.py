@@ -33,6 +33,8 @@ class TestKinds:
         assert found.dma_buf == Answer(True, "DMA-BUF", "")
         assert "never" in found.gpu_direct_storage.why and "fabric" in found.ucx.why
         assert (found.mappings, found.handle_types, found.legacy_ipc) == (1, sa.MemHandleType.NONE, False)
+        with pytest.raises(AttributeError):
+            found.mappings = 2  # type: ignore[misc]
 
     def test_a_pool_that_can_be_shared(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool(device, handle_types=POSIX) as pool, pool.allocate(MiB, stream) as buffer:
