@@ -18,7 +18,7 @@ from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, PlainMemory, again, shared_pool
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
 
@@ -148,9 +148,7 @@ class Sharing(Faults):
 
 
 SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
     "set_access": lambda world, one: one.set_access(world.device),
-    "cancel": lambda world, one: one.cancel(),
     "evict": lambda world, one: None,  # refused before the driver is asked
     "carried": lambda world, one: (one.carried(lambda: True), None)[1],
     "set_chunks": lambda world, one: world.open("grown"),

@@ -9,7 +9,7 @@ import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from tests.multicast.support import PAGE, SHAREABLE, added
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
     multicast.Binding,
@@ -67,8 +67,6 @@ def _deprecated(old: Callable[[], object]) -> None:
 
 
 TEAM_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
-    "abandon": lambda world, one: one.abandon(),
     "add_device": lambda world, one: world.young.add_device(world.devices[0]),
     "barrier": lambda world, one: one.barrier(*world.streams),
     "bind": lambda world, one: one.bind(world.more, 2 * PAGE),
@@ -83,8 +81,6 @@ TEAM_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "MulticastView.copy_from": lambda world, one: None,  # refused: ordinary reads and writes mean nothing there
     "MulticastView.copy_to": lambda world, one: None,
     "MulticastView.fill": lambda world, one: None,
-    "tables": lambda world, one: one.tables(),
-    "mark_complete": lambda world, one: one.mark_complete(),
     "team_complete": lambda world, one: _deprecated(one.team_complete),
     "wait_signal": lambda world, one: None,  # with put_signal
 }

@@ -8,7 +8,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import observing, vmm
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.vmm.support import PAGE
 
 CLASSES: list[type] = [observing.Observer, observing.LeakReport, observing.LiveView, observing.Phase]
@@ -65,19 +65,14 @@ def _again(world: Observed, one: Any) -> None:
 
 
 OBSERVER_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
     "assert_nothing_left": lambda world, one: None,  # it raises
     "raise_if_any": lambda world, one: None,
-    "counters": lambda world, one: one.counters(),
-    "figures": lambda world, one: one.figures(),
     "LiveView.start": lambda world, one: None,  # what it shows are the figures
     "LiveView.stop": lambda world, one: one.stop(),
-    "leaks": lambda world, one: one.leaks(),
     "phase": _phase,
     "save_chrome": lambda world, one: one.save_chrome(os.devnull),
     "save_pytorch": lambda world, one: one.save_pytorch(os.devnull),
     "save_rmm": lambda world, one: one.save_rmm(os.devnull),
-    "start": lambda world, one: one.start(),
     "stop": _again,
     "tag": lambda world, one: None,  # with phase
 }

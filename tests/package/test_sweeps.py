@@ -351,22 +351,12 @@ def _data_for(one: Any) -> Any:
     return data.view(one.dtype).reshape(one.shape) if isinstance(one, sa.TypedView) else data
 
 
-def _without_arguments(name: str) -> Act:
-    return lambda world, one: getattr(one, name)()
-
-
 def _measured(group: Any) -> None:
     with group.measure("other"):
         pass
 
 
-WITHOUT_ARGUMENTS = (
-    "as_array", "close", "copy", "create_event", "create_stream", "discard", "draw", "free", "instantiate",
-    "memory_info", "query", "range_attributes", "ready", "record", "reset_peaks", "resident", "statistics",
-    "synchronize", "trim", "unmap", "used",
-)  # fmt: skip
 ACTS: dict[str, Act] = {
-    **{name: _without_arguments(name) for name in WITHOUT_ARGUMENTS},
     # devices
     "all": lambda world, one: one.all(world.driver),
     "attribute": lambda world, one: one.attribute("MULTIPROCESSOR_COUNT"),
@@ -423,7 +413,6 @@ ACTS: dict[str, Act] = {
     "granularity": lambda world, one: one.granularity(world.device),
     "grow": lambda world, one: one.grow(3 * PAGE),
     "map": lambda world, one: one.map(world.free_memory, PAGE, access=world.device),
-    "PhysicalMemory.query": lambda world, one: one.query(),
     "resize": lambda world, one: one.resize(2 * PAGE),
     "restore": lambda world, one: None,  # with evict
     "AddressRange.close": lambda world, one: (one.unmap(), one.close()),
@@ -527,6 +516,22 @@ def _made(make: Callable[[Any], Any], world: Any, _: object) -> Any:
     return make(world)
 
 
+def _act_of(kind: type, name: str, acts: dict[str, Any]) -> Act | None:
+    """How an operation is performed: as ``acts`` has it, or without arguments where it needs none."""
+    act: Act | None = acts.get(f"{kind.__name__}.{name}", acts.get(name))
+    if act is None and callable(getattr(kind, name)) and not _needs_arguments(kind, name):
+        return lambda world, one: getattr(one, name)()
+    return act
+
+
+def _needs_arguments(kind: type, name: str) -> bool:
+    with contextlib.suppress(ValueError):  # a function of C has no signature
+        parameters = [*inspect.signature(getattr(kind, name)).parameters.values()]
+        parameters = parameters[inspect.isfunction(inspect.getattr_static(kind, name)) :]
+        return any(one.default is one.empty and one.kind <= one.POSITIONAL_OR_KEYWORD for one in parameters)
+    return True
+
+
 def members(classes: list[type], acts: dict[str, Any], inherited: bool = True) -> Iterator[Any]:
     """The public operations of classes, and how each is performed; unless ``inherited`` not those of all memory.
 
@@ -539,7 +544,7 @@ def members(classes: list[type], acts: dict[str, Any], inherited: bool = True) -
             member = inspect.getattr_static(kind, name)
             if name.startswith("_") or inspect.ismemberdescriptor(member):
                 continue
-            act = acts.get(f"{kind.__name__}.{name}", acts.get(name, ACTS.get(name)))
+            act = _act_of(kind, name, {**ACTS, **acts})
             if not isinstance(member, (property, classmethod, staticmethod)) and act is not None:
                 operations[name] = act
             if not inherited and member is inspect.getattr_static(sa.Memory, name, None):

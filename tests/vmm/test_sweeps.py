@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.vmm.sleep import Tagged
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.vmm.support import PAGE
 
 CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, Tagged, vmm.DiskTier]
@@ -94,13 +94,10 @@ def _tail(world: Tiles, one: vmm.SparseArray) -> None:
 
 
 TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
     "SparseArray.copy_from": lambda world, one: one.copy_from(world.data, world.stream, region=CORNER),
     "SparseArray.copy_to": lambda world, one: one.copy_to(world.data, world.stream, region=CORNER),
-    "level_shape": lambda world, one: one.level_shape(),
     "SparseArray.map": lambda world, one: one.map(world.tiles, (slice(128, 256), slice(0, 128)), stream=world.stream),
     "map_tail": _tail,
-    "mapped_tiles": lambda world, one: one.mapped_tiles(),
     "SparseArray.mapped": lambda world, one: None,  # mapped_tiles() by its old name
     "SparseArray.unmap": lambda world, one: one.unmap(stream=world.other),
     "unmap_tail": lambda world, one: None,  # with map_tail
@@ -109,7 +106,6 @@ TILE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "DiskTier.reserve": lambda world, one: one.reserve(4, PAGE),
     "DiskTier.resume": _resumed,
     "DiskTier.save": _stored_blocks,
-    "DiskTier.trim": lambda world, one: one.trim(),
     "Tagged.allocate": lambda world, one: one.allocate(PAGE, world.stream),
     "StripedBuffer.set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
 }

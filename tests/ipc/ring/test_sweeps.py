@@ -17,7 +17,7 @@ from streamalloc.ipc import Ring
 from streamalloc.ipc.transport.channel import Peer
 from tests.ipc.support import shared_pool
 from tests.ipc.test_sweeps import KEPT, Sharing, check_slots
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
     ipc.RingConsumer,
@@ -132,7 +132,6 @@ def _sent(world: Rings, one: Any) -> Any:
 
 
 RING_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
     "accept": lambda world, one: world.beside(
         lambda: one.accept(timeout=SECONDS), lambda: ipc.Channel.connect(one.address, timeout=SECONDS)
     )[1],
@@ -140,13 +139,9 @@ RING_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "connect": lambda world, one: None,  # with accept
     "count": lambda world, one: one.count(0),
     "detach": lambda world, one: os.close(one.detach()),
-    "fileno": lambda world, one: one.fileno(),
     "from_fd": lambda world, one: one.from_fd(os.dup(one.fileno())),
     "give": lambda world, one: None,  # with opened
-    "give_back": lambda world, one: one.give_back(),
-    "hand_off": lambda world, one: one.hand_off(),
     "index": lambda world, one: one.index(one[0]),
-    "listen": lambda world, one: one.listen(),
     "made_by": lambda world, one: None,  # with share
     "RingConsumer.next": lambda world, one: one.next(SECONDS).release(),
     "RingProducer.next": lambda world, one: one.next(SECONDS).give_back(),
@@ -156,9 +151,7 @@ RING_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "pipe": lambda world, one: [end.close() for end in one.pipe()] and None,
     "put": lambda world, one: one.put(b"some bytes", SECONDS),
     "receive": _sent,
-    "release": lambda world, one: one.release(),
     "send": lambda world, one: one.send(b"", timeout=SECONDS),
-    "shutdown": lambda world, one: one.shutdown(),
 }
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "Ring.consumer": Rings.consume,

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from tests.ipc.store.support import write
-from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
+from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [ipc.Store, ipc.StoredView, ipc.Weights, ipc.WeightsWriter]
 KEPT = {"registered memory", "registered host memory", "pinned memory"}
@@ -74,7 +74,6 @@ def _committed(world: Stored) -> None:
 
 
 STORE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    **ACTS,
     "fill": lambda world, one: None,  # refused by the driver
     "copy_from": lambda world, one: None,
     "view": lambda world, one: one.view(0, 64),
@@ -94,10 +93,8 @@ STORE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "attach": _renewed,
     "detach": _again,
     "fabric_descriptor": lambda world, one: None,  # refused: the memory was not made for that
-    "abort": lambda world, one: one.abort(),
     "allocate": lambda world, one: (one.allocate("two", 3 << 20, np.uint8), None)[1],
     "allocate_all": lambda world, one: one.allocate_all({"two": (3 << 20, np.uint8), "five": ((2, 3), "int8")}),
-    "commit": lambda world, one: one.commit(),
     "place": lambda world, one: (one.place("three", ipc.Tensor("uint8", (3,), None, 0)), None)[1],
     "reserve": lambda world, one: (one.reserve(8 << 20), None)[1],
     "tie": lambda world, one: (one.tie("four", "one"), None)[1],

@@ -99,13 +99,9 @@ def _saved(world: Paged, one: vmm.HostTier) -> None:
 
 
 PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
-    "PageArena.close": lambda world, one: one.close(),
     "PageArena.prepare": _prepared,
     "PageArena.space": lambda world, one: one.space(2 * PAGE),
-    "PageArena.statistics": lambda world, one: one.statistics(),
-    "PageArena.trim": lambda world, one: one.trim(),
     "PageSpace.alias": lambda world, one: one.alias([8, 9, 12], one, [2, 0, 1]),
-    "PageSpace.close": lambda world, one: one.close(),
     "PageSpace.commit": lambda world, one: one.commit([2, 7, 8, 10]),
     "PageSpace.make_private": lambda world, one: one.make_private([1, 2, 4]),
     "PageSpace.prepare": lambda world, one: one.prepare([2, 7, 8]).result(),
@@ -113,16 +109,12 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageSpace.shared": lambda world, one: one.shared([0, 2]),
     "PageSpace.swap_in": lambda world, one: one.swap_in(range(PAGES)),
     "PageSpace.swap_out": _swapped,
-    "PageTable.close": lambda world, one: one.close(),
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
-    "HostTier.calibrate": lambda world, one: one.calibrate(),
     "HostTier.hold": lambda world, one: one.hold([PAGE], world.stream)[0].drop(),
     "HostTier.prepare": lambda world, one: one.prepare(40 * PAGE),
-    "HostTier.close": lambda world, one: one.close(),
     "HostTier.load": lambda world, one: None,  # with save
     "HostTier.reserve": lambda world, one: one.reserve(40, PAGE),
     "HostTier.save": _saved,
-    "HostTier.trim": lambda world, one: one.trim(),
 }
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "PageArena": lambda world: vmm.PageArena(world.device),
