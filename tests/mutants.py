@@ -253,7 +253,10 @@ class Tree:
         """``killed``, ``survived`` or ``equal``, and the change."""
         path = self.path / mutant.module_path
         source = path.read_text()
-        mutated = mutate_code(source, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
+        try:
+            mutated = mutate_code(source, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
+        except AttributeError:  # cosmic-ray replaces no exception with a dotted name
+            return "equal", f"{mutant.operator_name} changes nothing there\n"
         change = "".join(difflib.unified_diff(source.splitlines(True), mutated.splitlines(True), n=2))
         try:
             if ast.dump(ast.parse(source)) == ast.dump(ast.parse(mutated)):
