@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -102,76 +104,10 @@ def parameters_of(params: Any) -> BlockCopies | None:
     return values[0] if len(values) == 1 and isinstance(values[0], BlockCopies) else None
 
 
-_PTX = """
-.visible .entry {name}(.param .align 8 .b8 args[{nbytes}])
-{{
-    .reg .pred %p<6>;
-    .reg .b32 %r<36>;
-    .reg .b64 %rd<8>;
-
-    ld.param.u64 %rd1, [args];              // target
-    ld.param.u64 %rd2, [args+8];            // source
-    ld.param.u32 %r1, [args+16];            // count
-    ld.param.u32 %r2, [args+20];            // nbytes
-    mov.u32 %r3, %ctaid.x;
-    mov.u32 %r4, %ntid.x;
-    mov.u32 %r5, %tid.x;
-    mad.lo.u32 %r6, %r3, %r4, %r5;
-    shr.u32 %r6, %r6, 5;                    // this warp
-    mov.u32 %r7, %nctaid.x;
-    mul.lo.u32 %r7, %r7, %r4;
-    shr.u32 %r7, %r7, 5;                    // all warps
-    and.b32 %r8, %r5, 31;
-    shl.b32 %r8, %r8, 4;                    // offset of the lane
-    add.u32 %r9, %r2, {last};
-    shr.u32 %r9, %r9, {bits};                 // parts of a block
-    mul.lo.u32 %r10, %r9, %r1;              // all parts
-NEXT:
-    setp.ge.u32 %p1, %r6, %r10;
-    @%p1 bra END;
-    div.u32 %r11, %r6, %r9;                 // block
-    mul.lo.u32 %r12, %r11, %r9;
-    sub.u32 %r12, %r6, %r12;                // part
-    shl.b32 %r12, %r12, {bits};
-    add.u32 %r12, %r12, %r8;
-    add.u32 %r13, %r12, 512;
-    add.u32 %r14, %r12, 1024;
-    add.u32 %r15, %r12, 1536;
-    setp.lt.u32 %p2, %r12, %r2;
-    setp.lt.u32 %p3, %r13, %r2;
-    setp.lt.u32 %p4, %r14, %r2;
-    setp.lt.u32 %p5, %r15, %r2;
-    mul.wide.u32 %rd3, %r11, 8;
-    mov.b64 %rd4, args;
-    add.u64 %rd4, %rd4, %rd3;
-    ld.param.u32 %r16, [%rd4+24];
-    ld.param.u32 %r17, [%rd4+28];
-    cvt.u64.u32 %rd5, %r12;
-    mul.wide.u32 %rd6, %r16, {unit};
-    mul.wide.u32 %rd7, %r17, {unit};
-    add.u64 %rd6, %rd6, %rd1;
-    add.u64 %rd7, %rd7, %rd2;
-    add.u64 %rd6, %rd6, %rd5;
-    add.u64 %rd7, %rd7, %rd5;
-    @%p2 ld.global.cs.v4.u32 {{%r20, %r21, %r22, %r23}}, [%rd7];
-    @%p3 ld.global.cs.v4.u32 {{%r24, %r25, %r26, %r27}}, [%rd7+512];
-    @%p4 ld.global.cs.v4.u32 {{%r28, %r29, %r30, %r31}}, [%rd7+1024];
-    @%p5 ld.global.cs.v4.u32 {{%r32, %r33, %r34, %r35}}, [%rd7+1536];
-    @%p2 st.global.cs.v4.u32 [%rd6], {{%r20, %r21, %r22, %r23}};
-    @%p3 st.global.cs.v4.u32 [%rd6+512], {{%r24, %r25, %r26, %r27}};
-    @%p4 st.global.cs.v4.u32 [%rd6+1024], {{%r28, %r29, %r30, %r31}};
-    @%p5 st.global.cs.v4.u32 [%rd6+1536], {{%r32, %r33, %r34, %r35}};
-    add.u32 %r6, %r6, %r7;
-    bra NEXT;
-END:
-    ret;
-}}
-"""
-
-
 def copy_ptx(names: Collection[str]) -> str:
-    """Return the PTX of a module with the kernels of these names."""
+    """Return the PTX module with these kernels, whose text is the file ``block_kernel.ptx``."""
     head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
     same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
     sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}
-    return "\n".join((head, *(_PTX.format(name=name, nbytes=nbytes, **same) for name, nbytes in sizes.items())))
+    kernel = Template(Path(__file__).with_suffix(".ptx").read_text("ascii"))
+    return "\n".join((head, *(kernel.substitute(same, name=name, nbytes=nbytes) for name, nbytes in sizes.items())))
