@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import fields
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator.calls.arrays import ArrayCalls
+from streamalloc.simulator.calls.base import driver_call
 from streamalloc.simulator.calls.contexts import ContextCalls
 from streamalloc.simulator.calls.graphs import GraphCalls
 from streamalloc.simulator.calls.memory import MemoryCalls
@@ -16,26 +18,31 @@ from streamalloc.simulator.calls.pools import PoolCalls
 from streamalloc.simulator.calls.sharing import SharingCalls
 from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.errors import NotModelled
-from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.profiles import MachineSpec
 
 
-class SimulatedDriver(
+class SimulatedMachine(
     ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
 ):
+    """A machine with the methods of all areas."""
+
+
+class SimulatedDriver:
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 
-    Enums, structs and handle classes are the bindings' own. Functions that are not modelled raise
-    :class:`NotImplementedError` when called.
+    Each method of :class:`SimulatedMachine` that is named like a driver function is a call here. Enums, structs and
+    handle classes are the bindings' own. Functions that are not modelled raise :class:`NotImplementedError` when
+    called.
     """
 
     is_simulated = True
 
     def __init__(self, *spec: Any) -> None:
         """``spec``: the fields of :class:`MachineSpec`."""
-        self._machine = machine = Machine(MachineSpec(*spec))
-        # Releases the machine's mappings, files and thread when the driver is collected. At interpreter exit the system
-        # releases them, and calls of later finalisers still need the machine.
+        self._machine = machine = SimulatedMachine(MachineSpec(*spec))
+        machine.driver = weakref.ref(self)
+        # Releases the machine's mappings, files and thread when the driver is collected, which queued work therefore
+        # does not refer to. Not at interpreter exit, when the system releases them.
         weakref.finalize(self, machine.close).atexit = False
 
     @property
@@ -62,6 +69,10 @@ class SimulatedDriver(
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(cuda)})
 
+    def kernel_uses(self, *launch: Any) -> Any:
+        """The memory that a launch uses (:meth:`.KernelCalls.kernel_uses`). This is not a driver function."""
+        return self._machine.kernel_uses(*launch)
+
     kernel_copies_up_to = 256 << 10
     """An H200 moves blocks of at most this many bytes to or from host memory faster in a kernel than by one copy each.
     A tier for blocks reads this value instead of measuring, because a measurement would take long here.
@@ -74,3 +85,8 @@ class SimulatedDriver(
         seeded = ", seeded" if machine.scheduler.seeded else ""
         devices = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
         return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
+
+
+for _name, _method in inspect.getmembers(SimulatedMachine, inspect.isfunction):
+    if _name == "multimem_launch" or (_name.startswith("cu") and hasattr(cuda, _name)):
+        setattr(SimulatedDriver, _name, driver_call(_name, _method))

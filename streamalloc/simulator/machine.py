@@ -30,6 +30,9 @@ from streamalloc.simulator.virtual import VirtualMemory
 class Machine:
     """The state of a simulated driver. Its parts do not refer to the machine."""
 
+    driver: Callable[[], object]
+    """Returns the driver object; None once it is gone, when the machine ends."""
+
     def __init__(self, spec: MachineSpec) -> None:
         self.spec: MachineSpec = spec
         self.profile: Profile = spec.profile

@@ -54,7 +54,7 @@ class ArrayCalls(CopyCalls):
 
     def _create(self, descriptor: Any) -> Any:
         storage = self._storage(self._array_context(), self._layout(descriptor))
-        return cuda.CUarray(self._machine.arrays.arrays.add(arrays.Array(storage)).handle)
+        return cuda.CUarray(self.arrays.arrays.add(arrays.Array(storage)).handle)
 
     cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
     cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
@@ -63,7 +63,7 @@ class ArrayCalls(CopyCalls):
         made = Storage(context, layout)
         if not layout.sparse and not layout.deferred:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
-            check(self._machine.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
+            check(self.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
             made.allocate()
         return made
 
@@ -76,11 +76,11 @@ class ArrayCalls(CopyCalls):
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
         levels = min(max(numMipmapLevels, 1), most)
         storage = self._storage(context, replace(layout, levels=levels, mipmapped=True))
-        return cuda.CUmipmappedArray(self._machine.arrays.mipmapped.add(arrays.MipmappedArray(storage)).handle)
+        return cuda.CUmipmappedArray(self.arrays.mipmapped.add(arrays.MipmappedArray(storage)).handle)
 
     def _array_context(self) -> Context:
-        need(self._machine.current_or_none(), "making an array without a current context")
-        return self._machine.current()
+        need(self.current_or_none(), "making an array without a current context")
+        return self.current()
 
     def _largest(self, kind: str, *parts: str) -> list[int]:
         """Return the device's largest extents of a texture or surface ``kind``; 0 for one that the kind lacks."""
@@ -136,13 +136,13 @@ class ArrayCalls(CopyCalls):
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
         in_use = one.mipmap is None and one.storage.queued
         not_modelled(in_use, "destroying an array while work with it is queued")
-        self._machine.arrays.destroy(one)
+        self.arrays.destroy(one)
 
     cuArrayDestroy = call("hArray:EndedArray", _destroy)
     cuMipmappedArrayDestroy = call("hMipmappedArray:EndedMipmap", _destroy)
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
-        mipmap, known = hMipmappedArray, self._machine.arrays
+        mipmap, known = hMipmappedArray, self.arrays
         check(level < mipmap.storage.layout.levels)
         made = (one for one in known.levels_of(mipmap) if one.level == level)
         array = next(made, None) or known.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
@@ -224,7 +224,7 @@ class ArrayCalls(CopyCalls):
             return [(storage, tile, None) for tile in tiles]
         handle, offset = int(info.memHandle.memHandle), int(info.offset)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
-        memory = self._machine.virtual.memory(handle)
+        memory = self.virtual.memory(handle)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
         not_modelled(memory.properties.device is None, "host memory for tiles of arrays")
         check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)
@@ -277,7 +277,7 @@ class ArrayCalls(CopyCalls):
             self._copy_rows(copy, hStream, int(_field(copy, "Depth")))
             return
         waits = hStream is None
-        stream = self._machine.stream(hStream or 0)
+        stream = self.stream(hStream or 0)
         self._check_launch(stream, "cuMemcpy3DAsync")
         if not set(kinds) <= {OF_HOST, DEVICE, UNIFIED, ARRAY}:
             raise NotModelled("a copy between an array and memory of a type that does not exist")
@@ -287,7 +287,7 @@ class ArrayCalls(CopyCalls):
             source, target = of.array, to.array
             check(source.storage.layout.element == target.storage.layout.element)
             not_modelled(source is target, "a copy within an array")
-            stream.submit(BoxCopy(self._machine.banks, stream.context, shape, to, of))
+            stream.submit(BoxCopy(self.banks, stream.context, shape, to, of))
             return
         into = kinds[1] == ARRAY
         ours, theirs = ("dst", "src") if into else ("src", "dst")
@@ -299,7 +299,7 @@ class ArrayCalls(CopyCalls):
         if into and end is None and not self._quiet(stream, shape.size):
             side = side.read(shape)  # pageable memory is read before the call returns
         sides = (part, side) if into else (side, part)
-        stream.submit(BoxCopy(self._machine.banks, stream.context, shape, *sides))
+        stream.submit(BoxCopy(self.banks, stream.context, shape, *sides))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 
@@ -308,7 +308,7 @@ class ArrayCalls(CopyCalls):
         if ARRAY not in _kinds(copy):
             self._copy_rows(copy, hStream, int(copy.Depth), (ends[0], ends[1]))
             return
-        here = self._machine.stream(hStream or 0).context.device
+        here = self.stream(hStream or 0).context.device
         not_modelled(any(one.device is not here for one in ends), "a copy of an array between two devices")
         self._copy_box(copy, hStream)
 

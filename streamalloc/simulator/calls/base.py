@@ -96,8 +96,8 @@ def driver_call(name: str, method: Method) -> Method:
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
 
     @functools.wraps(method)
-    def driver_function(self: Calls, *given: Any, **named: Any) -> tuple[Any, ...]:
-        machine = self._machine
+    def driver_function(self: Any, *given: Any, **named: Any) -> tuple[Any, ...]:
+        machine: Machine = self._machine
         unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED  # even builtins may be gone
         if unready := unready or (not machine.ready and refusal(machine, before_init)):
             return (unready, *nothing)
@@ -117,7 +117,7 @@ def driver_call(name: str, method: Method) -> Method:
         try:
             for at, find in finders:
                 passed[at] = find(machine, passed[at])
-            found = method(self, *passed)
+            found = method(machine, *passed)
         except failures as failure:
             return (code(failure), *nothing)
         except wait_ended as ended:
@@ -162,21 +162,10 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
     return True
 
 
-class Calls:
-    """Base class of the groups of driver calls: it has the machine and common look-ups.
-
-    Methods named like driver functions become driver calls; those that the installed bindings lack are removed. The
-    annotation of a parameter is its conversion (:mod:`..arguments`).
+class Calls(Machine):
+    """Base class of the groups of driver calls, with common look-ups. A method that is named like a driver function
+    becomes a call of :class:`.driver.SimulatedDriver`.
     """
-
-    _machine: Machine
-
-    def __init_subclass__(cls) -> None:
-        for name, method in [(name, method) for name, method in vars(cls).items() if name.startswith("cu")]:
-            if hasattr(cuda, name):
-                setattr(cls, name, driver_call(name, method))
-            else:
-                delattr(cls, name)
 
     def _find(self, kind: Any, handle: Any) -> Any:
         """Return the object of a handle that is not a parameter of the call, such as a field of a struct.
@@ -184,7 +173,7 @@ class Calls:
         ``kind``: an annotated type of :mod:`..arguments`, which has the conversion and the look-up.
         """
         convert, find = kind.__metadata__
-        return find(self._machine, convert(handle))
+        return find(self, convert(handle))
 
     def _host_function(self, address: int, data: int) -> Operation:
         check(address)
@@ -193,14 +182,14 @@ class Calls:
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """Return an operation that calls a host function or a stream callback. It may make few driver calls."""
-        thread = self._machine.thread
+        """Return an operation that calls a host function or a stream callback."""
+        thread = self.thread
 
         def run() -> None:
             thread.caller = call_lock.Caller(in_host_function=True)
             function()
 
-        return HostFunction(self._machine.scheduler, run)
+        return HostFunction(self.scheduler, run)
 
     def _check_launch(self, stream: Queue, name: str) -> None:
         """Raise :class:`NotModelled` if ``stream`` is being captured: the capture of this call, ``name``, is not
@@ -223,12 +212,8 @@ class Calls:
             stream.submit(operation)
 
     def _captured(self, stream: Queue) -> bool:
-        """Whether ``stream`` is being captured.
-
-        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Refuses the legacy stream as
-        :meth:`_not_behind_captures` does.
-        """
-        if not self._machine.graphs.captures:
+        """Whether ``stream`` is being captured. Raises if the work is not allowed in the stream or in the graph."""
+        if not self.graphs.captures:
             return False
         capture = stream.capture
         if capture is None:
@@ -243,7 +228,7 @@ class Calls:
         It gives CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, and the captures become invalid: work in the legacy stream would
         have to wait for captured work, which never runs.
         """
-        if self._machine.graphs.captures:
+        if self.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
@@ -251,7 +236,7 @@ class Calls:
 
         Such captures are that of the stream itself, and any that forbids unsafe calls. They become invalid.
         """
-        if self._machine.graphs.captures:
+        if self.graphs.captures:
             self._spoil([stream.capture])
             self._not_behind_captures(stream)
             self._unsafe_during_capture()
@@ -261,9 +246,9 @@ class Calls:
 
         Each such capture becomes invalid.
         """
-        captures = self._machine.graphs.captures
+        captures = self.graphs.captures
         if captures:
-            caller = self._machine.scheduler.caller
+            caller = self.scheduler.caller
             self._spoil([capture for capture in captures if capture.forbids(caller)])
 
     @staticmethod

@@ -60,12 +60,12 @@ class ContextCalls(Calls):
 
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)
-        if not self._machine.ready:
-            self._machine.see_devices()
-        self._machine.ready = True
+        if not self.ready:
+            self.see_devices()
+        self.ready = True
 
     def cuDriverGetVersion(self) -> int:
-        return self._machine.profile.driver_version
+        return self.profile.driver_version
 
     def cuGetErrorName(self, error: Any) -> bytes:
         return self._error(error)[0].encode()
@@ -82,18 +82,18 @@ class ContextCalls(Calls):
             name = str(Result(int(error)).name)
         except ValueError:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE) from None
-        return name, need(self._machine.profile.error_strings.get(name))
+        return name, need(self.profile.error_strings.get(name))
 
     def cuDeviceGetCount(self) -> int:
-        return len(self._machine.devices)
+        return len(self.devices)
 
     def cuDeviceGet(self, ordinal: Int) -> Any:
-        check(0 <= ordinal < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+        check(0 <= ordinal < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         return cuda.CUdevice(ordinal)
 
     def cuDeviceGetName(self, length: Int, dev: Device) -> bytes:
         check(length > 0)
-        return self._machine.profile.name.encode()[: length - 1].ljust(length, b"\0")
+        return self.profile.name.encode()[: length - 1].ljust(length, b"\0")
 
     def cuDeviceGetUuid(self, dev: Device) -> Any:
         found, uuid = dev.uuid, cuda.CUuuid()
@@ -134,15 +134,15 @@ class ContextCalls(Calls):
         read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
         wanted = [int(part or b"0", 16) for part in read.groups()]
         names = ("PCI_DOMAIN_ID", "PCI_BUS_ID", "PCI_DEVICE_ID")
-        known = (one for one in self._machine.devices if [one.attributes[name] for name in names] == wanted)
+        known = (one for one in self.devices if [one.attributes[name] for name in names] == wanted)
         return cuda.CUdevice(need(next(known, None), Result.CUDA_ERROR_INVALID_DEVICE).ordinal)
 
     def cuDeviceCanAccessPeer(self, dev: Device, peerDev: Device) -> int:
-        return int(dev is not peerDev and self._machine.has_access(dev.ordinal, peerDev.ordinal))
+        return int(dev is not peerDev and self.has_access(dev.ordinal, peerDev.ordinal))
 
     def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
         check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
-        link = self._machine.link(srcDevice.ordinal, dstDevice.ordinal)
+        link = self.link(srcDevice.ordinal, dstDevice.ordinal)
         return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
 
     # -- primary contexts ------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ class ContextCalls(Calls):
 
     def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: UnsignedInt, dev: Device) -> Any:
         not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
-        context = self._machine.create_context(dev, flags=self._checked_flags(flags))
-        self._machine.scheduler.caller.contexts.append(context)
+        context = self.create_context(dev, flags=self._checked_flags(flags))
+        self.scheduler.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
@@ -192,46 +192,46 @@ class ContextCalls(Calls):
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
         self._end_context(ctx)
-        stack = self._machine.scheduler.caller.contexts
+        stack = self.scheduler.caller.contexts
         if stack and stack[-1] is ctx:
             stack.pop()
 
     def _end_context(self, context: Context) -> None:
         streams = context.all_streams()
-        self._machine.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
-        self._machine.close_context(context)
+        self.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        self.close_context(context)
 
     # -- the calling thread's context ------------------------------------------------------------------------
 
     def cuCtxGetCurrent(self) -> Any:
-        context = self._machine.current_or_none()
+        context = self.current_or_none()
         return cuda.CUcontext(0 if context is None else context.handle)
 
     def cuCtxSetCurrent(self, ctx: arguments.ContextHandle) -> None:
-        stack = self._machine.scheduler.caller.contexts
+        stack = self.scheduler.caller.contexts
         pushed = [self._find(Context, ctx)] if ctx else []
         stack[-1:] = pushed
 
     def cuCtxPushCurrent(self, ctx: Context) -> None:
-        self._machine.scheduler.caller.contexts.append(ctx)
+        self.scheduler.caller.contexts.append(ctx)
 
     def cuCtxPopCurrent(self) -> Any:
-        stack = self._machine.scheduler.caller.contexts
+        stack = self.scheduler.caller.contexts
         check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
         return cuda.CUcontext(stack.pop().handle)
 
     def cuCtxGetDevice(self) -> Any:
-        return cuda.CUdevice(self._machine.current().device.ordinal)
+        return cuda.CUdevice(self.current().device.ordinal)
 
     def cuCtxGetDevice_v2(self, ctx: ContextOrCurrent) -> Any:
         return cuda.CUdevice(ctx.device.ordinal)
 
     def _synchronize(self, given: Context | None = None) -> None:
-        context = given or self._machine.current()
+        context = given or self.current()
         self._no_stream_captures(context)
         self._unsafe_during_capture()
         clock, unfinished, gone = context.clock(), context.unfinished(), list(context.retired.items())
-        self._machine.synchronize(clock, lambda: all(stream.done >= seq for stream, seq in unfinished))
+        self.synchronize(clock, lambda: all(stream.done >= seq for stream, seq in unfinished))
         for number, seq in gone:
             if context.retired.get(number) == seq:
                 del context.retired[number]
@@ -248,19 +248,19 @@ class ContextCalls(Calls):
         self._spoil(stream.capture for stream in context.all_streams())
 
     def cuCtxGetFlags(self) -> int:
-        context = self._machine.current()
-        usual = self._machine.profile.context_flags if context.primary else 0
+        context = self.current()
+        usual = self.profile.context_flags if context.primary else 0
         return context.flags | context.implied_flags | usual
 
     def cuCtxGetApiVersion(self, ctx: ContextOrCurrent) -> int:
-        return self._machine.profile.context_api_version
+        return self.profile.context_api_version
 
     def cuCtxGetId(self, ctx: ContextOrCurrent) -> int:
         return ctx.id
 
     def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
-        self._machine.current()
-        return self._machine.profile.stream_priorities
+        self.current()
+        return self.profile.stream_priorities
 
     def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: QueueEvent) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
@@ -272,15 +272,15 @@ class ContextCalls(Calls):
     # -- peers -----------------------------------------------------------------------------------------------
 
     def cuCtxEnablePeerAccess(self, peerContext: Context, Flags: UnsignedInt) -> None:
-        context, peer = self._machine.current(), peerContext
+        context, peer = self.current(), peerContext
         check(Flags == 0)
         own, other = context.device.ordinal, peer.device.ordinal
-        check(own != other and self._machine.has_access(own, other), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
+        check(own != other and self.has_access(own, other), Result.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)
         check(peer.handle not in context.peers, Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
         context.peers.add(peer.handle)
 
     def cuCtxDisablePeerAccess(self, peerContext: Context) -> None:
-        context = self._machine.current()
+        context = self.current()
         check(peerContext.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
         context.peers.remove(peerContext.handle)
 
@@ -290,15 +290,15 @@ class ContextCalls(Calls):
         name = _NAMES.get(int(limit), "MAX")
         not_modelled(name == "PER_BLOCK_MEMORY_SIZE", "the limit PER_BLOCK_MEMORY_SIZE")
         check(name != "MAX")
-        return name, need(self._machine.profile.limits.get(name), Result.CUDA_ERROR_UNSUPPORTED_LIMIT)
+        return name, need(self.profile.limits.get(name), Result.CUDA_ERROR_UNSUPPORTED_LIMIT)
 
     def cuCtxGetLimit(self, limit: Any) -> int:
-        context = self._machine.current()
+        context = self.current()
         name, known = self._limit(limit)
         return context.limits.get(name, known.default)
 
     def cuCtxSetLimit(self, limit: Any, value: Size) -> None:
-        context = self._machine.current()
+        context = self.current()
         self._unsafe_during_capture()
         name, known = self._limit(limit)
         check(name not in _FIXED, Result.CUDA_ERROR_NOT_PERMITTED)
@@ -316,9 +316,9 @@ class ContextCalls(Calls):
 
         There is a stack for each thread that can run concurrently (observed on H200: test_limits).
         """
-        machine, device = self._machine, context.device
+        device = context.device
         streams = context.all_streams()
-        machine.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        self.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
         threads = device.attributes["MULTIPROCESSOR_COUNT"] * device.attributes["MAX_THREADS_PER_MULTIPROCESSOR"]
         change = (after * threads // BLOCK - before * threads // BLOCK) * BLOCK
         not_modelled(change > device.bank.free, "stacks that take more memory than there is")
@@ -328,20 +328,20 @@ class ContextCalls(Calls):
     # -- other settings --------------------------------------------------------------------------------------
 
     def cuCtxGetCacheConfig(self) -> Any:
-        return cuda.CUfunc_cache(self._machine.current().limits.get("cache", 0))
+        return cuda.CUfunc_cache(self.current().limits.get("cache", 0))
 
     def cuCtxSetCacheConfig(self, config: Any) -> None:
-        context = self._machine.current()
+        context = self.current()
         check(int(config) in _CACHE_CONFIGS)
         context.limits["cache"] = int(config)
 
     def cuCtxGetSharedMemConfig(self) -> Any:
-        self._machine.current()
+        self.current()
         return _FOUR_BYTE_BANKS
 
     def _nothing(self, *unused: Any) -> None:
         """Do nothing: the simulation has no cache, no writes of other devices and no profiler."""
-        self._machine.current()
+        self.current()
 
     cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
     cuFlushGPUDirectRDMAWrites = call("target scope", _nothing)

@@ -149,13 +149,13 @@ class CopyCalls(Calls):
     ) -> None:
         # Without a stream the call uses the legacy stream, and the host waits only for a fill of host memory (observed
         # on H200: test_copies, test_planes).
-        stream = self._machine.stream(hStream or 0)
+        stream = self.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
             return
         size = count * width
         pattern = value.to_bytes(width, "little")
-        operation = make_fill(self._machine, stream.context, target, pattern, count, rows, pitch)
+        operation = make_fill(self, stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
         if captured:  # only the instantiation checks the memory (observed on H200: test_capture)
             values = (target, pitch, value, width, count, rows)
@@ -180,10 +180,10 @@ class CopyCalls(Calls):
     cuMemsetD2D32, cuMemsetD2D32Async = with_async("dstDevice dstPitch ui Width Height", _fill_rows, 4)
 
     def _check_fill(self, address: int, size: int, context: Context) -> LiveMemory:
-        allocation = need(self._machine.allocations.find(address))
+        allocation = need(self.allocations.find(address))
         check(allocation.known)
         if allocation.mapping is not None:
-            mappings = self._machine.virtual.span(address, size)
+            mappings = self.virtual.span(address, size)
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
             self._check_team(address, size)
         else:
@@ -259,34 +259,33 @@ class CopyCalls(Calls):
         Pool memory must be accessible from the device of its side's context. Memory of cuMemAlloc can be copied from
         any context (observed on H200: test_two_devices; the driver stages such copies).
         """
-        machine = self._machine
         waits = hStream is None
-        stream = self._machine.stream(hStream or 0)
+        stream = self.stream(hStream or 0)
         captured = self._captured(stream)
         if not shape.size:
             return
-        here = machine.current_or_none() or stream.context
+        here = self.current_or_none() or stream.context
         graph = stream.capture.graph if captured else None
         destination, origin = self._check_copy(target, source, shape, device, contexts or (here, here), graph)
         if captured:
             values = values or _values_of_row(target.address, source.address, shape.size, device)
-            stream.capture.add("MEMCPY", make_copy(machine, stream.context, shape, target, source), stream, values)
+            stream.capture.add("MEMCPY", make_copy(self, stream.context, shape, target, source), stream, values)
             return
-        if machine.current_or_none() is None:  # then a side must lie in one mapping (observed on H200: test_mappings)
+        if self.current_or_none() is None:  # then a side must lie in one mapping (observed on H200: test_mappings)
             for side, end in ((target, destination), (source, origin)):
                 if end is not None and end.mapping is not None:
-                    check(len(machine.virtual.span(side.address, side.span(shape))) == 1)
+                    check(len(self.virtual.span(side.address, side.span(shape))) == 1)
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
         # A copy from pageable memory that runs later reads its source now: the program may change it after the call.
         source = source if at_once else source.read(shape)
-        stream.submit(make_copy(machine, stream.context, shape, target, source))
+        stream.submit(make_copy(self, stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
 
     def _quiet(self, stream: Queue, size: int) -> bool:
         """Whether an operation of ``size`` bytes, submitted now, would run before the call returns."""
-        return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.scheduler.seeded
+        return not stream.catch_up() and stream.idle and size <= STEP and not self.scheduler.seeded
 
     def _finish(self, stream: Queue) -> None:
         """Wait for the submitted copy, without the effect that a synchronising call has on pools.
@@ -296,7 +295,7 @@ class CopyCalls(Calls):
         """
         seq = stream.seq
         if stream.done < seq:
-            self._machine.scheduler.wait(lambda: stream.done >= seq)
+            self.scheduler.wait(lambda: stream.done >= seq)
         stream.context.check()
 
     def _check_copy(
@@ -323,7 +322,7 @@ class CopyCalls(Calls):
             lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
         destination, origin = found
         if destination is not None and destination.mapping is not None and origin is None:
-            unable = least_right(self._machine.virtual.span(target.address, target.span(shape)), HOST) == READ
+            unable = least_right(self.virtual.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
         # Any other fault of the copy decides the result code, so this check comes last (observed on H200: test_copies)
         not_modelled(lost, lost)
@@ -338,7 +337,7 @@ class CopyCalls(Calls):
         caller named. ``must_be_device``: the call's name or struct says that the side is device memory.
         """
         start = address - skipped
-        allocation = self._machine.allocations.find(start)
+        allocation = self.allocations.find(start)
         if allocation is None or not allocation.known:
             # The driver does not know host pool memory without device access, and copies it as pageable memory.
             check(start and not must_be_device)
@@ -351,7 +350,7 @@ class CopyCalls(Calls):
         # elsewhere (observed on H200: test_planes).
         check((address if allocation.pool is None else start) + size <= allocation.end)
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
-        arena = self._machine.banks.arenas.find(start) if skipped else None
+        arena = self.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")
         return allocation
 
@@ -360,9 +359,8 @@ class CopyCalls(Calls):
 
         ``now`` is False for a copy in a graph, which uses the memory later: then pageable memory need not exist yet.
         """
-        machine = self._machine
         if end is None:
-            freed = machine.banks.arenas.find(address) is not None and machine.allocations.find(address) is None
+            freed = self.banks.arenas.find(address) is not None and self.allocations.find(address) is None
             return LOST if freed or (now and not is_accessible(address, size, write)) else ""
         return GONE if is_gone(end, address, size) else ""
 
@@ -374,7 +372,7 @@ class CopyCalls(Calls):
         """
         if end is None or end.mapping is None:
             return True
-        mappings = self._machine.virtual.span(address, size)
+        mappings = self.virtual.span(address, size)
         if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
             not_modelled(needed == READ and any(mapping.is_multicast for mapping in mappings), _READING)
             self._check_team(address, size)
@@ -390,10 +388,10 @@ class CopyCalls(Calls):
         The PTX manual defines only writes by multimem instructions; users report that copies reach every device
         (NVIDIA/Fuser#5620).
         """
-        for mapping in self._machine.virtual.span(address, size):
+        for mapping in self.virtual.span(address, size):
             if mapping.is_multicast:
                 first, end = max(address, mapping.base), min(address + size, mapping.end)
-                self._machine.multicast.check_bound(first, end - first)
+                self.multicast.check_bound(first, end - first)
 
     # -- batches ---------------------------------------------------------------------------------------------
 
@@ -420,20 +418,20 @@ class CopyCalls(Calls):
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
         handle = arguments.stream(hStream)
-        check(self._machine.current_or_none() is not None and valid and handle not in (0, LEGACY_STREAM))
-        return self._machine.stream(handle)
+        check(self.current_or_none() is not None and valid and handle not in (0, LEGACY_STREAM))
+        return self.stream(handle)
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Submit the copies of a batch, each given as target, source, shape and source access order."""
         # A batch cannot be captured, but its refusal leaves the capture valid (observed on H200: test_copies).
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-        context = self._machine.current()
+        context = self.current()
         ends = [self._check_copy(*one[:3], "", (context, context), None) for one in copies]
         waits = False
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)
             source = source.read(shape) if staged else source
-            stream.submit(make_copy(self._machine, stream.context, shape, target, source))
+            stream.submit(make_copy(self, stream.context, shape, target, source))
             waits |= waits_now
         if waits:
             self._finish(stream)
@@ -460,7 +458,7 @@ class CopyCalls(Calls):
         check(order in _ORDERS and int(attributes.flags) in (0, _OVERLAP))
         for location in (attributes.srcLocHint, attributes.dstLocHint):
             if arguments.number_in(location, "type") == Location.DEVICE:
-                check(0 <= int(location.id) < len(self._machine.devices))
+                check(0 <= int(location.id) < len(self.devices))
         return order
 
 

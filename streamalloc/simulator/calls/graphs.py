@@ -90,7 +90,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def cuGraphCreate(self, flags: UnsignedInt) -> Any:
         check(not flags)
-        return cuda.CUgraph(self._machine.graphs.create().handle)
+        return cuda.CUgraph(self.graphs.create().handle)
 
     def cuGraphClone(self, originalGraph: NodeGraph) -> Any:
         return cuda.CUgraph(self._without_memory(originalGraph).clone().handle)
@@ -180,7 +180,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(size and arguments.number_in(props, "allocType") == PINNED and not handle_types & ~_SHAREABLE)
         on_host = place.type in (Location.HOST, Location.HOST_NUMA)
         check(not on_host and not handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(place.type == Location.DEVICE and 0 <= place.id < len(self._machine.devices))
+        check(place.type == Location.DEVICE and 0 <= place.id < len(self.devices))
         count = int(params.accessDescCount)
         self._check_grants(params.accessDescs[:count], place.id)
         values = {"maxSize": int(props.maxSize), "usage": int(props.usage), "accessDescCount": count}
@@ -193,10 +193,10 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         devices.
         """
         places = [arguments.place(one.location) for one in grants]
-        check(len(places) <= len(self._machine.devices))
+        check(len(places) <= len(self.devices))
         for place, grant in zip(places, grants, strict=True):
             if place.type == Location.DEVICE:
-                check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+                check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
                 not_modelled(place.id != device, "an allocation node with access for another device")
             check(int(grant.flags) == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
 
@@ -222,7 +222,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         # The address of the graph's own memory gives no context, so one must be given (H200: test_graph_nodes).
         check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
-        operation = make_fill(self._machine, context, address, pattern, width, height, pitch)
+        operation = make_fill(self, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
     def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
@@ -240,7 +240,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
-        return self._machine.current_or_none() or self._machine.devices[0].primary
+        return self.current_or_none() or self.devices[0].primary
 
     def _copy_of_node(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
@@ -248,7 +248,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(shape.size)
         target, source, kinds = self._sides(params, shape)
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        operation = make_copy(self._machine, context, shape, target, source)
+        operation = make_copy(self, context, shape, target, source)
         return {"values": copy_values(params, shape), "operation": operation}
 
     def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:
@@ -388,7 +388,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return cuda.CUdeviceptr(hNode.address)
 
     def cuGraphDestroy(self, hGraph: NodeGraph) -> None:
-        self._machine.graphs.destroy(hGraph)
+        self.graphs.destroy(hGraph)
 
 
 class GraphCalls(GraphBuildingCalls):
@@ -397,7 +397,7 @@ class GraphCalls(GraphBuildingCalls):
     # -- capture ---------------------------------------------------------------------------------------------
 
     def cuStreamBeginCapture(self, hStream: Queue, mode: Any) -> None:
-        GraphCapture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
+        GraphCapture(self.graphs, hStream, self._mode_of_capture(hStream, mode))
 
     def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
         """Check that a capture may begin in a stream, and return the capture mode as a number."""
@@ -440,7 +440,7 @@ class GraphCalls(GraphBuildingCalls):
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         number = int(mode)
         check(0 <= number <= RELAXED)
-        caller = self._machine.scheduler.caller
+        caller = self.scheduler.caller
         previous, caller.capture_mode = caller.capture_mode, number
         return cuda.CUstreamCaptureMode(previous)
 
@@ -451,9 +451,9 @@ class GraphCalls(GraphBuildingCalls):
     ) -> None:
         number = self._mode_of_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
-        taken = any(capture.graph is graph for capture in self._machine.graphs.captures)
+        taken = any(capture.graph is graph for capture in self.graphs.captures)
         check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
-        GraphCapture(self._machine.graphs, hStream, number, graph, after)
+        GraphCapture(self.graphs, hStream, number, graph, after)
 
     def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:
         count, how = more[-2:]
@@ -548,7 +548,7 @@ class GraphCalls(GraphBuildingCalls):
 
     def _instantiate(self, graph: NodeGraph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()
-        context = self._machine.current()  # refused without a current context (observed on H200: test_contexts)
+        context = self.current()  # refused without a current context (observed on H200: test_contexts)
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         check(not flags & ~(AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY | uploads))
         # A graph with memory nodes can have only one instance at a time (observed on H200: test_graph_memory).
@@ -561,13 +561,13 @@ class GraphCalls(GraphBuildingCalls):
                     context.implied_flags = _LOCAL_MEMORY
         if context.graph_block is None:
             context.graph_block = context.device.heap.take(BLOCK)
-        instance = self._machine.graphs.executables.add(graphs.GraphExec(graph, flags))
+        instance = self.graphs.executables.add(graphs.GraphExec(graph, flags))
         instance.keep()
         return instance
 
     def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Queue) -> None:
         self._check_launch(hStream, "cuGraphLaunch")
-        hGraphExec.launch(self._machine.allocations, hStream)
+        hGraphExec.launch(self.allocations, hStream)
 
     def _upload(self, instance: GraphExec, stream: Queue) -> None:
         self._check_launch(stream, "cuGraphUpload")
@@ -580,7 +580,7 @@ class GraphCalls(GraphBuildingCalls):
 
     def cuGraphExecDestroy(self, hGraphExec: GraphExec) -> None:
         self._unsafe_during_capture()
-        del self._machine.graphs.executables[hGraphExec.handle]
+        del self.graphs.executables[hGraphExec.handle]
         hGraphExec.release()
 
     # -- memory of graphs ------------------------------------------------------------------------------------

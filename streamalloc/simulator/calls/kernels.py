@@ -11,7 +11,6 @@ import ctypes
 import sys
 import threading
 import traceback
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,10 @@ class Launch(HostFunction):
     """
 
     def __init__(
-        self, driver: Any, context: Context, function: Function, shape: LaunchShape, arguments: tuple[Any, ...]
+        self, machine: Machine, context: Context, function: Function, shape: LaunchShape, arguments: tuple[Any, ...]
     ) -> None:
-        self._machine: Machine = driver._machine
-        super().__init__(self._machine.scheduler, self._call)
-        self._driver = weakref.ref(driver)  # keeps no driver object alive: its end closes the machine
+        super().__init__(machine.scheduler, self._call)
+        self._machine = machine
         self._context = context
         self._kernel: kernels.RegisteredKernel = need(function.kernel)
         self._arguments = arguments
@@ -75,7 +73,7 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        driver = self._driver()  # This reference keeps the machine, and so its memory, while the kernel runs.
+        driver = self._machine.driver()  # This reference keeps the machine, and so its memory, while the kernel runs.
         self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
             return
@@ -375,12 +373,12 @@ class KernelCalls(Calls):
     # -- modules ---------------------------------------------------------------------------------------------
 
     def _load(self, image: Any, *options: Any) -> Any:
-        context = self._machine.current()
+        context = self.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self._machine.modules.modules.add(kernels.Module(kernels.load(image), context)).handle)
+        return cuda.CUmodule(self.modules.modules.add(kernels.Module(kernels.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
-        self._machine.current()
+        self.current()
         return self._load(_path(name))
 
     cuModuleLoad = call("fname", _load_file)
@@ -390,19 +388,19 @@ class KernelCalls(Calls):
 
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
-        self._machine.drain()
-        self._machine.modules.unload(hmod, self._machine.allocations)
+        self.drain()
+        self.modules.unload(hmod, self.allocations)
 
     def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
-        return cls(self._machine.modules.find(module, _text(name)).handle)
+        return cls(self.modules.find(module, _text(name)).handle)
 
     cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
         """Return address and size of a variable of a module, or of a library's variable in the current context."""
         module = module.library or module
-        context = module.context or self._machine.current()
-        found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
+        context = module.context or self.current()
+        found = self.modules.variable(module, _text(name), context, self.allocations)
         return cuda.CUdeviceptr(found.base), found.size
 
     cuModuleGetGlobal = call("hmod name", _variable)
@@ -411,7 +409,7 @@ class KernelCalls(Calls):
         return len(self._names(module))
 
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
-        return [cls(self._machine.modules.find(module, name).handle) for name in self._names(module)[:count]]
+        return [cls(self.modules.find(module, name).handle) for name in self._names(module)[:count]]
 
     cuModuleGetFunctionCount = call("mod", _function_count)
     cuModuleEnumerateFunctions = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
@@ -426,7 +424,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self._machine.modules.modules.add(kernels.Module(kernels.load(code), None)).handle)
+        return cuda.CUlibrary(self.modules.modules.add(kernels.Module(kernels.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
@@ -443,13 +441,13 @@ class KernelCalls(Calls):
     cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
     def cuLibraryGetModule(self, library: arguments.Library) -> Any:
-        return cuda.CUmodule(self._machine.modules.in_context(library, self._machine.current()).handle)
+        return cuda.CUmodule(self.modules.in_context(library, self.current()).handle)
 
     # -- functions -------------------------------------------------------------------------------------------
 
     def cuKernelGetFunction(self, kernel: Kernel) -> Any:
-        module = self._machine.modules.in_context(kernel.module, self._machine.current())
-        function = self._machine.modules.find(module, kernel.name)
+        module = self.modules.in_context(kernel.module, self.current())
+        function = self.modules.find(module, kernel.name)
         function.attributes = kernel.attributes
         return cuda.CUfunction(function.handle)
 
@@ -496,8 +494,8 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """Return a device attribute that limits kernels. ``device``: None for that of the current context."""
-        found = device or self._machine.current().device
+        """Return a device attribute that limits kernels, by default of the current context's device."""
+        found = device or self.current().device
         return int(found.attributes[name])
 
     def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
@@ -509,7 +507,7 @@ class KernelCalls(Calls):
             return function.attributes[number]
         if name in function.registered:
             return int(function.registered[name])
-        device = self._machine.devices[0]
+        device = self.devices[0]
         version = 10 * device.attributes["COMPUTE_CAPABILITY_MAJOR"] + device.attributes["COMPUTE_CAPABILITY_MINOR"]
         known = {
             "MAX_THREADS_PER_BLOCK": self._bound("MAX_THREADS_PER_BLOCK", device),
@@ -524,7 +522,7 @@ class KernelCalls(Calls):
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         check(number in _SETTABLE)
         if number == _DYNAMIC:
-            most = self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", self._machine.devices[0])
+            most = self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", self.devices[0])
             check(0 <= value <= most - int(function.registered.get("SHARED_SIZE_BYTES", 0)))
         elif number == _CARVEOUT:
             check(-1 <= value <= 100)
@@ -619,7 +617,7 @@ class KernelCalls(Calls):
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
         if function.kernel is None:
             what = f"the kernel {function.name!r}: register a function for it with testing.kernel, or ignore kernels"
-            not_modelled(not self._machine.modules.ignore, what)
+            not_modelled(not self.modules.ignore, what)
             packed(params, extra)
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
@@ -650,7 +648,7 @@ class KernelCalls(Calls):
             for size, part in zip(sizes, (cluster.x, cluster.y, cluster.z), strict=False):
                 check(part and size % int(part) == 0)
         cooperative = _COOPERATIVE in attributes and bool(attributes[_COOPERATIVE].cooperative)
-        stream = self._machine.stream(arguments.stream(config.hStream))
+        stream = self.stream(arguments.stream(config.hStream))
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
@@ -658,7 +656,7 @@ class KernelCalls(Calls):
 
         This is not a driver function: the checker calls it. Bytes that are read and written count as written.
         """
-        function = self._machine.modules.functions.get(int(cuda.CUfunction(f or 0)))
+        function = self.modules.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel
         if function is None or kernel is None or not kernel.declares:
             return None
@@ -674,8 +672,8 @@ class KernelCalls(Calls):
     # -- linking: the result is the concatenation of the added PTX texts -----------------------------------------
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
-        self._machine.current()
-        return cuda.CUlinkState(self._machine.modules.links.add(kernels.Linker()).handle)
+        self.current()
+        return cuda.CUlinkState(self.modules.links.add(kernels.Linker()).handle)
 
     def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)
@@ -695,7 +693,7 @@ class KernelCalls(Calls):
         return ctypes.addressof(state.linked), len(state.linked)
 
     def cuLinkDestroy(self, state: Link) -> None:
-        del self._machine.modules.links[state.handle]
+        del self.modules.links[state.handle]
 
 
 def extents_of(struct: Any) -> tuple[int, ...]:

@@ -102,19 +102,18 @@ class MemoryCalls(Calls):
         return cuda.CUdeviceptr(self._allocate_plain(bytesize))
 
     def cuMemAllocPitch(self, WidthInBytes: Size, Height: Size, ElementSizeBytes: UnsignedInt) -> tuple[Any, int]:
-        self._machine.current()
+        self.current()
         check(ElementSizeBytes in (4, 8, 16) and WidthInBytes and Height)
-        pitch = round_up(WidthInBytes, self._machine.profile.pitch)
+        pitch = round_up(WidthInBytes, self.profile.pitch)
         return cuda.CUdeviceptr(self._allocate_plain(pitch * Height)), pitch
 
     def _allocate_plain(self, size: int) -> int:
-        machine = self._machine
-        context = machine.current()
+        context = self.current()
         self._unsafe_during_capture()
         check(size)
         device = context.device
         address, block, _ = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        machine.allocations.add(allocations.DeviceMemory(address, size, device.ordinal, context, block))
+        self.allocations.add(allocations.DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
@@ -124,27 +123,27 @@ class MemoryCalls(Calls):
         self._unsafe_during_capture()
         if not dptr:
             return
-        allocation = need(self._machine.allocations.at.get(dptr))
+        allocation = need(self.allocations.at.get(dptr))
         check(isinstance(allocation, (allocations.DeviceMemory, allocations.ManagedMemory, *_OF_POOLS)))
         if isinstance(allocation, allocations.PoolMemory):
-            self._machine.allocations.remove(allocation)
+            self.allocations.remove(allocation)
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
-            self._machine.allocations.remove(allocation)
+            self.allocations.remove(allocation)
             allocation.memory.freed(dptr)  # without a wait, as for pool memory
         else:
-            self._machine.drain(allocation.device)
-            check(self._machine.allocations.at.get(dptr) is allocation)
-            self._machine.discard(allocation)
+            self.drain(allocation.device)
+            check(self.allocations.at.get(dptr) is allocation)
+            self.discard(allocation)
 
     def cuMemGetInfo(self) -> tuple[int, int]:
-        bank = self._machine.current().device.bank
+        bank = self.current().device.bank
         return bank.free, bank.total
 
     # -- host memory -----------------------------------------------------------------------------------------
 
     def _allocate_host(self, size: int, flags: int = 0) -> int:
-        context = self._machine.current()
+        context = self.current()
         self._unsafe_during_capture()
         check(flags & ~_HOST_ALLOC_FLAGS == 0)
         if not size:
@@ -153,7 +152,7 @@ class MemoryCalls(Calls):
         got = context.device.pinned.allocate(size, combined, flags & _PORTABLE)
         address, block, portable = need(got, Result.CUDA_ERROR_OUT_OF_MEMORY)
         flags = combined | portable | _DEVICE_MAPPED
-        self._machine.allocations.add(allocations.HostMemory(address, size, None, context, block, flags))
+        self.allocations.add(allocations.HostMemory(address, size, None, context, block, flags))
         return address
 
     cuMemAllocHost = call("bytesize:Size", _allocate_host)
@@ -165,75 +164,75 @@ class MemoryCalls(Calls):
             self._drop_host(p, False, Result.CUDA_ERROR_INVALID_VALUE)
 
     def cuMemHostRegister(self, p: HostPointer, bytesize: Size, Flags: UnsignedInt) -> None:
-        context = self._machine.current()
+        context = self.current()
         self._unsafe_during_capture()
         check(p and bytesize and p + bytesize <= 1 << 64 and Flags & ~_HOST_REGISTER_FLAGS == 0)
         not_modelled(Flags & _HOST_REGISTER_SPECIAL, f"cuMemHostRegister with flags {Flags:#x}")
         end = p + bytesize
-        taken = self._machine.allocations.overlapping(p, end)
+        taken = self.allocations.overlapping(p, end)
         check(not taken, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-        check(not self._machine.banks.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
-        self._machine.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
+        check(not self.banks.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
+        self.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
         # The result code differs for an address in pinned or registered memory (observed on H200: test_plain_memory)
-        inside = isinstance(self._machine.allocations.find(p), allocations.HostMemory)
+        inside = isinstance(self.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
 
     def _drop_host(self, address: int, registered: bool, otherwise: Any) -> None:
-        allocation = need(self._machine.allocations.at.get(address), otherwise)
+        allocation = need(self.allocations.at.get(address), otherwise)
         check(isinstance(allocation, allocations.HostMemory) and (allocation.block is None) == registered, otherwise)
-        self._machine.drain()
-        check(self._machine.allocations.at.get(address) is allocation, otherwise)
-        self._machine.discard(allocation)
+        self.drain()
+        check(self.allocations.at.get(address) is allocation, otherwise)
+        self.discard(allocation)
 
     def cuMemHostGetDevicePointer(self, p: HostPointer, Flags: UnsignedInt) -> Any:
-        self._machine.current()
+        self.current()
         check(Flags == 0)
         self._host(p)
         return cuda.CUdeviceptr(p)
 
     def cuMemHostGetFlags(self, p: HostPointer) -> int:
-        self._machine.current()
+        self.current()
         return self._host(p).flags
 
     def _host(self, address: int) -> allocations.HostMemory:
-        return need_a(allocations.HostMemory, self._machine.allocations.find(address))
+        return need_a(allocations.HostMemory, self.allocations.find(address))
 
     # -- asking about an address -----------------------------------------------------------------------------
 
     def cuMemGetAddressRange(self, dptr: DevicePointer) -> tuple[Any, int]:
-        self._machine.current()
-        allocation = need(self._machine.allocations.find(dptr), Result.CUDA_ERROR_NOT_FOUND)
+        self.current()
+        allocation = need(self.allocations.find(dptr), Result.CUDA_ERROR_NOT_FOUND)
         check(allocation.known, Result.CUDA_ERROR_NOT_FOUND)
         mapping, base = allocation.mapping, allocation.base
         if mapping is not None:
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
-            check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
+            check(right_of_current(self, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if mapping.memory.properties.device is None:
                 base = 0  # the driver returns no base for mapped host memory (observed on H200: test_mapping_access)
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute))
-        allocation = self._machine.allocations.find(ptr)
+        allocation = self.allocations.find(ptr)
         value = self._read_attribute(attribute, allocation, ptr)
         if allocation is not None and attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
-            self._machine.current()  # refused without a current context (observed on H200: test_contexts)
+            self.current()  # refused without a current context (observed on H200: test_contexts)
         return need(value)
 
     def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
         wanted = arguments.members("attributes", attributes, cuda.CUpointer_attribute, numAttributes)
         check(wanted)
-        allocation = self._machine.allocations.find(ptr)
+        allocation = self.allocations.find(ptr)
         absent = dict(_ABSENT)
-        if allocation is None and self._machine.banks.arenas.find(ptr) is not None:
+        if allocation is None and self.banks.arenas.find(ptr) is not None:
             absent["HOST_POINTER"] = ptr
         values = []
         for one in wanted:
             name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
-            if name == "DEVICE_POINTER" and self._machine.current_or_none() is None:  # like an unknown address
+            if name == "DEVICE_POINTER" and self.current_or_none() is None:  # like an unknown address
                 value = None
             values.append(absent.get(name, 0) if value is None else value)
         return values
@@ -250,7 +249,7 @@ class MemoryCalls(Calls):
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, f"{attribute.name} of a multicast object")
             if name in MAPPED_ATTRIBUTES:
-                return MAPPED_ATTRIBUTES[name](self._machine, allocation.mapping, address)
+                return MAPPED_ATTRIBUTES[name](self, allocation.mapping, address)
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
@@ -260,16 +259,16 @@ class MemoryCalls(Calls):
         test_plain_memory).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
-        allocation = need(self._machine.allocations.find(ptr))
+        allocation = need(self.allocations.find(ptr))
         check(allocation.mapping is None, Result.CUDA_ERROR_NOT_SUPPORTED)
         allocation.waits = bool(value)
 
     def cuMemAllocManaged(self, bytesize: Size, flags: UnsignedInt) -> Any:
-        context = self._machine.current()
+        context = self.current()
         self._unsafe_during_capture()
         check(bytesize and flags in (_GLOBAL, _HOST))
-        check(self._machine.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
-        return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
+        check(self.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
+        return cuda.CUdeviceptr(self.managed.allocate(bytesize, context))
 
     def cuStreamAttachMemAsync(self, hStream: Queue, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
         """Do nothing: on devices with concurrent managed access an association has no visible effect."""
@@ -277,13 +276,13 @@ class MemoryCalls(Calls):
         check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
         check(flags != _SINGLE or hStream.handle > LEGACY_STREAM)
         not_modelled(allocation.pool is not None, "cuStreamAttachMemAsync of memory of a pool")
-        able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", hStream.context.device.ordinal)
+        able = self.supports("CONCURRENT_MANAGED_ACCESS", hStream.context.device.ordinal)
         not_modelled(not able, "cuStreamAttachMemAsync on a device without concurrent managed access")
         self._check_launch(hStream, "cuStreamAttachMemAsync")
         hStream.submit(Operation())
 
     def _managed(self, address: int, size: int) -> allocations.LiveMemory:
-        allocation = need(self._machine.allocations.find(address))
+        allocation = need(self.allocations.find(address))
         check(allocation.managed and address + size <= allocation.end)
         return allocation
 
@@ -294,16 +293,16 @@ class MemoryCalls(Calls):
         """
         place = arguments.place(location)
         if place.type == Location.DEVICE:
-            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             # Users report this error for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
-            able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", place.id)
+            able = self.supports("CONCURRENT_MANAGED_ACCESS", place.id)
             check(able, Result.CUDA_ERROR_INVALID_DEVICE)
             return place
         check(place.type in allowed)
         if place.type == Location.HOST:
             return HOST
         node = place.id if place.type == Location.HOST_NUMA else 0
-        not_modelled(not 0 <= node < self._machine.profile.numa_nodes, f"the NUMA node {node} as a location")
+        not_modelled(not 0 <= node < self.profile.numa_nodes, f"the NUMA node {node} as a location")
         return Place(Location.HOST_NUMA, node)
 
     # -- prefetches and discards -----------------------------------------------------------------------------
@@ -315,7 +314,7 @@ class MemoryCalls(Calls):
         stream = self._find(Queue, hStream)
         check(not flags and count)
         allocation = self._managed(devPtr, count)
-        able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)
+        able = self.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)
         check(able, Result.CUDA_ERROR_INVALID_DEVICE)
         self._check_launch(stream, "cuMemPrefetchAsync")
         allocations.advise(allocation, devPtr, count, allocations.prefetch(place))
@@ -331,8 +330,8 @@ class MemoryCalls(Calls):
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
         lengths = arguments.numbers(sizes, count)
         check(count and all(lengths) and not flags and handle not in (0, LEGACY_STREAM))
-        stream = self._machine.stream(handle)
-        concurrent = self._machine.supports("CONCURRENT_MANAGED_ACCESS")
+        stream = self.stream(handle)
+        concurrent = self.supports("CONCURRENT_MANAGED_ACCESS")
         not_modelled(not concurrent, f"{name} where a device lacks concurrent managed access")
         ranges = list(zip(addresses, lengths, strict=True))
         managed = [self._managed(*one) for one in ranges]
@@ -340,8 +339,7 @@ class MemoryCalls(Calls):
         places = self._places_of_batch(count, *destinations) if destinations else []
         for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
             allocations.advise(allocation, address, size, allocations.prefetch(place))
-        banks = self._machine.banks  # keeps no driver object alive: its end closes the machine
-        discard = QueuedCall(lambda: allocations.discard(banks, ranges))
+        discard = QueuedCall(lambda: allocations.discard(self.banks, ranges))
         stream.submit(discard if "Discard" in name else Operation())
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator.arguments import Device, MulticastMemory, Queue, Size
-from streamalloc.simulator.calls.base import Method, call, driver_call
+from streamalloc.simulator.calls.base import Method, call
 from streamalloc.simulator.calls.copies import CopyCalls, PlannedCopy, Put
 from streamalloc.simulator.constants import READ, READ_WRITE, STEP, HandleType, device_place
 from streamalloc.simulator.contexts import Context
@@ -81,7 +81,6 @@ class MulticastLaunch:
 
     def __init__(self, calls: MulticastCalls, stream: Queue) -> None:
         self._calls = calls
-        self._machine = calls._machine
         self._stream = stream
 
     def update(self, address: int, size: int, apply: Put) -> None:
@@ -91,7 +90,7 @@ class MulticastLaunch:
         access to it.
         """
         self._check(address, size, READ_WRITE)
-        self._stream.submit(Update(self._machine, self._stream.context, address, size, apply))
+        self._stream.submit(Update(self._calls, self._stream.context, address, size, apply))
 
     def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
         """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
@@ -99,17 +98,17 @@ class MulticastLaunch:
         ``combine`` gets the bytes of the replicas. Raises as :meth:`update`.
         """
         self._check(address, size, READ)
-        if self._machine.banks.arenas.find(target) is not None:
+        if self._calls.banks.arenas.find(target) is not None:
             self._calls._check_fill(target, size, self._stream.context)
-        self._stream.submit(Gather(self._machine, self._stream.context, target, address, size, combine))
+        self._stream.submit(Gather(self._calls, self._stream.context, target, address, size, combine))
 
     def _check(self, address: int, size: int, needed: int) -> None:
-        found = self._machine.multicast.mapping_at(address)
+        found = self._calls.multicast.mapping_at(address)
         if found is None or address + size > found[0].end:
             raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
         if found[0].right(device_place(self._stream.context.device.ordinal)) & needed != needed:
             raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-        self._machine.multicast.check_bound(address, size)
+        self._calls.multicast.check_bound(address, size)
 
 
 class MulticastCalls(CopyCalls):
@@ -123,27 +122,27 @@ class MulticastCalls(CopyCalls):
         """Return the granularity. The size in the properties is ignored, because programs omit it."""
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
-        return need(self._machine.profile.granularity("MULTICAST", handle_types), refused)[int(option)]
+        return need(self.profile.granularity("MULTICAST", handle_types), refused)[int(option)]
 
     def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
         devices, size, handle_types = self._multicast_properties(prop)
-        check(size and self._machine.multicast.fits(size))
+        check(size and self.multicast.fits(size))
         if handle_types & HandleType.FABRIC:
             # The result code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
-            check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-            refused = not self._machine.fabric
+            check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
+            refused = not self.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
-        return cuda.CUmemGenericAllocationHandle(self._machine.multicast.create(devices, size, handle_types).handle)
+        return cuda.CUmemGenericAllocationHandle(self.multicast.create(devices, size, handle_types).handle)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
         """Return the number of devices, the size in bytes, and the handle types, after their checks."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
-        able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
+        able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         # Users report that the driver refuses such an object, but not the result code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
-        too_many = devices > self._machine.spec.devices and not self._machine.spec.host_name
+        too_many = devices > self.spec.devices and not self.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
@@ -154,9 +153,9 @@ class MulticastCalls(CopyCalls):
         unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        multicast = self._machine.multicast
+        multicast = self.multicast
         check(mcHandle.table.add(multicast.labels.number(dev.ordinal), multicast.has_slot))
-        self._machine.scheduler.announce()  # wakes threads that wait for the team
+        self.scheduler.announce()  # wakes threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -164,18 +163,18 @@ class MulticastCalls(CopyCalls):
         self, found: MulticastMemory, offset: int, handle: int, start: int, size: int, flags: int, device: Any = None
     ) -> None:
         self._check_part(found, offset, size, flags)
-        memory = self._machine.virtual.memory(handle)
-        check(self._machine.multicast.fits(start) and start + size <= memory.size)
+        memory = self.virtual.memory(handle)
+        check(self.multicast.fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
-        self._machine.multicast.formed(found, "cuMulticastBindMem")
+        self.multicast.formed(found, "cuMulticastBindMem")
         # Look both handles up again: other threads may have released them during the wait for the team.
-        found, memory = self._machine.multicast.object(found.handle), self._machine.virtual.memory(handle)
+        found, memory = self.multicast.object(found.handle), self.virtual.memory(handle)
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
     def _bind_address(
         self, found: MulticastMemory, offset: int, address: int, size: int, flags: int, device: Any = None
     ) -> None:
-        multicast = self._machine.multicast
+        multicast = self.multicast
         self._check_part(found, offset, size, flags)
         check(multicast.fits(address))
         backing = multicast.locate(address, size)
@@ -198,7 +197,7 @@ class MulticastCalls(CopyCalls):
 
     def _check_part(self, found: MulticastMemory, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
-        check(size and self._machine.multicast.fits(size, offset) and offset + size <= found.size)
+        check(size and self.multicast.fits(size, offset) and offset + size <= found.size)
 
     @staticmethod
     def _check_bindable(found: MulticastMemory, memory: CreatedMemory, device: Device | None) -> None:
@@ -212,7 +211,7 @@ class MulticastCalls(CopyCalls):
 
     def cuMulticastUnbind(self, mcHandle: MulticastMemory, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
-        number = self._machine.multicast.labels.number(dev.ordinal)
+        number = self.multicast.labels.number(dev.ordinal)
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 
@@ -221,7 +220,7 @@ class MulticastCalls(CopyCalls):
 
         This is not a driver function.
         """
-        not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
+        not_modelled(self.graphs.captures, "kernels during a stream capture")
         kernel(MulticastLaunch(self, stream))
 
-    multimem_launch = driver_call("multimem_launch", call("hStream:Queue kernel:Any", _launch))
+    multimem_launch = call("hStream:Queue kernel:Any", _launch)

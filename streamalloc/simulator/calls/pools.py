@@ -48,7 +48,7 @@ class PoolCalls(Calls):
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
             # Devices without concurrent managed access give this result code, as documented.
-            check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
+            check(self.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
             check(handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
@@ -56,41 +56,39 @@ class PoolCalls(Calls):
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size < _TOO_LARGE_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._check_kind_of_pool(place, handle_types)
-        return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
+        return cuda.CUmemoryPool(self.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
-        """Raise :class:`NotModelled` for a kind of pool that this profile's devices lack: the real driver's answer is
-        unknown.
-        """
-        devices = self._machine.devices if place.device is None else [self._machine.devices[place.device]]
+        """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
+        devices = self.devices if place.device is None else [self.devices[place.device]]
         unable = [one for one in devices if handle_types & ~one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0)]
         not_modelled(unable, "cuMemPoolCreate with handle types that this profile's device lacks")
         name = {Location.HOST: "HOST_MEMORY_POOLS", Location.HOST_NUMA: "HOST_NUMA_MEMORY_POOLS"}.get(place.type)
-        lacks = name and not self._machine.supports(f"{name}_SUPPORTED")
+        lacks = name and not self.supports(f"{name}_SUPPORTED")
         not_modelled(lacks, f"cuMemPoolCreate where this profile's device lacks {name}_SUPPORTED")
 
     def _is_place(self, place: Place) -> bool:
         if place.type == Location.DEVICE:
-            return 0 <= place.id < len(self._machine.devices)
+            return 0 <= place.id < len(self.devices)
         if place.type == Location.HOST_NUMA:
-            return 0 <= place.id < self._machine.profile.numa_nodes
+            return 0 <= place.id < self.profile.numa_nodes
         return place.type == Location.HOST
 
     def cuMemPoolDestroy(self, pool: PoolHandle) -> None:
-        imported = self._machine.sharing.pools.get(pool)
+        imported = self.sharing.pools.get(pool)
         if imported is not None:
-            self._machine.sharing.destroy_pool(imported)
+            self.sharing.destroy_pool(imported)
             return
-        found = self._machine.pools.get(pool)
+        found = self.pools.get(pool)
         self._unsafe_during_capture()
         check(not found.implicit)
-        current = self._machine.pools.current
+        current = self.pools.current
         for key in [key for key, value in current.items() if value is found]:
             del current[key]
         found.destroy()
 
     def _pool_or_import(self, handle: int) -> Pool | OpenedPool:
-        return self._machine.sharing.pools.get(handle) or self._machine.pools.get(handle)
+        return self.sharing.pools.get(handle) or self.pools.get(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -98,13 +96,13 @@ class PoolCalls(Calls):
         number = arguments.member("attr", attr, cuda.CUmemPool_attribute)
         check_readable("CUmemPool_attribute", attr)
         self._unsafe_during_capture()
-        found = self._machine.pools.get(pool)
+        found = self.pools.get(pool)
         if number in _SWITCHES:
             return getattr(found, _SWITCHES[number])
         if number in _NUMBERS:
             return cuda.cuuint64_t(getattr(found, _NUMBERS[number]))
         since, read = _PROPERTIES[number]
-        check(self._machine.profile.driver_version >= since)
+        check(self.profile.driver_version >= since)
         not_modelled(found.managed or found.usage, f"{attr.name} of a managed pool, or of one with a usage")
         return read(found)
 
@@ -113,14 +111,14 @@ class PoolCalls(Calls):
         if number in _SWITCHES:
             switch = int(arguments.signed_int(value) != 0)
             self._unsafe_during_capture()
-            setattr(self._machine.pools.get(pool), _SWITCHES[number], switch)
+            setattr(self.pools.get(pool), _SWITCHES[number], switch)
             return
         if number not in _NUMBERS:
             raise TypeError(f"Unsupported attribute: {attr.name}")
         value.getPtr()  # the bindings need their own class here, and raise AttributeError for others
         wanted = int(value)
         self._unsafe_during_capture()
-        found = self._machine.pools.get(pool)
+        found = self.pools.get(pool)
         field = _NUMBERS[number]
         if field == "threshold":
             found.set_threshold(wanted)
@@ -131,7 +129,7 @@ class PoolCalls(Calls):
 
     def cuMemPoolTrimTo(self, pool: PoolHandle, minBytesToKeep: Size) -> None:
         self._unsafe_during_capture()
-        self._machine.pools.get(pool).trim(minBytesToKeep)
+        self.pools.get(pool).trim(minBytesToKeep)
 
     # -- access ----------------------------------------------------------------------------------------------
 
@@ -142,7 +140,7 @@ class PoolCalls(Calls):
         wanted = [(arguments.place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
             return
-        number = len(self._machine.devices)
+        number = len(self.devices)
         known = all(
             0 <= place.id < number for place, flags in wanted if place.type == Location.DEVICE and flags != READ
         )
@@ -153,7 +151,7 @@ class PoolCalls(Calls):
             self._check_access(found, place, flags)
         for place, flags in wanted:
             if place.device is not None and found.device is not None and flags == READ_WRITE:
-                refused = not self._machine.has_access(place.device, found.device)
+                refused = not self.has_access(place.device, found.device)
                 not_modelled(refused, "cuMemPoolSetAccess for a device that has no access to the other's memory")
         for place, flags in wanted:
             if place.type == Location.DEVICE and place.id != found.device:
@@ -174,7 +172,7 @@ class PoolCalls(Calls):
         pool = self._pool_or_import(memPool)
         self._unsafe_during_capture()
         check(place.type in (Location.DEVICE, Location.HOST, Location.HOST_NUMA))
-        check(place.device is None or 0 <= place.id < len(self._machine.devices))
+        check(place.device is None or 0 <= place.id < len(self.devices))
         allowed = pool.device is None if place.device is None else pool.accessible(place.id)
         allowed = allowed and not pool.managed
         return cuda.CUmemAccess_flags(READ_WRITE if allowed else NO_ACCESS)
@@ -182,10 +180,10 @@ class PoolCalls(Calls):
     # -- default and current pools ---------------------------------------------------------------------------
 
     def cuDeviceGetDefaultMemPool(self, dev: Device) -> Any:
-        return cuda.CUmemoryPool(self._machine.pools.default(Place(Location.DEVICE, dev.ordinal)).handle)
+        return cuda.CUmemoryPool(self.pools.default(Place(Location.DEVICE, dev.ordinal)).handle)
 
     def cuDeviceGetMemPool(self, dev: DeviceNumber) -> Any:
-        return cuda.CUmemoryPool(self._machine.pools.current_or_default(self._device_place(dev)).handle)
+        return cuda.CUmemoryPool(self.pools.current_or_default(self._device_place(dev)).handle)
 
     def cuDeviceSetMemPool(self, dev: DeviceNumber, pool: PoolHandle) -> None:
         self._set_current(self._device_place(dev), PINNED, pool)
@@ -196,19 +194,19 @@ class PoolCalls(Calls):
         In these calls an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE (observed on H200:
         test_contexts).
         """
-        check(0 <= ordinal < len(self._machine.devices))
+        check(0 <= ordinal < len(self.devices))
         return Place(Location.DEVICE, ordinal)
 
     def cuMemGetDefaultMemPool(self, location: cuda.CUmemLocation, typename: cuda.CUmemAllocationType) -> Any:
         place, kind = self._location(location, typename)
-        return cuda.CUmemoryPool(self._machine.pools.default(place, kind).handle)
+        return cuda.CUmemoryPool(self.pools.default(place, kind).handle)
 
     def cuMemGetMemPool(self, location: cuda.CUmemLocation, typename: cuda.CUmemAllocationType) -> Any:
         place, kind = self._location(location, typename)
-        return cuda.CUmemoryPool(self._machine.pools.current_or_default(place, kind).handle)
+        return cuda.CUmemoryPool(self.pools.current_or_default(place, kind).handle)
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: PoolHandle) -> None:
-        self._machine.pools.get(pool)
+        self.pools.get(pool)
         self._unsafe_during_capture()  # before the location check (observed on H200: test_pools)
         location = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
@@ -222,26 +220,24 @@ class PoolCalls(Calls):
         return place, kind
 
     def _set_current(self, place: Place, kind: int, pool: int) -> None:
-        machine = self._machine
-        found = self._machine.pools.get(pool)
+        found = self.pools.get(pool)
         self._unsafe_during_capture()
-        key = machine.pools.key(place, kind)
-        check(machine.pools.key(found.place, found.allocation_type) == key)
-        machine.pools.current[key] = found
+        key = self.pools.key(place, kind)
+        check(self.pools.key(found.place, found.allocation_type) == key)
+        self.pools.current[key] = found
 
     # -- allocation ------------------------------------------------------------------------------------------
 
     def cuMemAllocAsync(self, bytesize: Size, hStream: Queue) -> Any:
-        pool = self._machine.pools.current_or_default(Place(Location.DEVICE, hStream.context.device.ordinal))
+        pool = self.pools.current_or_default(Place(Location.DEVICE, hStream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, hStream))
 
     def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Queue) -> Any:
-        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), hStream))
+        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self.pools.get(pool), hStream))
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Queue) -> int:
-        machine = self._machine
         captured = False
-        if machine.graphs.captures:
+        if self.graphs.captures:
             captured = self._captured(stream)
             if not captured:
                 self._unsafe_during_capture()
@@ -252,12 +248,12 @@ class PoolCalls(Calls):
             check(pool.device is not None and not pool.handle_types, Result.CUDA_ERROR_NOT_SUPPORTED)
             return int(stream.capture.allocate(size, pool, stream))
         address, block = pool.take(size, stream)
-        machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
+        self.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
     def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Queue) -> None:
-        machine, stream = self._machine, hStream
-        if machine.graphs.captures:
+        stream = hStream
+        if self.graphs.captures:
             if self._captured(stream):
                 if dptr:
                     stream.capture.free(dptr, stream)
@@ -265,14 +261,14 @@ class PoolCalls(Calls):
             self._unsafe_during_capture()
         if not dptr:
             return
-        allocation = need(machine.allocations.at.get(dptr))
+        allocation = need(self.allocations.at.get(dptr))
         check(isinstance(allocation, (PoolMemory, GraphAllocation, DeviceMemory)))
-        machine.scheduler.rank(stream)
+        self.scheduler.rank(stream)
         if isinstance(allocation, PoolMemory):
-            machine.allocations.remove(allocation)
+            self.allocations.remove(allocation)
             allocation.pool.free(allocation.block, allocation.size, stream)
         elif isinstance(allocation, GraphAllocation):
-            machine.allocations.remove(allocation)
+            self.allocations.remove(allocation)
             allocation.memory.freed(dptr, stream)
         else:
-            machine.freed.append((allocation, stream, stream.submit(Operation())))
+            self.freed.append((allocation, stream, stream.submit(Operation())))

@@ -40,19 +40,19 @@ class SharingCalls(Calls):
         """Raise :class:`NotModelled` while a capture forbids unsafe calls of this thread: it is unknown whether this
         call is one.
         """
-        caller = self._machine.scheduler.caller
-        forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
+        caller = self.scheduler.caller
+        forbids = any(capture.forbids(caller) for capture in self.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
-        """Refuse fabric handles if the machine has no IMEX channel. By default it has none, as the observed machine."""
-        check(kind != HandleType.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
+        """Refuse fabric handles without an IMEX channel. The default is no channel, as on the observed machine."""
+        check(kind != HandleType.FABRIC or self.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
 
     def cuMemPoolExportToShareableHandle(self, pool: PoolHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
         kind = _handle_type("handleType", handleType)
-        found = self._machine.pools.get(pool)
+        found = self.pools.get(pool)
         self._not_during_capture()
         check(kind & found.handle_types and not flags)
         self._need_channel(kind)
@@ -70,7 +70,7 @@ class SharingCalls(Calls):
 
     def cuMemExportToShareableHandle(self, handle: MemoryHandle, handleType: Any, flags: UnsignedLongLong) -> Any:
         kind = _handle_type("handleType", handleType)
-        memory = self._machine.virtual.named(handle)
+        memory = self.virtual.named(handle)
         self._not_during_capture()
         check(kind & memory.properties.handle_types and not flags)
         not_modelled(isinstance(memory, CreatedMemory) and memory.properties.device is None, "exporting host memory")
@@ -88,7 +88,7 @@ class SharingCalls(Calls):
             return lend()
         physical.lent = True
         physical.seal()
-        return opaque_struct("CUmemFabricHandle", self._machine.sharing.fabric_handle(name, physical))
+        return opaque_struct("CUmemFabricHandle", self.sharing.fabric_handle(name, physical))
 
     def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
         kind = _handle_type("shHandleType", shHandleType, arguments.number)
@@ -103,7 +103,7 @@ class SharingCalls(Calls):
 
         ``given``: a file descriptor, which the caller keeps, or the address of a fabric handle.
         """
-        sharing = self._machine.sharing
+        sharing = self.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
         if handle_type == HandleType.POSIX_FD:
             return take(given, False)
@@ -121,63 +121,62 @@ class SharingCalls(Calls):
 
         Each import has a separate handle, and takes no memory from the device (H200: test_physical_memory).
         """
-        machine = self._machine
-        label = machine.sharing.recognise(fd, "memory", fabric=fabric)
+        label = self.sharing.recognise(fd, "memory", fabric=fabric)
         if label.kind == "multicast":
-            return machine.multicast.open(fd)
+            return self.multicast.open(fd)
         physical = Physical.adopt(os.dup(fd))
         properties = Properties(device_place(label.place.id), compression=label.compression)
-        return machine.virtual.adopt(physical, 0, physical.size, properties, None)
+        return self.virtual.adopt(physical, 0, physical.size, properties, None)
 
     # -- single allocations of a pool ------------------------------------------------------------------------
 
     def cuMemPoolExportPointer(self, ptr: DevicePointer) -> Any:
-        allocation = self._machine.allocations.at.get(ptr)
+        allocation = self.allocations.at.get(ptr)
         self._unsafe_during_capture()
         allocation = need_a(PoolMemory, allocation)
         pool = need_a(Pool, allocation.pool)
         check(pool.handle_types)
-        exportable = pool.handle_types & HandleType.POSIX_FD or self._machine.fabric
+        exportable = pool.handle_types & HandleType.POSIX_FD or self.fabric
         refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # the pool must be exported first (observed on H200: test_sharing)
-        data = self._machine.sharing.export_pointer(pool, allocation.block.start, allocation.size)
+        data = self.sharing.export_pointer(pool, allocation.block.start, allocation.size)
         return opaque_struct("CUmemPoolPtrExportData", data)
 
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: cuda.CUmemPoolPtrExportData) -> Any:
         self._not_during_capture()
-        found = self._machine.sharing.pools.get(pool)
+        found = self.sharing.pools.get(pool)
         if found is None:
-            self._machine.pools.get(pool)
+            self.pools.get(pool)
             raise NotModelled("importing a pointer into a pool that was not imported")
-        return cuda.CUdeviceptr(self._machine.sharing.import_pointer(found, opaque_bytes(shareData)))
+        return cuda.CUdeviceptr(self.sharing.import_pointer(found, opaque_bytes(shareData)))
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
     def cuIpcGetMemHandle(self, dptr: DevicePointer) -> Any:
-        allocation = self._machine.allocations.find(dptr)
-        self._machine.current()
+        allocation = self.allocations.find(dptr)
+        self.current()
         self._not_during_capture()
         plain = need_a(DeviceMemory, allocation)
-        return opaque_struct("CUipcMemHandle", self._machine.sharing.memory_handle(plain))
+        return opaque_struct("CUipcMemHandle", self.sharing.memory_handle(plain))
 
     def cuIpcOpenMemHandle(self, handle: Any, Flags: arguments.UnsignedInt) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcMemHandle, optional=False))
-        context = self._machine.current()
+        context = self.current()
         self._not_during_capture()
         check(Flags == _LAZY_ENABLE_PEER_ACCESS)
-        return cuda.CUdeviceptr(self._machine.sharing.open_memory(data, context))
+        return cuda.CUdeviceptr(self.sharing.open_memory(data, context))
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
         """Undo one open; undoing the last one unmaps the memory.
 
         The call waits for queued work first, as cuMemFree does.
         """
-        sharing = self._machine.sharing
-        self._machine.current()
+        sharing = self.sharing
+        self.current()
         self._not_during_capture()
         sharing.opened_at(dptr)
-        self._machine.drain(sharing.opened_at(dptr).device)
+        self.drain(sharing.opened_at(dptr).device)
         opened = sharing.opened_at(dptr)  # another thread may have closed it during the wait
         opened.times -= 1
         if not opened.times:
@@ -186,17 +185,16 @@ class SharingCalls(Calls):
     # -- events ----------------------------------------------------------------------------------------------
 
     def cuIpcGetEventHandle(self, event: arguments.QueueEvent) -> Any:
-        self._machine.current()
+        self.current()
         check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
-        return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(event))
+        return opaque_struct("CUipcEventHandle", self.sharing.event_handle(event))
 
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcEventHandle, optional=False))
-        machine = self._machine
-        context = machine.current()
+        context = self.current()
         self._not_during_capture()
-        shared = machine.sharing.open_event(data)
+        shared = self.sharing.open_event(data)
         event = contexts.QueueEvent(
             context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True
         )
-        return cuda.CUevent(machine.events.add(event).handle)
+        return cuda.CUevent(self.events.add(event).handle)

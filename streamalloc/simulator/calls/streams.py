@@ -84,12 +84,12 @@ class StreamCalls(Calls):
     # -- streams ---------------------------------------------------------------------------------------------
 
     def cuStreamCreateWithPriority(self, flags: UnsignedInt, priority: Int) -> Any:
-        least, greatest = self._machine.profile.stream_priorities
+        least, greatest = self.profile.stream_priorities
         return self._create_stream(flags, min(max(priority, greatest), least))
 
     def _create_stream(self, flags: int, priority: int = 0) -> Any:
         check(flags in (0, _NON_BLOCKING))
-        return cuda.CUstream(self._machine.current().create_stream(flags != _NON_BLOCKING, priority).handle)
+        return cuda.CUstream(self.current().create_stream(flags != _NON_BLOCKING, priority).handle)
 
     cuStreamCreate = call("Flags", _create_stream)
 
@@ -98,25 +98,25 @@ class StreamCalls(Calls):
         if hStream.capture is not None:
             hStream.capture.valid = False
             hStream.capture.leave(hStream)
-        self._machine.destroy_stream(hStream)
+        self.destroy_stream(hStream)
 
     def cuStreamQuery(self, hStream: Queue) -> None:
         self._not_captured(hStream)
-        if not hStream.idle and not self._machine.scheduler.seeded:
-            self._machine.scheduler.pump()
+        if not hStream.idle and not self.scheduler.seeded:
+            self.scheduler.pump()
         check(hStream.idle, Result.CUDA_ERROR_NOT_READY)
         hStream.context.check()
 
     def cuStreamSynchronize(self, hStream: Queue) -> None:
         self._not_captured(hStream)
         head = hStream.operations[0] if hStream.operations else None
-        if isinstance(head, HostFunction) and head.ident == self._machine.scheduler.caller.ident:
+        if isinstance(head, HostFunction) and head.ident == self.scheduler.caller.ident:
             raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_streams
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
         # Pools release nothing for a stream that nothing was allocated or freed on (observed on H200: test_placements).
-        told = hStream.id in self._machine.scheduler.ranks
-        self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
+        told = hStream.id in self.scheduler.ranks
+        self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
@@ -182,12 +182,12 @@ class StreamCalls(Calls):
     # -- events ----------------------------------------------------------------------------------------------
 
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
-        context = self._machine.current()
+        context = self.current()
         check(Flags in _EVENT_FLAGS)
-        return cuda.CUevent(self._machine.events.add(contexts.QueueEvent(context, Flags)).handle)
+        return cuda.CUevent(self.events.add(contexts.QueueEvent(context, Flags)).handle)
 
     def cuEventDestroy(self, hEvent: QueueEvent) -> None:
-        del self._machine.events[hEvent.handle]
+        del self.events[hEvent.handle]
 
     def cuEventRecordWithFlags(self, hEvent: QueueEvent, hStream: Queue, flags: UnsignedInt) -> None:
         check(flags in (0, _EXTERNAL))
@@ -221,8 +221,8 @@ class StreamCalls(Calls):
     def cuEventQuery(self, hEvent: QueueEvent) -> None:
         self._check_captured(hEvent)
         self._unsafe_during_capture()
-        if not hEvent.complete and not self._machine.scheduler.seeded:
-            self._machine.scheduler.pump()
+        if not hEvent.complete and not self.scheduler.seeded:
+            self.scheduler.pump()
         check(hEvent.complete, Result.CUDA_ERROR_NOT_READY)
 
     def cuEventSynchronize(self, hEvent: QueueEvent) -> None:
@@ -230,14 +230,14 @@ class StreamCalls(Calls):
         self._unsafe_during_capture()
         elsewhere = hEvent.elsewhere
         if elsewhere is not None:
-            self._machine.scheduler.wait(elsewhere.arrival(), polled=True)
+            self.scheduler.wait(elsewhere.arrival(), polled=True)
             return
         record = hEvent.record
         if record is not None:
             if hEvent.flags & EventFlag.INTERPROCESS:
-                self._machine.scheduler.wait(lambda: record.complete)
+                self.scheduler.wait(lambda: record.complete)
             else:
-                self._machine.synchronize(record.clock, lambda: record.complete)
+                self.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
     def cuEventElapsedTime(self, hStart: QueueEvent, hEnd: QueueEvent) -> float:
@@ -266,7 +266,7 @@ class StreamCalls(Calls):
         not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
         given = opaque_bytes(value)
         if number == _PRIORITY:
-            least, greatest = self._machine.profile.stream_priorities
+            least, greatest = self.profile.stream_priorities
             stream.priority = min(max(_NUMBER.unpack_from(given)[0], greatest), least)
             return
         check(number in _DEFAULTS)
@@ -330,19 +330,18 @@ class StreamCalls(Calls):
         bits = 32 if kind in (_WAIT_32, _WRITE_32) else 64
         written = kind in (_WRITE_32, _WRITE_64)
         check(address % (bits // 8) == 0)
-        missing = in_graph and self._machine.allocations.find(address) is None
+        missing = in_graph and self.allocations.find(address) is None
         not_modelled(missing, "a word that is not there in a graph: it is the launch that fails")
         self._check_word(context, address, bits, written)
-        # The queued operation refers to the machine only: the end of the driver object closes the machine.
-        machine, word = self._machine, _WORDS[bits]
+        word = _WORDS[bits]
         if written:
             # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_stream_words).
             check(not flags)
 
             def write() -> None:
-                if machine.banks.is_mapped(address, bits // 8, write=True):
+                if self.banks.is_mapped(address, bits // 8, write=True):
                     word.from_address(address).value = value
-                    machine.scheduler.announce()
+                    self.scheduler.announce()
                 else:
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -352,7 +351,7 @@ class StreamCalls(Calls):
         compare = need(WAIT_COMPARISONS.get(flags))
 
         def arrived() -> bool:
-            if not machine.banks.is_mapped(address, bits // 8):
+            if not self.banks.is_mapped(address, bits // 8):
                 context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
                 return True
             return compare(word.from_address(address).value, value, bits)
@@ -364,7 +363,7 @@ class StreamCalls(Calls):
 
         Pool and graph memory is refused (observed on H200: test_stream_words).
         """
-        allocation = need(self._machine.allocations.find(address))
+        allocation = need(self.allocations.find(address))
         check(not isinstance(allocation, (PoolMemory, GraphAllocation)))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")

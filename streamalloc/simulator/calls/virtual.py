@@ -39,7 +39,7 @@ class VirtualMemoryCalls(Calls):
         properties = self._properties(prop)
         self._check_supported(properties)
         check(size and size % self._granularity(properties.place.type, properties.handle_types).minimum == 0)
-        return cuda.CUmemGenericAllocationHandle(self._machine.virtual.create(size, properties).handle)
+        return cuda.CUmemGenericAllocationHandle(self.virtual.create(size, properties).handle)
 
     def _properties(self, props: Any) -> Properties:
         place, kind, handle_types = arguments.place(props.location), int(props.type), read_handle_types(props)
@@ -48,10 +48,10 @@ class VirtualMemoryCalls(Calls):
         check(kind == PINNED and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         wanted = place.type
         if wanted == Location.DEVICE:
-            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             check(compression <= 1)
         elif wanted == Location.HOST_NUMA:
-            check(0 <= place.id < self._machine.profile.numa_nodes and not compression and not rdma)
+            check(0 <= place.id < self.profile.numa_nodes and not compression and not rdma)
         else:
             check(wanted == Location.HOST and not compression and not rdma and not handle_types)
             place = Place(Location.HOST_NUMA, 0)
@@ -60,10 +60,10 @@ class VirtualMemoryCalls(Calls):
         special = tile_pool and (rdma or wanted == Location.HOST_NUMA)
         not_modelled(special, "cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
         if handle_types & HandleType.FABRIC:
-            able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
+            able = self.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
             not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
             # The default is as on the observed machine: the devices support fabric handles, but no IMEX channel exists.
-            check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
+            check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
@@ -80,7 +80,7 @@ class VirtualMemoryCalls(Calls):
             (properties.device is None, "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
         )
         for wanted, name in kinds:
-            lacks = wanted and not self._machine.supports(name, properties.device)
+            lacks = wanted and not self.supports(name, properties.device)
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
@@ -88,22 +88,22 @@ class VirtualMemoryCalls(Calls):
 
         Users report the result code for virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
         """
-        able = self._machine.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
+        able = self.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def _granularity(self, place: int, handle_types: int) -> Granularity:
-        found = self._machine.profile.granularity(_PLACES.get(place, "DEVICE"), handle_types)
+        found = self.profile.granularity(_PLACES.get(place, "DEVICE"), handle_types)
         return need(found, "memory of a kind that this profile has no granularity for")
 
     def cuMemRelease(self, handle: MemoryHandle) -> None:
-        self._machine.virtual.release(handle)
+        self.virtual.release(handle)
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
-        virtual = self._machine.virtual
+        virtual = self.virtual
         return cuda.CUmemGenericAllocationHandle(virtual.retain(need(virtual.mapping_at(addr)).memory))
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
-        named = self._machine.virtual.named_or_mapped(handle)
+        named = self.virtual.named_or_mapped(handle)
         properties = need_a(
             CreatedMemory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object"
         ).properties
@@ -129,31 +129,31 @@ class VirtualMemoryCalls(Calls):
     def cuMemAddressReserve(self, size: Size, alignment: Size, addr: DevicePointer, flags: UnsignedLongLong) -> Any:
         check(flags == 0)
         self._check_vmm()
-        return cuda.CUdeviceptr(self._machine.virtual.reserve(size, alignment, addr))
+        return cuda.CUdeviceptr(self.virtual.reserve(size, alignment, addr))
 
     def cuMemAddressFree(self, ptr: DevicePointer, size: Size) -> None:
-        self._machine.virtual.free(ptr, size)
+        self.virtual.free(ptr, size)
 
     def cuMemMap(
         self, ptr: DevicePointer, size: Size, offset: Size, handle: MemoryHandle, flags: UnsignedLongLong
     ) -> None:
-        virtual = self._machine.virtual
+        virtual = self.virtual
         found = virtual.named_or_mapped(handle)
         check(flags == 0)
         if isinstance(found, MulticastMemory):
-            self._machine.multicast.formed(found, "cuMemMap")
+            self.multicast.formed(found, "cuMemMap")
             found = virtual.named_or_mapped(handle)  # another thread may have released it during the wait for the team
         virtual.map(ptr, size, offset, found)
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
-        self._machine.virtual.unmap(ptr, size)
+        self.virtual.unmap(ptr, size)
 
     # -- access ----------------------------------------------------------------------------------------------
 
     def cuMemSetAccess(self, ptr: DevicePointer, size: Size, desc: Any, count: Size) -> None:
         descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, count)
         check(count and size)
-        mappings = connected(self._machine.virtual.whole_span(ptr, size))
+        mappings = connected(self.virtual.whole_span(ptr, size))
         wanted = [self._wanted(arguments.place(one.location), int(one.flags)) for one in descriptors]
         self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
@@ -163,7 +163,7 @@ class VirtualMemoryCalls(Calls):
             for place, flags in wanted:
                 owner = mapping.memory.properties.device
                 unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
-                if unknown and not self._machine.has_access(place.id, owner or 0):
+                if unknown and not self.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
                 # The host cannot get access to device memory. The refusal does not undo the grants of earlier entries
                 # (observed on H200: test_mapping_access).
@@ -176,7 +176,7 @@ class VirtualMemoryCalls(Calls):
 
         Users report the result code ILLEGAL_STATE (NVIDIA developer forum, 356726).
         """
-        number = self._machine.multicast.labels.number
+        number = self.multicast.labels.number
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastMemory):
                 team = mapping.memory.table.devices
@@ -186,12 +186,12 @@ class VirtualMemoryCalls(Calls):
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
-        streams = self._machine.scheduler.streams.values()
+        streams = self.scheduler.streams.values()
         return any(one.touches(start, end) for stream in streams for one in stream.operations)
 
     def _wanted(self, place: Place, flags: int) -> tuple[Place, int]:
         if place.type == Location.DEVICE:
-            check(0 <= place.id < len(self._machine.devices))
+            check(0 <= place.id < len(self.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
         # The driver accepts the number of a NUMA node that does not exist (observed on H200: test_mapping_access)
@@ -200,10 +200,10 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
         place = arguments.place(location)
         if place.type == Location.DEVICE:
-            check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
+            check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
             check(place.type in (Location.HOST, Location.HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
-        mapping = need(self._machine.virtual.mapping_at(ptr))
+        mapping = need(self.virtual.mapping_at(ptr))
         if place.type == Location.HOST:
             return mapping.right_of_host()
         return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
@@ -220,16 +220,16 @@ class VirtualMemoryCalls(Calls):
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
         check(size and dptr % _PAGE == 0 and size % _PAGE == 0)
-        self._machine.current()
-        allocation = need(self._machine.allocations.find(dptr))
+        self.current()
+        allocation = need(self.allocations.find(dptr))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "cuMemGetHandleForAddressRange of a multicast object")
-            devices = [mapping.memory.properties.device for mapping in self._machine.virtual.span(dptr, size)]
+            devices = [mapping.memory.properties.device for mapping in self.virtual.span(dptr, size)]
         else:
             not_modelled(allocation.managed, "cuMemGetHandleForAddressRange of managed memory")
             devices = [allocation.device]
         check(None not in devices)
-        if allocation.mapping is None and not self._machine.banks.is_backed(dptr, size):
+        if allocation.mapping is None and not self.banks.is_backed(dptr, size):
             in_pool = isinstance(allocation, PoolMemory)
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
