@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator import arrays, contexts, graphs, kernels, multicast, scheduler
+from streamalloc.simulator import contexts, graphs, kernels, scheduler
 from streamalloc.simulator.constants import Place
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.machine import Machine
@@ -125,7 +125,7 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
     return _context(machine, handle) if handle else machine.current()
 
 
-def _found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
+def found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
     """The look-up of a handle in a table of the machine. ``of_null``: result code
     for a null handle; None: ``code``.
     """
@@ -159,35 +159,21 @@ ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 # A parameter ``hStream: Queue`` is thus the stream itself, not its handle; of kind ``StreamHandle``, it is the handle.
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The result code for a destroyed event was seen once on H200. Such a handle can also kill the process there.
-QueueEvent = Annotated[contexts.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
-NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
-Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
-GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
-_array, _mipmap = Handle(cuda.CUarray), Handle(cuda.CUmipmappedArray)
-_no_array = ("arrays.arrays", "using an array that does not exist")
-_no_mipmap = ("arrays.mipmapped", "using a mipmapped array that does not exist")
+QueueEvent = Annotated[contexts.QueueEvent, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
+NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), found_in("graphs.graphs")]
+Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), found_in("graphs.nodes")]
+GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), found_in("graphs.executables")]
 _gone = Result.CUDA_ERROR_INVALID_HANDLE
-Array = Annotated[arrays.Array, _array, _found_in(*_no_array)]
-MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap)]
-# For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
-EndedArray = Annotated[arrays.Array, _array, _found_in(*_no_array, _gone)]
-EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap, _gone)]
-MulticastMemory = Annotated[
-    multicast.MulticastMemory,
-    Handle(cuda.CUmemGenericAllocationHandle),
-    lambda machine, handle: machine.multicast.object(handle),
-]
-
-Module = Annotated[kernels.Module, Handle(cuda.CUmodule), _found_in("modules.modules", _gone)]
-Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
-Function = Annotated[kernels.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
-Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
-# Calls that query a function's name, module or parameters give another result code for a null handle than other calls
-# do (observed on H200: test_modules).
-_named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
+Module = Annotated[kernels.Module, Handle(cuda.CUmodule), found_in("modules", _gone)]
+Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), found_in("modules", _gone)]
+Function = Annotated[kernels.Function, Handle(cuda.CUfunction), found_in("functions", _gone)]
+Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), found_in("functions", _gone)]
+# For calls that query a function's name, module or parameters, where a null handle has another result code (observed on
+# H200: test_modules).
+_named = found_in("functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
-Link = Annotated[kernels.Linker, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
+Link = Annotated[kernels.Linker, Handle(cuda.CUlinkState), found_in("links", _gone)]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
@@ -201,18 +187,17 @@ BY_NAME = {
 """Parameter kinds by name, for calls with a shared implementation."""
 
 
-def kind(name: str, annotation: str) -> tuple[Convert | None, Find | None]:
-    """Return two functions for a parameter of this name and annotation; None for a step that it does not need.
-
-    The first converts the argument before the call takes the lock. The second looks up or checks the object under the
-    lock.
+def kind(name: str, annotation: str, names: Mapping[str, Any]) -> tuple[Convert | None, Find | None]:
+    """Return two functions for a parameter: its conversion before the call takes the lock, and its look-up or check
+    under the lock. None: the parameter needs no such step. ``names``: those of the module that has the annotation.
     """
     if annotation.startswith("cuda."):
         cls = getattr(cuda, annotation.removeprefix("cuda."), None)
         check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
         return None, lambda machine, value: check_argument(name, value, cls)
     # typing.get_type_hints would take 0.1 s for all calls, at each import.
-    found: tuple[Any, ...] = getattr(globals().get(annotation.removeprefix("arguments.")), "__metadata__", ())
+    places = (names.get(annotation), globals().get(annotation.removeprefix("arguments.")))
+    found: tuple[Any, ...] = next(filter(None, (getattr(one, "__metadata__", None) for one in places)), ())
     convert, find, *_ = (*found, None, None)
     return convert, find
 

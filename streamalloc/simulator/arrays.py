@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Dim3, Handles, new_handle, round_up
+from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Dim3, new_handle, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result
 from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_address
@@ -257,34 +257,6 @@ class MipmappedArray:
     mipmap: ClassVar[None] = None
     """Always None: only an :class:`Array` can be a level of a mipmapped array."""
     handle: int = field(default_factory=new_handle)
-
-
-@dataclass(eq=False)
-class Arrays:
-    """Arrays and mipmapped arrays of a machine, by handle."""
-
-    arrays: Handles[Array] = field(default_factory=Handles)
-    mipmapped: Handles[MipmappedArray] = field(default_factory=Handles)
-
-    def levels_of(self, mipmap: MipmappedArray) -> list[Array]:
-        """Return the levels of a mipmapped array for which ``cuMipmappedArrayGetLevel`` has made handles."""
-        return [one for one in self.arrays.values() if one.mipmap is mipmap]
-
-    def destroy(self, one: Array | MipmappedArray) -> None:
-        """Destroy an array and the handles of its levels. For one level of a mipmapped array, only its handle ends."""
-        levels = [one] if isinstance(one, Array) else self.levels_of(one)
-        for level in levels:
-            del self.arrays[level.handle]
-        self.mipmapped.pop(one.handle, None)
-        if one.mipmap is None:
-            one.storage.clear()
-
-    def forget(self, context: Context) -> None:
-        """Destroy the arrays of a context that ends."""
-        mipmaps: list[Array | MipmappedArray] = [*self.mipmapped.values()]
-        for one in mipmaps + [one for one in self.arrays.values() if one.mipmap is None]:
-            if one.storage.context is context:
-                self.destroy(one)
 
 
 class Remap(Operation):

@@ -16,14 +16,11 @@ from streamalloc.simulator.calls.memory import MemoryCalls
 from streamalloc.simulator.calls.multicast import MulticastCalls
 from streamalloc.simulator.calls.pools import PoolCalls
 from streamalloc.simulator.calls.sharing import SharingCalls
-from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.errors import NotModelled
 from streamalloc.simulator.profiles import MachineSpec
 
 
-class SimulatedMachine(
-    ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
-):
+class SimulatedMachine(ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, SharingCalls):
     """A machine with the methods of all areas."""
 
 

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from streamalloc.simulator.allocations import AllocationTable, LiveMemory
+from streamalloc.simulator.allocations import LiveMemory
 from streamalloc.simulator.allocator import Block
-from streamalloc.simulator.constants import Handles, new_handle
+from streamalloc.simulator.constants import new_handle
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.memory import is_accessible
@@ -335,53 +335,3 @@ class Linker:
     texts: list[bytes] = field(default_factory=list)
     linked: Any = None
     handle: int = field(default_factory=new_handle)
-
-
-@dataclass(eq=False)
-class Modules:
-    """Modules, libraries and functions of a machine, by handle."""
-
-    ignore: bool
-    """Whether kernels without a registered function do nothing."""
-    modules: Handles[Module] = field(default_factory=Handles)
-    functions: Handles[Function] = field(default_factory=Handles)
-    links: Handles[Linker] = field(default_factory=Handles)
-
-    def find(self, module: Module, name: str) -> Function:
-        return self.functions.add(module.function(name))
-
-    def in_context(self, library: Module, context: Context) -> Module:
-        """Return the module of a library in a context, made at the first request."""
-        made = (one for one in self.modules.values() if one.library is library and one.context is context)
-        return next(made, None) or self.modules.add(Module(library.contents, context, library))
-
-    def variable(self, module: Module, name: str, context: Context, allocations: AllocationTable) -> VariableMemory:
-        """Return the memory of a variable, allocated at the first call."""
-        found = module.variables.get((name, context))
-        if found is None:
-            initial = module.initial(name)
-            device = context.device
-            address, block, _ = need(device.heap.allocate(len(initial)), Result.CUDA_ERROR_OUT_OF_MEMORY)
-            ctypes.memmove(address, initial, len(initial))
-            found = VariableMemory(address, len(initial), device.ordinal, context, block)
-            module.variables[name, context] = found
-            allocations.add(found)
-        return found
-
-    def unload(self, module: Module, allocations: AllocationTable) -> None:
-        """Remove a module or a library, with its functions and variables."""
-        for own in [one for one in self.modules.values() if one.library is module]:
-            self.unload(own, allocations)
-        self.modules.pop(module.handle, None)
-        for function in module.functions.values():
-            self.functions.pop(function.handle, None)
-        for memory in module.variables.values():
-            allocations.remove(memory)
-            assert memory.context is not None
-            memory.context.device.heap.free(memory.block)
-        module.variables.clear()
-
-    def forget(self, context: Context, allocations: AllocationTable) -> None:
-        """Unload the modules of a context that ends."""
-        for module in [one for one in self.modules.values() if one.context is context]:
-            self.unload(module, allocations)

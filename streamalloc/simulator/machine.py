@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 
 from streamalloc.simulator import allocations, call_lock
-from streamalloc.simulator.arrays import Arrays
 from streamalloc.simulator.banks import Bank, Banks, Heap, Regions
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
 from streamalloc.simulator.contexts import Context, QueueEvent, SimulatedDevice, chosen, visible
@@ -18,13 +17,12 @@ from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
 from streamalloc.simulator.graphs import Graphs
-from streamalloc.simulator.kernels import Modules
-from streamalloc.simulator.multicast import Multicast
 from streamalloc.simulator.pool import PoolTable
 from streamalloc.simulator.profiles import Link, MachineSpec, Profile
 from streamalloc.simulator.scheduler import Clock, Queue, Scheduler, merge
-from streamalloc.simulator.sharing import Sharing
-from streamalloc.simulator.virtual import VirtualMemory
+
+_OF_A_CONTEXT = (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory, allocations.OpenedMemory)
+"""Kinds of memory that end with their context."""
 
 
 class Machine:
@@ -66,14 +64,8 @@ class Machine:
         self.usage: Usage | None = self._share_usage() if spec.given_name else None
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: allocations.Managed = allocations.Managed(banks, self.allocations)
-        self.arrays: Arrays = Arrays()
         self.pools: PoolTable = PoolTable(self.labels, banks, self.scheduler)
         self.graphs: Graphs = Graphs(self.devices)
-        self.modules: Modules = Modules(spec.kernels == "ignore")
-        shared = (self.labels, banks, self.allocations, self.scheduler)
-        self.virtual: VirtualMemory = VirtualMemory(*shared, self.profile)
-        self.sharing: Sharing = Sharing(*shared, self.devices)
-        self.multicast: Multicast = Multicast(self.labels, self.allocations, self.scheduler, self.virtual, spec)
         _machines.add(self)
 
     def _bank(self) -> Bank:
@@ -137,7 +129,6 @@ class Machine:
                 call_lock.leave(is_main)
 
     def _release(self) -> None:
-        self.multicast.close()
         self.banks.arenas.close()
         if self.usage is not None:
             self.usage.close()
@@ -149,22 +140,18 @@ class Machine:
         return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events, modules, arrays and cuMemAlloc memory."""
+        """Destroy a context with its streams, events and cuMemAlloc memory. Areas end what they have of it."""
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
             del self.events[event.handle]
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
-            if isinstance(allocation, (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory)):
+            if isinstance(allocation, _OF_A_CONTEXT):
                 self.discard(allocation)
-            elif isinstance(allocation, allocations.OpenedMemory):
-                self.sharing.forget_memory(allocation)
         self._release_freed(lambda stream, seq: stream.context is context)
         if context.graph_block is not None:
             context.device.heap.free(context.graph_block)
             context.graph_block = None
-        self.arrays.forget(context)
-        self.modules.forget(context, self.allocations)
         context.end()
 
     def current_or_none(self) -> Context | None:
@@ -276,7 +263,6 @@ class Machine:
             assert allocation.context is not None
             device = allocation.context.device
             (device.pinned if allocation.on_host else device.heap).free(allocation.block)
-            self.sharing.withdraw(allocation)
 
 
 _machines: weakref.WeakSet[Machine] = weakref.WeakSet()

@@ -15,20 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.formats.locks import is_locked, lock
-from streamalloc.simulator.allocations import AllocationTable, LiveMemory
-from streamalloc.simulator.constants import NOWHERE, Location, Place
-from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
-from streamalloc.simulator.files import Label, Labels, reach
+from streamalloc.simulator.allocations import LiveMemory
+from streamalloc.simulator.constants import Location, Place
+from streamalloc.simulator.errors import DeadlockError, Result, check, need, not_modelled, undo_by
+from streamalloc.simulator.files import Label, reach
+from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Physical, ReservedExtent, window
-from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
-from streamalloc.simulator.pool import Pool
-from streamalloc.simulator.profiles import MachineSpec
-from streamalloc.simulator.scheduler import Scheduler
-from streamalloc.simulator.virtual import VirtualMemory
+from streamalloc.simulator.physical import CreatedMemory, Mappable, Properties
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """Team states: devices missing; complete; complete without a free switch slot."""
@@ -255,11 +251,11 @@ class MulticastMemory(Mappable):
     processes or other imports are independent.
     """
 
-    def __init__(self, owner: Multicast, table: MulticastTable, imported: bool) -> None:
+    def __init__(self, machine: Machine, table: MulticastTable, imported: bool) -> None:
         super().__init__(table.size, Properties(_OF_A_TEAM, table.handle_types))
         self.table = table
         self.imported = imported
-        self._owner = owner
+        self._machine = machine
         self._bound: dict[int, Backing] = {}  # by binding number; only bindings of this holder
         self._windows: dict[int, ReservedExtent] = {}  # by binding number; mapped bytes of bindings of any holder
 
@@ -272,7 +268,6 @@ class MulticastMemory(Mappable):
 
     def leave(self) -> None:
         if not self.handles and not self.mappings:
-            self._owner.objects.discard(self)
             self.close()
 
     def close(self) -> None:
@@ -290,14 +285,55 @@ class MulticastMemory(Mappable):
 
         It can be smaller than the object, but must start at offset 0, as mscclpp maps it.
         """
-        check(self._owner.fits(size, offset) and offset + size <= self.size)
+        check((size | offset) % self._machine.profile.team_page == 0 and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
+
+    # -- waiting for the team --------------------------------------------------------------------------------
+
+    def wait_for_team(self, call: str) -> None:
+        """Block until all devices are added, as the real driver does. If nobody adds them, block forever."""
+        self.mappings += 1  # keeps the object if other threads release its handles during the wait
+        try:
+            if self.table.state == WAITING:
+                self._wait(call)
+            # Without a free slot this call fails. The addition of the last device has succeeded (NVIDIA/nccl#2077).
+            check(self.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        finally:
+            self.mappings -= 1
+            self.leave()
+
+    def _wait(self, call: str) -> None:
+        scheduler, table, patience = self._machine.scheduler, self.table, self._machine.spec.patience
+        end = time.monotonic() + patience
+
+        def over() -> bool:
+            return table.state != WAITING or not self._may_come() or time.monotonic() > end
+
+        scheduler.wait(over, polled=True)
+        check(not scheduler.closed, Result.CUDA_ERROR_DEINITIALIZED)
+        if table.state != WAITING:
+            return
+        added = table.devices
+        ordinals = ", ".join(str(number % (1 << 32)) for number in added)
+        names = f"{len(added)} of {table.device_count} devices were added ({ordinals or 'none'})"
+        if self._may_come():
+            why = f"nobody has added the others within {patience:g} s"
+        else:
+            why = "nobody else is there to add the others"
+        raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
+
+    def _may_come(self) -> bool:
+        """Whether another process, or another thread of this process, may still add devices."""
+        if self.table.is_elsewhere or self.table.has_fabric_handle:
+            return True
+        here = self._machine.scheduler.caller.ident
+        return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
 
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
         physical = backing.physical
-        device = -1 if backing.device is None else self._owner.labels.number(backing.device)
+        device = -1 if backing.device is None else self._machine.labels.number(backing.device)
         check(device in self.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
@@ -351,11 +387,19 @@ class MulticastMemory(Mappable):
                 found[binding.device].append(segment)
         return found
 
+    def check_bound(self, offset: int, size: int) -> None:
+        """Check, when work is submitted, that every device of the team has memory under a range of the object.
+
+        If one has none, users report memory errors, but not which ones (NVIDIA developer forum, 356726).
+        """
+        without = incomplete(self.replicas(offset, size), size)
+        not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")
+
     def _window(self, binding: TeamBinding) -> ReservedExtent | None:
         """Return a mapping of the bytes of a binding; None if the bound memory was released."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
-        if allocation is not None and not self._owner.allocations.is_live(allocation):
+        if allocation is not None and not self._machine.allocations.is_live(allocation):
             return None  # other memory of the pool may have the bytes now
         if found is None:
             fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
@@ -373,171 +417,6 @@ def _open_elsewhere(binding: TeamBinding) -> int | None:
     return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
 
-@dataclass(eq=False)
-class Multicast:
-    """Multicast objects of a machine, and the work that is done on them."""
-
-    labels: Labels
-    allocations: AllocationTable
-    scheduler: Scheduler
-    virtual: VirtualMemory
-    spec: MachineSpec
-    objects: set[MulticastMemory] = field(default_factory=set)
-
-    def fits(self, *sizes: int) -> bool:
-        """Whether all these sizes, offsets and addresses are multiples of the granularity."""
-        of_teams = self.spec.profile.granularity("MULTICAST")
-        granularity = of_teams.minimum if of_teams else self.spec.profile.page
-        return not any(size % granularity for size in sizes)
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether the switch has a slot for another team. Only objects with a handle in this machine count."""
-        return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.spec.multicast_slots
-
-    def create(self, devices: int, size: int, handle_types: int) -> MulticastMemory:
-        label = self.labels.new("multicast", NOWHERE)
-        return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
-
-    def open(self, fd: int) -> MulticastMemory:
-        """Return the object of a descriptor, with a new handle. The caller keeps the descriptor."""
-        return self._adopt(MulticastTable.open(fd), imported=True)
-
-    def _adopt(self, table: MulticastTable, imported: bool) -> MulticastMemory:
-        made = MulticastMemory(self, table, imported)
-        self.objects.add(made)
-        self.virtual.handles.add(made)
-        return made
-
-    def object(self, handle: int) -> MulticastMemory:
-        what = "a handle of physical memory where a multicast object is expected"
-        return need_a(MulticastMemory, self.virtual.named(handle), what)
-
-    # -- waiting for the team --------------------------------------------------------------------------------
-
-    def formed(self, wanted: MulticastMemory, call: str) -> None:
-        """Block until all devices are added, as the real driver does.
-
-        Raises :class:`DeadlockError` once nobody can add the others, or after the machine's ``patience``. Gives
-        CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that waits.
-        """
-        wanted.mappings += 1  # keeps the object if other threads release its handles during the wait
-        try:
-            if wanted.table.state == WAITING:
-                self._wait(wanted.table, call)
-            # Without a free slot this call fails. The addition of the last device has succeeded (NVIDIA/nccl#2077).
-            check(wanted.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        finally:
-            wanted.mappings -= 1
-            wanted.leave()
-
-    def _wait(self, table: MulticastTable, call: str) -> None:
-        scheduler = self.scheduler
-        end = time.monotonic() + self.spec.patience
-
-        def over() -> bool:
-            return table.state != WAITING or not self._may_come(table) or time.monotonic() > end
-
-        scheduler.wait(over, polled=True)
-        check(not scheduler.closed, Result.CUDA_ERROR_DEINITIALIZED)
-        if table.state != WAITING:
-            return
-        added = table.devices
-        ordinals = ", ".join(str(number % (1 << 32)) for number in added)
-        names = f"{len(added)} of {table.device_count} devices were added ({ordinals or 'none'})"
-        if self._may_come(table):
-            why = f"nobody has added the others within {self.spec.patience:g} s"
-        else:
-            why = "nobody else is there to add the others"
-        raise DeadlockError(f"{call} blocks until all devices of the team were added: {names}, and {why}")
-
-    def _may_come(self, table: MulticastTable) -> bool:
-        """Whether another process, or another thread of this process, may still add devices."""
-        if table.is_elsewhere or table.has_fabric_handle:
-            return True
-        here = self.scheduler.caller.ident
-        return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
-
-    # -- memory by its address -------------------------------------------------------------------------------
-
-    def locate(self, address: int, size: int) -> Backing:
-        """Return the memory behind an address range, which must lie in one mapping or one pool allocation."""
-        allocation = need(self.allocations.find(address))
-        mapping, pool = allocation.mapping, allocation.pool
-        if mapping is not None:
-            memory = need_a(CreatedMemory, mapping.memory, "binding a multicast object to another")
-            not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
-            start = memory.offset + address - mapping.base
-            return Backing(memory.physical, start, memory.properties.device, memory)
-        check(address + size <= allocation.end)
-        check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
-        pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
-        return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
-
-    # -- work on mapped objects ------------------------------------------------------------------------------
-
-    def mapping_at(self, address: int) -> tuple[MappedExtent, MulticastMemory] | None:
-        mapping = self.virtual.mapping_at(address)
-        if mapping is None or not isinstance(mapping.memory, MulticastMemory):
-            return None
-        return mapping, mapping.memory
-
-    def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Return the bytes behind a range of one mapping, by device number.
-
-        None unless every device has bound all of it.
-        """
-        found = self.mapping_at(address)
-        if found is None or address + size > found[0].end:
-            return None
-        mapping, mapped = found
-        replicas = mapped.replicas(address - mapping.base, size)
-        return None if _incomplete(replicas, size) else replicas
-
-    def targets(self, address: int, size: int) -> list[Segment] | None:
-        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
-
-        ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
-        """
-        targets: list[Segment] = []
-        end = address + size
-        at = address
-        while at < end:
-            mapping = self.virtual.mapping_at(at)
-            if mapping is None:
-                return None
-            stop = min(end, mapping.end)
-            if isinstance(mapping.memory, CreatedMemory):
-                targets.append(Segment(at, at - address, stop - at))
-            else:
-                replicas = self.replicas(at, stop - at)
-                if replicas is None:
-                    return None
-                for segments in replicas.values():
-                    targets += [Segment(to, at - address + inside, length) for to, inside, length in segments]
-            at = stop
-        return targets
-
-    def check_bound(self, address: int, size: int) -> None:
-        """Check, when work is submitted, that every device of the team has memory under a range of one mapping.
-
-        Raises :class:`NotModelled` if one has none: users report memory errors, but not which ones (NVIDIA developer
-        forum, 356726).
-        """
-        found = self.mapping_at(address)
-        assert found is not None
-        mapping, mapped = found
-        without = _incomplete(mapped.replicas(address - mapping.base, size), size)
-        not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")
-
-    # -- the end ---------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        for one in self.objects:
-            one.close()
-        self.objects.clear()
-
-
-def _incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
-    """Return the devices that lack memory under a part of the range."""
+def incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
+    """The devices without memory under a part of the range."""
     return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

@@ -224,6 +224,12 @@ class Profile:
         """Minimum granularity of device memory in bytes, for address ranges and mappings."""
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
+    @functools.cached_property
+    def team_page(self) -> int:
+        """Minimum granularity of multicast objects in bytes, for sizes, offsets and addresses."""
+        of_teams = self.granularity("MULTICAST")
+        return of_teams.minimum if of_teams else self.page
+
     def device_attributes(self, ordinal: int) -> dict[str, int]:
         """Return the attributes of a device, without those that its driver does not know.
 

@@ -96,7 +96,7 @@ class TestMulticast:
             def act(tables: Tables) -> None:
                 physical = SimpleNamespace(fd=tables[which].physical.fd, seal=lambda: None)
                 backing: Any = SimpleNamespace(physical=physical, device=0, start=0, memory=None)
-                multicast: Any = SimpleNamespace(table=tables[which], _owner=owner, _bound={})
+                multicast: Any = SimpleNamespace(table=tables[which], _machine=owner, _bound={})
                 try:
                     MulticastMemory.bind(multicast, 0, 512, backing)
                 except Fault:
@@ -124,9 +124,8 @@ def test_replicas_are_used_by_one_process(kind: type[PlannedCopy], monkeypatch: 
         return {}
 
     table = SimpleNamespace(table=SimpleNamespace(locked=locked))
-    team = SimpleNamespace(mapping_at=lambda _: (None, table), replicas=replicas)
     operation: Any = kind.__new__(kind)
-    operation._machine = SimpleNamespace(multicast=team)
+    operation._machine = SimpleNamespace(team_at=lambda _: (None, table), replicas=replicas)
     operation._target = operation._replicated = operation._done = operation._size = 0
     operation._combine = lambda _: b""
     monkeypatch.setattr(PlannedCopy, "step", lambda _: held[0])

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import LiveMemory
-from streamalloc.simulator.arguments import Array, MipmappedArray, Queue, UnsignedInt
+from streamalloc.simulator.arguments import Handle, Queue, UnsignedInt, found_in
 from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
-from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, Dim3, round_up
+from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, Dim3, Handles, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result, check, need, not_modelled
 from streamalloc.simulator.memory import Shape, Side
 from streamalloc.simulator.physical import CreatedMemory
+from streamalloc.simulator.profiles import MachineSpec
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE, _DEFERRED = 0x01, 0x02, 0x08, 0x40, 0x80  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -45,16 +46,30 @@ def _kinds(copy: Any) -> tuple[int, int]:
 
 
 Change = tuple[Storage, Tile, "tuple[CreatedMemory, int] | None"]
+_array, _mipmap = Handle(cuda.CUarray), Handle(cuda.CUmipmappedArray)
+_no_array = ("arrays", "using an array that does not exist")
+_no_mipmap = ("mipmapped_arrays", "using a mipmapped array that does not exist")
+_gone = Result.CUDA_ERROR_INVALID_HANDLE
+Array = Annotated[arrays.Array, _array, found_in(*_no_array)]
+MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap)]
+# For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
+EndedArray = Annotated[arrays.Array, _array, found_in(*_no_array, _gone)]
+EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap, _gone)]
 
 
 class ArrayCalls(CopyCalls):
     """Calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and the copies of planes, boxes and arrays."""
 
+    def __init__(self, spec: MachineSpec) -> None:
+        super().__init__(spec)
+        self.arrays: Handles[arrays.Array] = Handles()
+        self.mipmapped_arrays: Handles[arrays.MipmappedArray] = Handles()
+
     # -- making and ending -----------------------------------------------------------------------------------
 
     def _create(self, descriptor: Any) -> Any:
         storage = self._storage(self._array_context(), self._layout(descriptor))
-        return cuda.CUarray(self.arrays.arrays.add(arrays.Array(storage)).handle)
+        return cuda.CUarray(self.arrays.add(arrays.Array(storage)).handle)
 
     cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
     cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
@@ -76,7 +91,7 @@ class ArrayCalls(CopyCalls):
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
         levels = min(max(numMipmapLevels, 1), most)
         storage = self._storage(context, replace(layout, levels=levels, mipmapped=True))
-        return cuda.CUmipmappedArray(self.arrays.mipmapped.add(arrays.MipmappedArray(storage)).handle)
+        return cuda.CUmipmappedArray(self.mipmapped_arrays.add(arrays.MipmappedArray(storage)).handle)
 
     def _array_context(self) -> Context:
         need(self.current_or_none(), "making an array without a current context")
@@ -134,19 +149,39 @@ class ArrayCalls(CopyCalls):
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
+        """Destroy an array and the handles of its levels. For a level of a mipmapped array, only its handle ends."""
         in_use = one.mipmap is None and one.storage.queued
         not_modelled(in_use, "destroying an array while work with it is queued")
-        self.arrays.destroy(one)
+        self._forget(one)
+
+    def _forget(self, one: arrays.Array | arrays.MipmappedArray) -> None:
+        for level in [one] if isinstance(one, arrays.Array) else self._levels_of(one):
+            del self.arrays[level.handle]
+        self.mipmapped_arrays.pop(one.handle, None)
+        if one.mipmap is None:
+            one.storage.clear()
+
+    def close_context(self, context: Context) -> None:
+        super().close_context(context)
+        own: list[arrays.Array | arrays.MipmappedArray] = [*self.mipmapped_arrays.values()]
+        own += [one for one in self.arrays.values() if one.mipmap is None]
+        for one in own:
+            if one.storage.context is context:
+                self._forget(one)
 
     cuArrayDestroy = call("hArray:EndedArray", _destroy)
     cuMipmappedArrayDestroy = call("hMipmappedArray:EndedMipmap", _destroy)
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
-        mipmap, known = hMipmappedArray, self.arrays
+        mipmap = hMipmappedArray
         check(level < mipmap.storage.layout.levels)
-        made = (one for one in known.levels_of(mipmap) if one.level == level)
-        array = next(made, None) or known.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
+        made = (one for one in self._levels_of(mipmap) if one.level == level)
+        array = next(made, None) or self.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
         return cuda.CUarray(array.handle)
+
+    def _levels_of(self, mipmap: arrays.MipmappedArray) -> list[arrays.Array]:
+        """The levels of a mipmapped array that calls have made handles for."""
+        return [one for one in self.arrays.values() if one.mipmap is mipmap]
 
     # -- descriptors and properties --------------------------------------------------------------------------
 
@@ -224,7 +259,7 @@ class ArrayCalls(CopyCalls):
             return [(storage, tile, None) for tile in tiles]
         handle, offset = int(info.memHandle.memHandle), int(info.offset)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
-        memory = self.virtual.memory(handle)
+        memory = self.memory(handle)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
         not_modelled(memory.properties.device is None, "host memory for tiles of arrays")
         check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)

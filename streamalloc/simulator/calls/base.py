@@ -44,6 +44,7 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
         return body(self, *first, *given)
 
     pairs = [one.partition(":")[::2] for one in parameters.split()]
+    method.__kinds__ = body.__globals__  # type: ignore[attr-defined]
     method.__annotations__ = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
     method.__signature__ = Signature([Parameter(name, _POSITIONAL) for name in ("self", *method.__annotations__)])  # type: ignore[attr-defined]
     return method
@@ -73,7 +74,8 @@ def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple
     the argument's index and the look-up.
     """
     annotations = ((name, kind) for name, kind in method.__annotations__.items() if name != "return")
-    kinds = [arguments.kind(name, annotation) for name, annotation in annotations]
+    names = getattr(method, "__kinds__", method.__globals__)
+    kinds = [arguments.kind(name, annotation, names) for name, annotation in annotations]
     conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(kinds) if convert]
     return conversions, [(at, find) for at, (_, find) in enumerate(kinds) if find]
 

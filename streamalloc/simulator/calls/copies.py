@@ -13,13 +13,13 @@ from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import LiveMemory, is_gone, is_reachable
 from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
 from streamalloc.simulator.arrays import BoxCopy
-from streamalloc.simulator.calls.base import EDGE_DATA, GONE, Calls, with_async
+from streamalloc.simulator.calls.base import EDGE_DATA, GONE, with_async
+from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
 from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.graphs import NodeGraph, Values
-from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Shape, Side, is_accessible, view_address
-from streamalloc.simulator.multicast import Segment
+from streamalloc.simulator.multicast import MulticastMemory, Segment
 from streamalloc.simulator.physical import least_right
 from streamalloc.simulator.scheduler import Operation
 
@@ -37,7 +37,7 @@ class PlannedCopy(Operation):
     """
 
     def __init__(
-        self, machine: Machine, context: Context, target: int, size: int, put: Put, source: int | None = None
+        self, machine: VirtualMemoryCalls, context: Context, target: int, size: int, put: Put, source: int | None = None
     ) -> None:
         self._machine = machine
         self._context = context
@@ -73,49 +73,11 @@ class PlannedCopy(Operation):
         target = self._target + self._done
         if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
             return [Segment(target, 0, size)]
-        return self._machine.multicast.targets(target, size) if self._into_simulated else None
+        return self._machine.targets(target, size) if self._into_simulated else None
 
     def touches(self, start: int, end: int) -> bool:
         ends = ((self._target, self._into_simulated), (self._source or 0, self._from_simulated))
         return any(simulated and one < end and start < one + self._size for one, simulated in ends)
-
-
-def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
-    """Return the operation that copies between two sides, neither of which is an array."""
-    if shape.size > shape.width:
-        return _rows(machine, context, shape, target, source)
-
-    def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
-        ctypes.memmove(address, source.address + offset, size)
-
-    read_later = source.address if source.data is None else None
-    return PlannedCopy(machine, context, target.address, shape.width, put, read_later)
-
-
-def make_fill(
-    machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
-) -> Operation:
-    """Return the operation that fills ``rows`` rows of ``count`` elements.
-
-    ``pitch``: bytes from a row to the next one.
-    """
-    if rows > 1:
-        row = pattern * count
-        every_row = Side(view_address(row), data=row)
-        return _rows(machine, context, Shape(len(row), rows), Side(target, pitch), every_row)
-
-    def put(address: int, offset: int, size: int) -> None:
-        if len(set(pattern)) == 1:
-            ctypes.memset(address, pattern[0], size)
-        else:
-            ctypes.memmove(address, pattern * (size // len(pattern)), size)
-
-    return PlannedCopy(machine, context, target, count * len(pattern), put)
-
-
-def _rows(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
-    not_modelled(machine.multicast.mapping_at(target.address), "several rows of a multicast object")
-    return BoxCopy(machine.banks, context, shape, target, source)
 
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
@@ -139,7 +101,7 @@ _POINTER = 1  # CUmemcpy3DOperandType
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
-class CopyCalls(Calls):
+class CopyCalls(VirtualMemoryCalls):
     """The calls cuMemset* and cuMemcpy*. Copies of arrays are in :mod:`.arrays`."""
 
     # -- fills -----------------------------------------------------------------------------------------------
@@ -155,7 +117,7 @@ class CopyCalls(Calls):
             return
         size = count * width
         pattern = value.to_bytes(width, "little")
-        operation = make_fill(self, stream.context, target, pattern, count, rows, pitch)
+        operation = self.filling(stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
         if captured:  # only the instantiation checks the memory (observed on H200: test_capture)
             values = (target, pitch, value, width, count, rows)
@@ -183,7 +145,7 @@ class CopyCalls(Calls):
         allocation = need(self.allocations.find(address))
         check(allocation.known)
         if allocation.mapping is not None:
-            mappings = self.virtual.span(address, size)
+            mappings = self.span(address, size)
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
             self._check_team(address, size)
         else:
@@ -191,6 +153,40 @@ class CopyCalls(Calls):
             check(is_reachable(allocation, context))
             not_modelled(is_gone(allocation, address, size), GONE)
         return allocation
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def copying(self, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
+        """The operation that copies between two sides that are not arrays."""
+        if shape.size > shape.width:
+            return self._rows(context, shape, target, source)
+
+        def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
+            ctypes.memmove(address, source.address + offset, size)
+
+        read_later = source.address if source.data is None else None
+        return PlannedCopy(self, context, target.address, shape.width, put, read_later)
+
+    def filling(
+        self, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
+    ) -> Operation:
+        """The operation that fills ``rows`` rows of ``count`` elements. ``pitch``: bytes from a row to the next one."""
+        if rows > 1:
+            row = pattern * count
+            every_row = Side(view_address(row), data=row)
+            return self._rows(context, Shape(len(row), rows), Side(target, pitch), every_row)
+
+        def put(address: int, offset: int, size: int) -> None:
+            if len(set(pattern)) == 1:
+                ctypes.memset(address, pattern[0], size)
+            else:
+                ctypes.memmove(address, pattern * (size // len(pattern)), size)
+
+        return PlannedCopy(self, context, target, count * len(pattern), put)
+
+    def _rows(self, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
+        not_modelled(self.team_at(target.address), "several rows of a multicast object")
+        return BoxCopy(self.banks, context, shape, target, source)
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -269,16 +265,16 @@ class CopyCalls(Calls):
         destination, origin = self._check_copy(target, source, shape, device, contexts or (here, here), graph)
         if captured:
             values = values or _values_of_row(target.address, source.address, shape.size, device)
-            stream.capture.add("MEMCPY", make_copy(self, stream.context, shape, target, source), stream, values)
+            stream.capture.add("MEMCPY", self.copying(stream.context, shape, target, source), stream, values)
             return
         if self.current_or_none() is None:  # then a side must lie in one mapping (observed on H200: test_mappings)
             for side, end in ((target, destination), (source, origin)):
                 if end is not None and end.mapping is not None:
-                    check(len(self.virtual.span(side.address, side.span(shape))) == 1)
+                    check(len(self.span(side.address, side.span(shape))) == 1)
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
         # A copy from pageable memory that runs later reads its source now: the program may change it after the call.
         source = source if at_once else source.read(shape)
-        stream.submit(make_copy(self, stream.context, shape, target, source))
+        stream.submit(self.copying(stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
@@ -322,7 +318,7 @@ class CopyCalls(Calls):
             lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
         destination, origin = found
         if destination is not None and destination.mapping is not None and origin is None:
-            unable = least_right(self.virtual.span(target.address, target.span(shape)), HOST) == READ
+            unable = least_right(self.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
         # Any other fault of the copy decides the result code, so this check comes last (observed on H200: test_copies)
         not_modelled(lost, lost)
@@ -372,7 +368,7 @@ class CopyCalls(Calls):
         """
         if end is None or end.mapping is None:
             return True
-        mappings = self.virtual.span(address, size)
+        mappings = self.span(address, size)
         if least_right(mappings, device_place(context.device.ordinal)) & needed == needed:
             not_modelled(needed == READ and any(mapping.is_multicast for mapping in mappings), _READING)
             self._check_team(address, size)
@@ -388,10 +384,10 @@ class CopyCalls(Calls):
         The PTX manual defines only writes by multimem instructions; users report that copies reach every device
         (NVIDIA/Fuser#5620).
         """
-        for mapping in self.virtual.span(address, size):
-            if mapping.is_multicast:
+        for mapping in self.span(address, size):
+            if isinstance(mapping.memory, MulticastMemory):
                 first, end = max(address, mapping.base), min(address + size, mapping.end)
-                self.multicast.check_bound(first, end - first)
+                mapping.memory.check_bound(first - mapping.base, end - first)
 
     # -- batches ---------------------------------------------------------------------------------------------
 
@@ -431,7 +427,7 @@ class CopyCalls(Calls):
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)
             source = source.read(shape) if staged else source
-            stream.submit(make_copy(self, stream.context, shape, target, source))
+            stream.submit(self.copying(stream.context, shape, target, source))
             waits |= waits_now
         if waits:
             self._finish(stream)

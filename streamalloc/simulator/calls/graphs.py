@@ -12,7 +12,7 @@ from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_
 from streamalloc.simulator import arguments, graphs
 from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call, with_edge_data
-from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values, make_copy, make_fill
+from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from streamalloc.simulator.calls.kernels import KernelCalls, extents_of, node_values
 from streamalloc.simulator.calls.streams import StreamCalls
 from streamalloc.simulator.constants import BLOCK, PINNED, READ_WRITE, Location
@@ -222,7 +222,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         # The address of the graph's own memory gives no context, so one must be given (H200: test_graph_nodes).
         check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
-        operation = make_fill(self, context, address, pattern, width, height, pitch)
+        operation = self.filling(context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
     def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
@@ -248,7 +248,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(shape.size)
         target, source, kinds = self._sides(params, shape)
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        operation = make_copy(self, context, shape, target, source)
+        operation = self.copying(context, shape, target, source)
         return {"values": copy_values(params, shape), "operation": operation}
 
     def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:

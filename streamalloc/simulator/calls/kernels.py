@@ -24,13 +24,14 @@ from streamalloc.simulator import arguments, call_lock, kernels
 from streamalloc.simulator.allocations import LiveMemory, is_reachable
 from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
 from streamalloc.simulator.calls.base import Calls, call
-from streamalloc.simulator.constants import READ, READ_WRITE, Dim3, device_place
+from streamalloc.simulator.constants import READ, READ_WRITE, Dim3, Handles, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.graphs import Values
 from streamalloc.simulator.kernels import BINARIES
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Intervals, is_accessible
+from streamalloc.simulator.profiles import MachineSpec
 from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 
@@ -370,12 +371,18 @@ def _path(name: Any) -> bytes:
 class KernelCalls(Calls):
     """The calls cuModule*, cuLibrary*, cuKernel*, cuFunc*, cuLaunchKernel*, cuOccupancy* and cuLink*."""
 
+    def __init__(self, spec: MachineSpec) -> None:
+        super().__init__(spec)
+        self.modules: Handles[Module] = Handles()
+        self.functions: Handles[Function] = Handles()
+        self.links: Handles[Link] = Handles()
+
     # -- modules ---------------------------------------------------------------------------------------------
 
     def _load(self, image: Any, *options: Any) -> Any:
         context = self.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self.modules.modules.add(kernels.Module(kernels.load(image), context)).handle)
+        return cuda.CUmodule(self.modules.add(kernels.Module(kernels.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
         self.current()
@@ -389,18 +396,48 @@ class KernelCalls(Calls):
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
         self.drain()
-        self.modules.unload(hmod, self.allocations)
+        self._unload(hmod)
+
+    def _unload(self, module: Module) -> None:
+        """Remove a module or a library with its contents."""
+        for own in [one for one in self.modules.values() if one.library is module]:
+            self._unload(own)
+        self.modules.pop(module.handle, None)
+        for function in module.functions.values():
+            self.functions.pop(function.handle, None)
+        for memory in module.variables.values():
+            self.allocations.remove(memory)
+            assert memory.context is not None
+            memory.context.device.heap.free(memory.block)
+        module.variables.clear()
+
+    def close_context(self, context: Context) -> None:
+        super().close_context(context)
+        for module in [one for one in self.modules.values() if one.context is context]:
+            self._unload(module)
+
+    def _function(self, module: Module, name: str) -> Function:
+        return self.functions.add(module.function(name))
 
     def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
-        return cls(self.modules.find(module, _text(name)).handle)
+        return cls(self._function(module, _text(name)).handle)
 
     cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """Return address and size of a variable of a module, or of a library's variable in the current context."""
+        """Address and size of a variable of a module, or of a library's variable in the current context. Its memory is
+        allocated at the first call.
+        """
         module = module.library or module
-        context = module.context or self.current()
-        found = self.modules.variable(module, _text(name), context, self.allocations)
+        context, text = module.context or self.current(), _text(name)
+        found = module.variables.get((text, context))
+        if found is None:
+            initial, device = module.initial(text), context.device
+            address, block, _ = need(device.heap.allocate(len(initial)), Result.CUDA_ERROR_OUT_OF_MEMORY)
+            ctypes.memmove(address, initial, len(initial))
+            found = kernels.VariableMemory(address, len(initial), device.ordinal, context, block)
+            self.allocations.add(found)
+            module.variables[text, context] = found
         return cuda.CUdeviceptr(found.base), found.size
 
     cuModuleGetGlobal = call("hmod name", _variable)
@@ -409,7 +446,7 @@ class KernelCalls(Calls):
         return len(self._names(module))
 
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
-        return [cls(self.modules.find(module, name).handle) for name in self._names(module)[:count]]
+        return [cls(self._function(module, name).handle) for name in self._names(module)[:count]]
 
     cuModuleGetFunctionCount = call("mod", _function_count)
     cuModuleEnumerateFunctions = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
@@ -424,7 +461,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self.modules.modules.add(kernels.Module(kernels.load(code), None)).handle)
+        return cuda.CUlibrary(self.modules.add(kernels.Module(kernels.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
@@ -440,14 +477,19 @@ class KernelCalls(Calls):
     cuLibraryGetKernelCount = call("lib", _function_count)
     cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
+    def _in_context(self, library: Module, context: Context) -> Module:
+        """The module of a library in a context; made at the first request."""
+        made = (one for one in self.modules.values() if one.library is library and one.context is context)
+        return next(made, None) or self.modules.add(kernels.Module(library.contents, context, library))
+
     def cuLibraryGetModule(self, library: arguments.Library) -> Any:
-        return cuda.CUmodule(self.modules.in_context(library, self.current()).handle)
+        return cuda.CUmodule(self._in_context(library, self.current()).handle)
 
     # -- functions -------------------------------------------------------------------------------------------
 
     def cuKernelGetFunction(self, kernel: Kernel) -> Any:
-        module = self.modules.in_context(kernel.module, self.current())
-        function = self.modules.find(module, kernel.name)
+        module = self._in_context(kernel.module, self.current())
+        function = self._function(module, kernel.name)
         function.attributes = kernel.attributes
         return cuda.CUfunction(function.handle)
 
@@ -617,7 +659,7 @@ class KernelCalls(Calls):
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
         if function.kernel is None:
             what = f"the kernel {function.name!r}: register a function for it with testing.kernel, or ignore kernels"
-            not_modelled(not self.modules.ignore, what)
+            not_modelled(self.spec.kernels != "ignore", what)
             packed(params, extra)
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
@@ -656,7 +698,7 @@ class KernelCalls(Calls):
 
         This is not a driver function: the checker calls it. Bytes that are read and written count as written.
         """
-        function = self.modules.functions.get(int(cuda.CUfunction(f or 0)))
+        function = self.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel
         if function is None or kernel is None or not kernel.declares:
             return None
@@ -673,7 +715,7 @@ class KernelCalls(Calls):
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self.current()
-        return cuda.CUlinkState(self.modules.links.add(kernels.Linker()).handle)
+        return cuda.CUlinkState(self.links.add(kernels.Linker()).handle)
 
     def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)
@@ -693,7 +735,7 @@ class KernelCalls(Calls):
         return ctypes.addressof(state.linked), len(state.linked)
 
     def cuLinkDestroy(self, state: Link) -> None:
-        del self.modules.links[state.handle]
+        del self.links[state.handle]
 
 
 def extents_of(struct: Any) -> tuple[int, ...]:

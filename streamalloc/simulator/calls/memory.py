@@ -11,8 +11,8 @@ from typing import Any
 from streamalloc.driver.bindings import check_readable, cuda
 from streamalloc.simulator import allocations, arguments
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, Queue, Size, UnsignedInt
-from streamalloc.simulator.calls.base import EDGE_DATA, Calls, call
-from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, right_of_current
+from streamalloc.simulator.calls.base import EDGE_DATA, call
+from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, VirtualMemoryCalls, right_of_current
 from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
 from streamalloc.simulator.errors import NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.memory import is_host_memory
@@ -91,7 +91,7 @@ _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 _INT = 4
 
 
-class MemoryCalls(Calls):
+class MemoryCalls(VirtualMemoryCalls):
     """The calls cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointer*, cuMemAllocManaged, cuMemPrefetch*, cuMemDiscard*,
     cuMemAdvise and cuMemRange*.
     """

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator.arguments import Device, MulticastMemory, Queue, Size
+from streamalloc.simulator.arguments import Device, Handle, Queue, Size
 from streamalloc.simulator.calls.base import Method, call
 from streamalloc.simulator.calls.copies import CopyCalls, PlannedCopy, Put
-from streamalloc.simulator.constants import READ, READ_WRITE, STEP, HandleType, device_place
+from streamalloc.simulator.calls.virtual import team_of
+from streamalloc.simulator.constants import NOWHERE, READ, READ_WRITE, STEP, HandleType, device_place
 from streamalloc.simulator.contexts import Context
-from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
-from streamalloc.simulator.machine import Machine
-from streamalloc.simulator.multicast import Backing, Segment
+from streamalloc.simulator.errors import Fault, Result, check, need, need_a, not_modelled
+from streamalloc.simulator.multicast import FORMED, Backing, MulticastMemory, MulticastTable, Segment
 from streamalloc.simulator.physical import CreatedMemory
+from streamalloc.simulator.pool import Pool
 
 Combine = Callable[[list[bytes]], bytes]
+Team = Annotated[MulticastMemory, Handle(cuda.CUmemGenericAllocationHandle), team_of]
 # Parameters of the calls that bind memory to a multicast object: the object, and memory by its handle or its address.
-_OBJECT = "mcHandle:MulticastMemory"
+_OBJECT = "mcHandle:Team"
 _MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
 _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
@@ -31,7 +33,7 @@ class Update(PlannedCopy):
     """
 
     def step(self) -> bool:
-        found = self._machine.multicast.mapping_at(self._target)
+        found = self._machine.team_at(self._target)
         if found is None:
             return self.fail()
         with found[1].table.locked():
@@ -45,7 +47,7 @@ class Gather(PlannedCopy):
     """
 
     def __init__(
-        self, machine: Machine, context: Context, target: int, source: int, size: int, combine: Combine
+        self, machine: MulticastCalls, context: Context, target: int, source: int, size: int, combine: Combine
     ) -> None:
         super().__init__(machine, context, target, size, self._store)
         self._replicated = source
@@ -53,13 +55,12 @@ class Gather(PlannedCopy):
         self._values = b""
 
     def step(self) -> bool:
-        multicast, source = self._machine.multicast, self._replicated + self._done
-        size = min(STEP, self._size - self._done)
-        found = multicast.mapping_at(source)
+        source, size = self._replicated + self._done, min(STEP, self._size - self._done)
+        found = self._machine.team_at(source)
         if found is None:
             return self.fail()
         with found[1].table.locked():
-            replicas = multicast.replicas(source, size)
+            replicas = self._machine.replicas(source, size)
             if replicas is None:
                 return self.fail()
             self._values = self._combine([_read(segments, size) for segments in replicas.values()])
@@ -103,12 +104,12 @@ class MulticastLaunch:
         self._stream.submit(Gather(self._calls, self._stream.context, target, address, size, combine))
 
     def _check(self, address: int, size: int, needed: int) -> None:
-        found = self._calls.multicast.mapping_at(address)
+        found = self._calls.team_at(address)
         if found is None or address + size > found[0].end:
             raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
         if found[0].right(device_place(self._stream.context.device.ordinal)) & needed != needed:
             raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-        self._calls.multicast.check_bound(address, size)
+        found[1].check_bound(address - found[0].base, size)
 
 
 class MulticastCalls(CopyCalls):
@@ -126,13 +127,18 @@ class MulticastCalls(CopyCalls):
 
     def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
         devices, size, handle_types = self._multicast_properties(prop)
-        check(size and self.multicast.fits(size))
+        check(size and self._fits(size))
         if handle_types & HandleType.FABRIC:
             # The result code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
             check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self.fabric
             not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
-        return cuda.CUmemGenericAllocationHandle(self.multicast.create(devices, size, handle_types).handle)
+        table = MulticastTable.create(str(self.labels.new("multicast", NOWHERE)), devices, size, handle_types)
+        return cuda.CUmemGenericAllocationHandle(self.memories.add(MulticastMemory(self, table, False)).handle)
+
+    def _fits(self, *sizes: int) -> bool:
+        """Whether sizes, offsets and addresses are multiples of the granularity."""
+        return not any(size % self.profile.team_page for size in sizes)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
         """Return the number of devices, the size in bytes, and the handle types, after their checks."""
@@ -146,16 +152,27 @@ class MulticastCalls(CopyCalls):
         not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
-    def cuMulticastAddDevice(self, mcHandle: MulticastMemory, dev: Device) -> None:
-        """Add a device to the team.
-
-        NVIDIA's kernel module refuses a device that was added before, and a surplus device. The driver's result code is
-        unknown.
+    def cuMulticastAddDevice(self, mcHandle: Team, dev: Device) -> None:
+        """Add a device. NVIDIA's kernel module refuses a device that was added before, and a surplus device. The
+        driver's result code is unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        multicast = self.multicast
-        check(mcHandle.table.add(multicast.labels.number(dev.ordinal), multicast.has_slot))
+        check(mcHandle.table.add(self.labels.number(dev.ordinal), self._has_slot()))
         self.scheduler.announce()  # wakes threads that wait for the team
+
+    def _objects(self) -> set[MulticastMemory]:
+        """The multicast objects with a handle or a mapping in this machine."""
+        mapped = (one.mapping.memory for one in self.allocations.at.values() if one.mapping is not None)
+        return {one for one in (*self.memories.values(), *mapped) if isinstance(one, MulticastMemory)}
+
+    def _has_slot(self) -> bool:
+        """Whether the switch has a slot for another team. Only objects of this machine count."""
+        return len({one.serial for one in self._objects() if one.table.state == FORMED}) < self.spec.multicast_slots
+
+    def _release(self) -> None:
+        for one in self._objects():
+            one.close()
+        super()._release()
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -163,29 +180,42 @@ class MulticastCalls(CopyCalls):
         self, found: MulticastMemory, offset: int, handle: int, start: int, size: int, flags: int, device: Any = None
     ) -> None:
         self._check_part(found, offset, size, flags)
-        memory = self.virtual.memory(handle)
-        check(self.multicast.fits(start) and start + size <= memory.size)
+        memory = self.memory(handle)
+        check(self._fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
-        self.multicast.formed(found, "cuMulticastBindMem")
+        found.wait_for_team("cuMulticastBindMem")
         # Look both handles up again: other threads may have released them during the wait for the team.
-        found, memory = self.multicast.object(found.handle), self.virtual.memory(handle)
+        found, memory = team_of(self, found.handle), self.memory(handle)
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
     def _bind_address(
         self, found: MulticastMemory, offset: int, address: int, size: int, flags: int, device: Any = None
     ) -> None:
-        multicast = self.multicast
         self._check_part(found, offset, size, flags)
-        check(multicast.fits(address))
-        backing = multicast.locate(address, size)
+        check(self._fits(address))
+        backing = self._locate(address, size)
         if backing.memory is not None:
             self._check_bindable(found, backing.memory, device)
         else:
             check(backing.device is not None and (device is None or device.ordinal == backing.device))
             assert backing.allocation is not None and backing.allocation.pool is not None
             check(backing.allocation.pool.handle_types or not found.properties.handle_types)
-        multicast.formed(found, "cuMulticastBindAddr")
-        multicast.object(found.handle).bind(offset, size, multicast.locate(address, size))
+        found.wait_for_team("cuMulticastBindAddr")
+        team_of(self, found.handle).bind(offset, size, self._locate(address, size))
+
+    def _locate(self, address: int, size: int) -> Backing:
+        """Return the memory behind an address range, which must lie in one mapping or one pool allocation."""
+        allocation = need(self.allocations.find(address))
+        mapping, pool = allocation.mapping, allocation.pool
+        if mapping is not None:
+            memory = need_a(CreatedMemory, mapping.memory, "binding a multicast object to another")
+            not_modelled(len(self.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
+            start = memory.offset + address - mapping.base
+            return Backing(memory.physical, start, memory.properties.device, memory)
+        check(address + size <= allocation.end)
+        check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
+        pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
+        return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
 
     def _on_device(self, bind: Method, found: MulticastMemory, device: Device, *rest: Any) -> None:
         bind(self, found, *rest, device)
@@ -197,7 +227,7 @@ class MulticastCalls(CopyCalls):
 
     def _check_part(self, found: MulticastMemory, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
-        check(size and self.multicast.fits(size, offset) and offset + size <= found.size)
+        check(size and self._fits(size, offset) and offset + size <= found.size)
 
     @staticmethod
     def _check_bindable(found: MulticastMemory, memory: CreatedMemory, device: Device | None) -> None:
@@ -209,9 +239,9 @@ class MulticastCalls(CopyCalls):
         check(properties.device is not None and (device is None or device.ordinal == properties.device))
         check(properties.handle_types or not found.properties.handle_types)
 
-    def cuMulticastUnbind(self, mcHandle: MulticastMemory, dev: Device, mcOffset: Size, size: Size) -> None:
+    def cuMulticastUnbind(self, mcHandle: Team, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
-        number = self.multicast.labels.number(dev.ordinal)
+        number = self.labels.number(dev.ordinal)
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 

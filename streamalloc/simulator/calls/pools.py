@@ -75,9 +75,9 @@ class PoolCalls(Calls):
         return place.type == Location.HOST
 
     def cuMemPoolDestroy(self, pool: PoolHandle) -> None:
-        imported = self.sharing.pools.get(pool)
+        imported = self.pools.opened.get(pool)
         if imported is not None:
-            self.sharing.destroy_pool(imported)
+            self._destroy_imported(imported)
             return
         found = self.pools.get(pool)
         self._unsafe_during_capture()
@@ -87,8 +87,17 @@ class PoolCalls(Calls):
             del current[key]
         found.destroy()
 
+    def _destroy_imported(self, pool: OpenedPool) -> None:
+        """Destroy an imported pool. Allocations that were freed stay until the work before the free has run."""
+        check(not pool.imports)
+        self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
+        check(
+            not pool.imports and self.pools.opened.pop(pool.handle, None)
+        )  # another thread may have done so meanwhile
+        pool.close()
+
     def _pool_or_import(self, handle: int) -> Pool | OpenedPool:
-        return self.sharing.pools.get(handle) or self.pools.get(handle)
+        return self.pools.opened.get(handle) or self.pools.get(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
 

@@ -1,36 +1,54 @@
-"""Driver calls for virtual memory management. They need no context and leave stream captures valid.
+"""Virtual memory management: physical memory, reserved addresses, mappings and their access rights.
 
-Observed on H200: test_physical_memory's test_no_call_needs_a_context, test_mappings' TestCapture.
+The calls need no context and leave stream captures valid (observed on H200: test_physical_memory's
+test_no_call_needs_a_context, test_mappings' TestCapture).
+
+Exportable memory is a separate file. All other memory shares one sparse file, because a process may open only about a
+thousand files, and a growing buffer has more segments.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
 from streamalloc.simulator import arguments
-from streamalloc.simulator.allocations import PoolMemory
+from streamalloc.simulator.allocations import LiveMemory, PoolMemory
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
+from streamalloc.simulator.banks import Bank
 from streamalloc.simulator.calls.base import Calls
-from streamalloc.simulator.constants import CHUNK, HOST, PINNED, HandleType, Location, Place, device_place
-from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
-from streamalloc.simulator.machine import Machine
-from streamalloc.simulator.multicast import MulticastMemory
-from streamalloc.simulator.physical import CreatedMemory, MappedExtent, Properties, connected
-from streamalloc.simulator.profiles import Granularity
+from streamalloc.simulator.constants import CHUNK, HOST, PINNED, Handles, HandleType, Location, Place, device_place
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, undo_by
+from streamalloc.simulator.memory import Physical, ReservedRange
+from streamalloc.simulator.multicast import MulticastMemory, Segment, incomplete
+from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties, connected
+from streamalloc.simulator.profiles import Granularity, MachineSpec
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE = 4096
 _PLACES = {Location.HOST: "HOST", Location.HOST_NUMA: "HOST_NUMA"}
 _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
+_LARGEST_ADDRESS = 1 << 47
+_TOO_LARGE, _HIGH = 1 << 40, 1 << 45
+"""A range of the first size is never placed above the second address. The driver searches from the hint on (observed on
+H200: test_physical_memory).
+"""
+_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_physical_memory)
 
 
 class VirtualMemoryCalls(Calls):
     """The calls cuMemCreate, cuMemAddress*, cuMemMap and cuMemSetAccess, with their counterparts and queries."""
+
+    def __init__(self, spec: MachineSpec) -> None:
+        super().__init__(spec)
+        self.memories: Handles[Mappable] = Handles()
+        """Physical memory and multicast objects by their handles."""
+        self._common_file: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
 
@@ -39,7 +57,28 @@ class VirtualMemoryCalls(Calls):
         properties = self._properties(prop)
         self._check_supported(properties)
         check(size and size % self._granularity(properties.place.type, properties.handle_types).minimum == 0)
-        return cuda.CUmemGenericAllocationHandle(self.virtual.create(size, properties).handle)
+        bank = self.banks.bank(properties.device)
+        if size > bank.free:
+            not_modelled(self.banks.make_room(bank, size), "cuMemCreate of memory that pools hold in reserve")
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        if properties.handle_types:
+            label = self.labels.new("memory", properties.place, properties.compression)
+            physical, offset = Physical(str(label), size), 0
+        else:
+            if self._common_file is None:
+                self._common_file = Physical("memory", 0)
+            physical, offset = self._common_file, self._common_file.extend(size)
+        bank.used += size
+        return cuda.CUmemGenericAllocationHandle(self.adopt(physical, offset, size, properties, bank).handle)
+
+    def adopt(
+        self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
+    ) -> CreatedMemory:
+        """Make a handle for ``size`` bytes of a file, from ``offset`` on."""
+        arenas = self.banks.arenas
+        memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
+        self.memories.add(memory)
+        return memory
 
     def _properties(self, props: Any) -> Properties:
         place, kind, handle_types = arguments.place(props.location), int(props.type), read_handle_types(props)
@@ -95,15 +134,44 @@ class VirtualMemoryCalls(Calls):
         found = self.profile.granularity(_PLACES.get(place, "DEVICE"), handle_types)
         return need(found, "memory of a kind that this profile has no granularity for")
 
+    # -- handles, of physical memory and of multicast objects ------------------------------------------------
+
+    def memory(self, handle: int) -> CreatedMemory:
+        return need_a(
+            CreatedMemory, self.named(handle), "a handle of a multicast object where physical memory is expected"
+        )
+
+    def named(self, handle: int) -> Mappable:
+        check(handle)
+        return need(self.memories.get(handle), "using a memory handle that does not exist: the real driver crashes")
+
+    def named_or_mapped(self, handle: int) -> Mappable:
+        """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
+        test_mappings).
+        """
+        mappings = (one.mapping for one in self.allocations.at.values())
+        mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
+        return self.memories.get(handle) or next(mapped, None) or self.named(handle)
+
     def cuMemRelease(self, handle: MemoryHandle) -> None:
-        self.virtual.release(handle)
+        found = need(self.memories.get(handle))
+        if found.handles == 1 and isinstance(found, CreatedMemory) and found.tiles:
+            raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
+        found.handles -= 1
+        if not found.handles:
+            del self.memories[handle]
+            found.leave()
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
-        virtual = self.virtual
-        return cuda.CUmemGenericAllocationHandle(virtual.retain(need(virtual.mapping_at(addr)).memory))
+        """Add a reference by the same handle, even if all earlier references were released (H200:
+        test_physical_memory).
+        """
+        found = need(self.mapping_at(addr)).memory
+        found.handles += 1
+        return cuda.CUmemGenericAllocationHandle(self.memories.add(found).handle)
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
-        named = self.virtual.named_or_mapped(handle)
+        named = self.named_or_mapped(handle)
         properties = need_a(
             CreatedMemory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object"
         ).properties
@@ -124,36 +192,165 @@ class VirtualMemoryCalls(Calls):
         self._check_vmm()
         return self._granularity(int(prop.location.type), read_handle_types(prop))[int(option)]
 
-    # -- addresses and mappings ------------------------------------------------------------------------------
+    # -- addresses -------------------------------------------------------------------------------------------
 
     def cuMemAddressReserve(self, size: Size, alignment: Size, addr: DevicePointer, flags: UnsignedLongLong) -> Any:
         check(flags == 0)
         self._check_vmm()
-        return cuda.CUdeviceptr(self.virtual.reserve(size, alignment, addr))
+        check(size and size % self.profile.page == 0)
+        check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
+        alignment = max(alignment, self.profile.page)
+        check(addr % alignment == 0)
+        possible = max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
+        check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
+        # takes low addresses (observed on H200: test_physical_memory).
+        ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
+        near = (one.size for one in ranges if not one.is_placed)
+        low = max(size, alignment) >= CHUNK or sum(near) + size > max(self.profile.context_free, default=0)
+        found = ReservedRange(size, alignment, low=low, hint=addr)
+        if addr >= _HIGH and found.base != addr and size >= _TOO_LARGE:
+            found.close()
+            raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
+        return cuda.CUdeviceptr(self.banks.arenas.add(found).base)
 
     def cuMemAddressFree(self, ptr: DevicePointer, size: Size) -> None:
-        self.virtual.free(ptr, size)
+        found = need(self.range_of(ptr))
+        check((found.base, found.size) == (ptr, size))
+        check(not self.mappings(ptr, ptr + size))
+        self.banks.arenas.remove(found)
+
+    def range_of(self, address: int) -> ReservedRange | None:
+        found = self.banks.arenas.find(address)
+        return found if isinstance(found, ReservedRange) else None
+
+    def _segments(self, start: int, end: int) -> list[tuple[ReservedRange, int, int]]:
+        """The adjacent reservations from ``start`` on, each with its part of the range, up to ``end`` or the first
+        unreserved address.
+        """
+        segments = []
+        while start < end:
+            found = self.range_of(start)
+            if found is None:
+                break
+            stop = min(end, found.end)
+            segments.append((found, start, stop))
+            start = stop
+        return segments
+
+    # -- mappings --------------------------------------------------------------------------------------------
+
+    def mapping_at(self, address: int) -> MappedExtent | None:
+        found = self.allocations.find(address)
+        return None if found is None else found.mapping
+
+    def mappings(self, start: int, end: int) -> list[MappedExtent]:
+        """The mappings that overlap a range, in order."""
+        return [one.mapping for one in self.allocations.overlapping(start, end) if one.mapping is not None]
 
     def cuMemMap(
         self, ptr: DevicePointer, size: Size, offset: Size, handle: MemoryHandle, flags: UnsignedLongLong
     ) -> None:
-        virtual = self.virtual
-        found = virtual.named_or_mapped(handle)
+        memory = self.named_or_mapped(handle)
         check(flags == 0)
-        if isinstance(found, MulticastMemory):
-            self.multicast.formed(found, "cuMemMap")
-            found = virtual.named_or_mapped(handle)  # another thread may have released it during the wait for the team
-        virtual.map(ptr, size, offset, found)
+        if isinstance(memory, MulticastMemory):
+            memory.wait_for_team("cuMemMap")
+            memory = self.named_or_mapped(handle)  # another thread may have released it during the wait
+        check(ptr and size)
+        memory.check_part(offset, size)  # before the check of the alignment (observed on H200: test_mappings)
+        check(ptr % self.profile.page == 0)
+        end = ptr + size
+        segments = self._segments(ptr, end)
+        check(segments and not self.mappings(ptr, end))
+        not_modelled(segments[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
+        not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
+        mapping = MappedExtent(ptr, size, memory)
+        memory.lead(mapping, False)
+        with undo_by(self._clear, mapping):
+            for found, start, stop in segments:
+                memory.map_at(found, start, stop - start, offset + start - ptr)
+        memory.mappings += 1
+        made = self.allocations.add(LiveMemory(ptr, size, memory.properties.device, None))
+        made.mapping = mapping
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
-        self.virtual.unmap(ptr, size)
+        """Unmap whole mappings; holes between them are allowed. The call waits for running work. Queued work runs
+        later and fails, because its memory is gone (observed on H200: test_mappings).
+        """
+        end = ptr + size
+        check(size)  # any alignment is accepted (observed on H200: test_mappings)
+        self.scheduler.run_down()  # before the look-ups, because other threads may map and unmap during this wait
+        segments = self._segments(ptr, end)
+        check(segments and segments[-1][2] == end)
+        mappings = self.mappings(ptr, end)
+        check(all(ptr <= mapping.base and mapping.end <= end for mapping in mappings))
+        for mapping in mappings:
+            self._clear(mapping)
+            self.allocations.remove(self.allocations.at[mapping.base])
+            mapping.memory.mappings -= 1
+            mapping.memory.leave()
+
+    def _clear(self, mapping: MappedExtent) -> None:
+        """Unmap the addresses of a mapping, which stay reserved."""
+        for found, start, stop in self._segments(mapping.base, mapping.end):
+            found.unmap(start, stop - start)
+        mapping.memory.lose_leader(mapping)
+
+    def span(self, address: int, size: int) -> list[MappedExtent]:
+        """The mappings under a range without holes. Its start and end may lie inside a mapping."""
+        mappings = self.mappings(address, address + size)
+        check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
+        check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
+        return mappings
+
+    # -- multicast mappings ----------------------------------------------------------------------------------
+
+    def team_at(self, address: int) -> tuple[MappedExtent, MulticastMemory] | None:
+        """The mapping of a multicast object at an address, and the object; None if there is none."""
+        mapping = self.mapping_at(address)
+        if mapping is None or not isinstance(mapping.memory, MulticastMemory):
+            return None
+        return mapping, mapping.memory
+
+    def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
+        """By device number: the bytes behind a range of one mapping. None unless every device has bound all of it."""
+        found = self.team_at(address)
+        if found is None or address + size > found[0].end:
+            return None
+        replicas = found[1].replicas(address - found[0].base, size)
+        return None if incomplete(replicas, size) else replicas
+
+    def targets(self, address: int, size: int) -> list[Segment] | None:
+        """The bytes that a write to a range reaches, in multicast mappings and ordinary mappings. ``at`` of a segment
+        counts from ``address``. None if a part of the range is unmapped or has no memory.
+        """
+        targets: list[Segment] = []
+        end = address + size
+        at = address
+        while at < end:
+            mapping = self.mapping_at(at)
+            if mapping is None:
+                return None
+            stop = min(end, mapping.end)
+            if isinstance(mapping.memory, CreatedMemory):
+                targets.append(Segment(at, at - address, stop - at))
+            else:
+                replicas = self.replicas(at, stop - at)
+                if replicas is None:
+                    return None
+                for segments in replicas.values():
+                    targets += [Segment(to, at - address + inside, length) for to, inside, length in segments]
+            at = stop
+        return targets
 
     # -- access ----------------------------------------------------------------------------------------------
 
     def cuMemSetAccess(self, ptr: DevicePointer, size: Size, desc: Any, count: Size) -> None:
         descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, count)
         check(count and size)
-        mappings = connected(self.virtual.whole_span(ptr, size))
+        within = self.mappings(ptr, ptr + size)  # from the start of a mapping to the end of one, with or without holes
+        check(within and within[0].base == ptr and within[-1].end == ptr + size)
+        mappings = connected(within)
         wanted = [self._wanted(arguments.place(one.location), int(one.flags)) for one in descriptors]
         self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
@@ -176,7 +373,7 @@ class VirtualMemoryCalls(Calls):
 
         Users report the result code ILLEGAL_STATE (NVIDIA developer forum, 356726).
         """
-        number = self.multicast.labels.number
+        number = self.labels.number
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastMemory):
                 team = mapping.memory.table.devices
@@ -203,7 +400,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
             check(place.type in (Location.HOST, Location.HOST_NUMA), Result.CUDA_ERROR_INVALID_DEVICE)
-        mapping = need(self.virtual.mapping_at(ptr))
+        mapping = need(self.mapping_at(ptr))
         if place.type == Location.HOST:
             return mapping.right_of_host()
         return mapping.right(device_place(place.id) if place.type == Location.DEVICE else HOST)
@@ -224,7 +421,7 @@ class VirtualMemoryCalls(Calls):
         allocation = need(self.allocations.find(dptr))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "cuMemGetHandleForAddressRange of a multicast object")
-            devices = [mapping.memory.properties.device for mapping in self.virtual.span(dptr, size)]
+            devices = [mapping.memory.properties.device for mapping in self.span(dptr, size)]
         else:
             not_modelled(allocation.managed, "cuMemGetHandleForAddressRange of managed memory")
             devices = [allocation.device]
@@ -252,24 +449,25 @@ def _unreadable_file(size: int) -> int:
         os.close(file)
 
 
+def team_of(machine: VirtualMemoryCalls, handle: int) -> MulticastMemory:
+    """The multicast object of a handle."""
+    what = "a handle of physical memory where a multicast object is expected"
+    return need_a(MulticastMemory, machine.named(handle), what)
+
+
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
 
 
-def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
-    """Return the access right of the current context's device to mapped memory.
-
-    ``name``: the attribute that asks for it.
-
-    Raises :class:`NotModelled` without a current context.
-    """
+def right_of_current(machine: VirtualMemoryCalls, mapping: MappedExtent, name: str) -> int:
+    """The access right of the current context's device to mapped memory. ``name``: the attribute that asks for it."""
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
 
-MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
+MAPPED_ATTRIBUTES: dict[str, Callable[[VirtualMemoryCalls, MappedExtent, int], Any]] = {
     # The range is the reservation, not the mapping.
-    "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
-    "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
+    "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.range_of(at)).base),
+    "RANGE_SIZE": lambda machine, mapping, at: need(machine.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
     "ALLOWED_HANDLE_TYPES": lambda machine, mapping, at: mapping.memory.properties.handle_types,
     "IS_GPU_DIRECT_RDMA_CAPABLE": lambda machine, mapping, at: mapping.memory.properties.rdma,
