@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,36 @@ def returns(name: str, module: Any = cuda) -> list[str]:
     documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
     return [line for line in listed.split("\n") if line[:1].strip()][1:]
+
+
+_LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
+
+
+@functools.cache
+def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
+    """The signature of a function of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``, and the types of its values
+    after the result code.
+
+    An annotation is a class of the bindings, a C type, or empty for other types. ``"[]"`` marks lists.
+    """
+    return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
+
+
+def _parameter(text: str) -> inspect.Parameter:
+    """Parse a parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
+    head, _, annotation = text.partition(":")
+    head, _, default = head.partition("=")
+    *kind, name = head.split()
+    found = next((one for one in re.findall(r"\w+", annotation) if one.lower().startswith("cu")), "")
+    in_list = "[]" if "list[" in annotation and found else ""
+    kept, annotation = int(default) if default else inspect.Parameter.empty, in_list + (found or " ".join(kind))
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name.lstrip("*"), plain, default=kept, annotation=annotation)
+
+
+def _result(line: str) -> str:
+    kind = _LINK.sub(r"\1", line.partition(" : ")[2]).strip()
+    return f"[]{kind.removeprefix('list[').rstrip(']')}" if kind.startswith("list[") else kind
 
 
 @functools.cache

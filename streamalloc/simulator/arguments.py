@@ -10,6 +10,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
@@ -174,32 +175,50 @@ _named = found_in("functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
 Link = Annotated[kernels.Linker, Handle(cuda.CUlinkState), found_in("links", _gone)]
-BY_NAME = {
-    **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
-    **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
-    **dict.fromkeys(["ByteCount", "N", "dstPitch", "Width", "Height"], "Size"),
-    **{"uc": "UnsignedChar", "us": "UnsignedShort", **dict.fromkeys(["ui", "flags", "Flags"], "UnsignedInt")},
-    **{"hStream": "StreamHandle", "stream": "Queue", "hGraphExec": "GraphExec", "hNode": "Node"},
-    **dict.fromkeys(["dstContext", "srcContext"], "Context"),
-    **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
-    **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},
+_BY_TYPE = {
+    **{"size_t": Size, "int": Int, "unsigned int": UnsignedInt, "unsigned long long": UnsignedLongLong},
+    **{"unsigned char": UnsignedChar, "unsigned short": UnsignedShort},
 }
-"""Parameter kinds by name, for calls with a shared implementation."""
+_BY_NAME: dict[str, Any] = {
+    **dict.fromkeys(("dst", "src", "dstDevice", "srcDevice", "addr", "dptr", "memptr"), DevicePointer),
+    **dict.fromkeys(("dstHost", "srcHost"), HostPointer),
+    **{"hStream": StreamHandle, "stream": Queue, "hEvent": QueueEvent, "hGraphExec": GraphExec, "hNode": Node},
+    **{"dev": Device, "device": Device, "dstContext": Context, "srcContext": Context, "memHandle": MemoryHandle},
+    **dict.fromkeys(("f", "func", "function", "hfunc"), Function),
+    **{"hmod": Module, "mod": Module, "library": Library, "lib": Library, "kernel": Kernel, "state": Link},
+}
+Steps = tuple[Convert | None, Find | None]
+"""Two functions for a parameter: its conversion before the call takes the lock, and its look-up or check under the
+lock. None: the parameter needs no such step.
+"""
 
 
-def kind(name: str, annotation: str, names: Mapping[str, Any]) -> tuple[Convert | None, Find | None]:
-    """Return two functions for a parameter: its conversion before the call takes the lock, and its look-up or check
-    under the lock. None: the parameter needs no such step. ``names``: those of the module that has the annotation.
-    """
+def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
+    """The steps of a parameter of the bindings. ``others``: kinds by name, which come first."""
+    name, c_type = parameter.name, parameter.annotation
+    cls = getattr(cuda, c_type, None)
+    if isinstance(cls, type) and not issubclass(cls, int):
+        return None, _checked(name, cls)
+    return _steps(others.get(name) or _BY_TYPE.get(c_type) or _BY_NAME.get(name))
+
+
+def steps(name: str, annotation: str, names: Mapping[str, Any]) -> Steps:
+    """The steps of a parameter, from its annotation. ``names``: those of the module that has the annotation."""
     if annotation.startswith("cuda."):
-        cls = getattr(cuda, annotation.removeprefix("cuda."), None)
-        check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
-        return None, lambda machine, value: check_argument(name, value, cls)
+        return None, _checked(name, getattr(cuda, annotation.removeprefix("cuda."), None))
     # typing.get_type_hints would take 0.1 s for all calls, at each import.
-    places = (names.get(annotation), globals().get(annotation.removeprefix("arguments.")))
-    found: tuple[Any, ...] = next(filter(None, (getattr(one, "__metadata__", None) for one in places)), ())
+    return _steps(names.get(annotation, globals().get(annotation.removeprefix("arguments."))))
+
+
+def _steps(kind: Any) -> Steps:
+    found: tuple[Any, ...] = getattr(kind, "__metadata__", ())
     convert, find, *_ = (*found, None, None)
     return convert, find
+
+
+def _checked(name: str, cls: Any) -> Find:
+    check_argument = number if isinstance(cls, type) and issubclass(cls, int) else struct
+    return lambda machine, value: check_argument(name, value, cls)
 
 
 def member(name: str, value: Any, cls: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from dataclasses import fields
 from typing import Any
@@ -84,6 +85,6 @@ class SimulatedDriver:
         return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
 
 
-for _name, _method in inspect.getmembers(SimulatedMachine, inspect.isfunction):
-    if _name == "multimem_launch" or (_name.startswith("cu") and hasattr(cuda, _name)):
+for _name, _method in inspect.getmembers(SimulatedMachine):
+    if _name == "multimem_launch" or (re.match("cu[A-Z]", _name) and hasattr(cuda, _name)):
         setattr(SimulatedDriver, _name, driver_call(_name, _method))

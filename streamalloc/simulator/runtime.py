@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, returns, runtime, takes
+from streamalloc.driver.bindings import cuda, runtime, signature
 from streamalloc.driver.locks import Lock
 from streamalloc.simulator.errors import NotModelled
 from streamalloc.simulator.memory import view_address
@@ -223,37 +221,6 @@ def result(kind: str) -> Convert:
 def _made(cls: Any, value: Any) -> Any:
     """Return a driver's handle or struct as the runtime's class ``cls``."""
     return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())
-
-
-_LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
-
-
-@functools.cache
-def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
-    """Return the signature of a function of the driver or the runtime, and the types of its values after the result
-    code.
-
-    ``module``: ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is a class of the bindings, a C
-    type, or empty for other types. ``"[]"`` marks lists.
-    """
-    return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
-
-
-def _parameter(text: str) -> inspect.Parameter:
-    """Parse a parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
-    head, _, annotation = text.partition(":")
-    head, _, default = head.partition("=")
-    *kind, name = head.split()
-    found = next((one for one in re.findall(r"\w+", annotation) if one.lower().startswith("cu")), "")
-    in_list = "[]" if "list[" in annotation and found else ""
-    kept, annotation = int(default) if default else inspect.Parameter.empty, in_list + (found or " ".join(kind))
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name.lstrip("*"), plain, default=kept, annotation=annotation)
-
-
-def _result(line: str) -> str:
-    kind = _LINK.sub(r"\1", line.partition(" : ")[2]).strip()
-    return f"[]{kind.removeprefix('list[').rstrip(']')}" if kind.startswith("list[") else kind
 
 
 _NOT_READY = 600

@@ -8,10 +8,10 @@ import pytest
 
 from streamalloc import driver as sd
 from streamalloc import testing
-from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.driver.bindings import cuda, runtime, signature
 from streamalloc.simulator.driver import SimulatedDriver
 from streamalloc.simulator.internal import Runtime
-from streamalloc.simulator.runtime import OTHER_LAYOUT, OWN, driver_call, properties, signature
+from streamalloc.simulator.runtime import OTHER_LAYOUT, OWN, driver_call, properties
 from tests.support import in_a_thread
 
 pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")

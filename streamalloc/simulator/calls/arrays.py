@@ -11,7 +11,7 @@ from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import LiveMemory
 from streamalloc.simulator.arguments import Handle, Queue, UnsignedInt, found_in
 from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Part, Remap, Storage, Tile
-from streamalloc.simulator.calls.base import call, with_async
+from streamalloc.simulator.calls.base import call
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, Dim3, Handles, round_up
 from streamalloc.simulator.contexts import Context
@@ -71,8 +71,8 @@ class ArrayCalls(CopyCalls):
         storage = self._storage(self._array_context(), self._layout(descriptor))
         return cuda.CUarray(self.arrays.add(arrays.Array(storage)).handle)
 
-    cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
-    cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
+    cuArrayCreate = call(_create)
+    cuArray3DCreate = call(_create)
 
     def _storage(self, context: Context, layout: ArrayLayout) -> Storage:
         made = Storage(context, layout)
@@ -169,8 +169,8 @@ class ArrayCalls(CopyCalls):
             if one.storage.context is context:
                 self._forget(one)
 
-    cuArrayDestroy = call("hArray:EndedArray", _destroy)
-    cuMipmappedArrayDestroy = call("hMipmappedArray:EndedMipmap", _destroy)
+    cuArrayDestroy = call(_destroy, hArray=EndedArray)
+    cuMipmappedArrayDestroy = call(_destroy, hMipmappedArray=EndedMipmap)
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
         mipmap = hMipmappedArray
@@ -217,8 +217,8 @@ class ArrayCalls(CopyCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
-    cuArrayGetSparseProperties = call("array:Array", _sparse_properties)
-    cuMipmappedArrayGetSparseProperties = call("mipmap:MipmappedArray", _sparse_properties)
+    cuArrayGetSparseProperties = call(_sparse_properties, array=Array)
+    cuMipmappedArrayGetSparseProperties = call(_sparse_properties, mipmap=MipmappedArray)
 
     def _requirements(self, one: arrays.Array | arrays.MipmappedArray, device: Any) -> Any:
         storage = one.storage
@@ -228,8 +228,8 @@ class ArrayCalls(CopyCalls):
         found.size, found.alignment = storage.layout.required, TILE_SIZE
         return found
 
-    cuArrayGetMemoryRequirements = call("array:Array device:Device", _requirements)
-    cuMipmappedArrayGetMemoryRequirements = call("mipmap:MipmappedArray device:Device", _requirements)
+    cuArrayGetMemoryRequirements = call(_requirements, array=Array)
+    cuMipmappedArrayGetMemoryRequirements = call(_requirements, mipmap=MipmappedArray)
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class ArrayCalls(CopyCalls):
         not_modelled(any(one.device is not here for one in ends), "a copy of an array between two devices")
         self._copy_box(copy, hStream)
 
-    cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
+    cuMemcpy3DPeer = cuMemcpy3DPeerAsync = call(_copy_between)
 
     def _copy_line(
         self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
@@ -374,15 +374,15 @@ class ArrayCalls(CopyCalls):
                 not_modelled(not array.storage.layout.line, "a copy by offset of an array of several dimensions")
         self._copy_box(SimpleNamespace(**values), next(given, None))
 
-    cuMemcpyAtoD = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
-    cuMemcpyDtoA = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
-    cuMemcpyAtoH, cuMemcpyAtoHAsync = with_async("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
-    cuMemcpyHtoA, cuMemcpyHtoAAsync = with_async("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
-    cuMemcpyAtoA = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
+    cuMemcpyAtoD = call(_copy_line, "D", "A")
+    cuMemcpyDtoA = call(_copy_line, "A", "D")
+    cuMemcpyAtoH = cuMemcpyAtoHAsync = call(_copy_line, "H", "A")
+    cuMemcpyHtoA = cuMemcpyHtoAAsync = call(_copy_line, "A", "H")
+    cuMemcpyAtoA = call(_copy_line, "A", "A")
 
-    cuMemcpy2D, cuMemcpy2DAsync = with_async("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
+    cuMemcpy2D = cuMemcpy2DAsync = call(_copy_box)
     cuMemcpy2DUnaligned = cuMemcpy2D
-    cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
+    cuMemcpy3D = cuMemcpy3DAsync = call(_copy_box)
 
     def _part(self, copy: Any, side: str, shape: Shape, stream: Queue) -> Part:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, value_count
+from streamalloc.driver.bindings import cuda, signature, value_count
 from streamalloc.simulator import arguments, call_lock
+from streamalloc.simulator.arguments import Steps
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, code_of, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import is_code
@@ -33,67 +33,42 @@ _IN_HOST_FUNCTIONS = re.compile(
 """Calls that a host function may make (observed on H200: test_streams)."""
 
 
-def call(parameters: str, body: Method, *first: Any) -> Any:
-    """Make one of several driver calls that share a body. The body gets ``first`` before the arguments.
-
-    ``parameters``: the names of the call's parameters, such as ``"pCopy:cuda.CUDA_MEMCPY2D hStream"``. A name may have
-    its kind behind a colon. A name without one has the kind that :data:`.arguments.BY_NAME` lists for it.
+def call(body: Method, *first: Any, **kinds: Any) -> Any:
+    """Make a method that is one or several driver calls: those to whose names it is assigned. Its parameters are those
+    of the bindings. The body gets ``first`` before the arguments. ``kinds``: the kinds of parameters that have another
+    kind than :func:`.arguments.usual` says.
     """
 
     def method(self: Calls, *given: Any) -> Any:
         return body(self, *first, *given)
 
-    pairs = [one.partition(":")[::2] for one in parameters.split()]
-    method.__kinds__ = body.__globals__  # type: ignore[attr-defined]
-    method.__annotations__ = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
-    method.__signature__ = Signature([Parameter(name, _POSITIONAL) for name in ("self", *method.__annotations__)])  # type: ignore[attr-defined]
+    method.__kinds__ = kinds  # type: ignore[attr-defined]
     return method
 
 
-_POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
-
-
-def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
-    """Make a driver call without a stream, and its variant ``...Async`` with a stream as the last parameter."""
-    return call(parameters, body, *first), call(f"{parameters} hStream", body, *first)
-
-
-def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
-    """Make a driver call and its variant ``..._v2``. The name in brackets is the parameter for edge data: in the
-    bindings for CUDA 12 only ``..._v2`` has it.
-    """
-    whole = call(parameters.replace("[", "").replace("]", ""), body)
-    return whole if EDGE_DATA else call(re.sub(r"\[\w+\]", "", parameters), body), whole
-
-
-def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
-    """Two lists for the arguments of a call: the conversions to numbers, and the look-ups of objects that follow.
-
-    An entry of the first list is the argument's index, the bindings' class of the handle (None if it has none), and the
-    conversion. Plain ``int``, which is faster, converts an object of exactly that class. An entry of the second list is
-    the argument's index and the look-up.
-    """
-    annotations = ((name, kind) for name, kind in method.__annotations__.items() if name != "return")
-    names = getattr(method, "__kinds__", method.__globals__)
-    kinds = [arguments.kind(name, annotation, names) for name, annotation in annotations]
-    conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(kinds) if convert]
-    return conversions, [(at, find) for at, (_, find) in enumerate(kinds) if find]
+def _steps(name: str, method: Method) -> list[Steps]:
+    """The conversion and the look-up of each argument of a call (:data:`.arguments.Steps`)."""
+    if hasattr(method, "__kinds__"):
+        return [arguments.usual(one, method.__kinds__) for one in signature(cuda, name)[0].parameters.values()]
+    annotations = ((one, annotation) for one, annotation in method.__annotations__.items() if one != "return")
+    return [arguments.steps(one, annotation, method.__globals__) for one, annotation in annotations]
 
 
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. The annotations of the method say how its arguments are converted, and which objects are looked up.
-
-    The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
-    up the objects, run the method, release the lock, make the tuple.
+    are None. The annotations of the method say how its arguments are converted, before the call takes the lock, and
+    which objects are looked up under the lock. Plain ``int``, which is faster, converts a handle of exactly the class
+    that the bindings have for it.
     """
-    count, values = len(method.__annotations__) - ("return" in method.__annotations__), value_count(name)
-    conversions, finders = _conversions(method)
+    steps, values = _steps(name, method), value_count(name)
+    count, bind = len(steps), functools.partial(_bind, name)
+    conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(steps) if convert]
+    finders = [(at, find) for at, (_, find) in enumerate(steps) if find]
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
     # Local names, because those of a module may be gone at interpreter exit.
-    exiting, usable, refusal, signature = sys.is_finalizing, _usable, _refusal, inspect.signature
+    exiting, usable, refusal = sys.is_finalizing, _usable, _refusal
     enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
 
@@ -104,9 +79,7 @@ def driver_call(name: str, method: Method) -> Method:
         if unready := unready or (not machine.ready and refusal(machine, before_init)):
             return (unready, *nothing)
         if named or len(given) != count:
-            bound = signature(method).bind(self, *given, **named)
-            bound.apply_defaults()
-            given = bound.args[1:]
+            given = bind(*given, **named)
         passed = [*given]  # `given` keeps the objects alive whose addresses are passed
         for at, usual, convert in conversions:
             value = given[at]
@@ -132,7 +105,17 @@ def driver_call(name: str, method: Method) -> Method:
             leave(caller.is_main)
         return (success, found) if values == 1 else (success, *found) if values else (success,)
 
+    if hasattr(method, "__kinds__"):
+        whole = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(cuda, name)[0].parameters.values()]
+        driver_function.__signature__ = Signature(whole)  # type: ignore[attr-defined]
     return driver_function
+
+
+def _bind(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:
+    """All arguments of a call by position."""
+    bound = signature(cuda, name)[0].bind(*given, **named)
+    bound.apply_defaults()
+    return bound.args
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:

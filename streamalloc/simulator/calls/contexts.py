@@ -187,7 +187,7 @@ class ContextCalls(Calls):
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
-    cuCtxCreate = call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
+    cuCtxCreate = call(cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
 
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -237,8 +237,8 @@ class ContextCalls(Calls):
                 del context.retired[number]
         context.check()
 
-    cuCtxSynchronize = call("", _synchronize)
-    cuCtxSynchronize_v2 = call("ctx:ContextOrCurrent", _synchronize)
+    cuCtxSynchronize = call(_synchronize)
+    cuCtxSynchronize_v2 = call(_synchronize, ctx=ContextOrCurrent)
 
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one of them is captured.
@@ -343,8 +343,8 @@ class ContextCalls(Calls):
         """Do nothing: the simulation has no cache, no writes of other devices and no profiler."""
         self.current()
 
-    cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
-    cuFlushGPUDirectRDMAWrites = call("target scope", _nothing)
+    cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call(_nothing)
+    cuFlushGPUDirectRDMAWrites = call(_nothing)
 
     # -- events of all streams -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import LiveMemory, is_gone, is_reachable
 from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
 from streamalloc.simulator.arrays import BoxCopy
-from streamalloc.simulator.calls.base import EDGE_DATA, GONE, with_async
+from streamalloc.simulator.calls.base import EDGE_DATA, GONE, call
 from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
 from streamalloc.simulator.errors import Result, check, need, not_modelled
@@ -134,12 +134,12 @@ class CopyCalls(VirtualMemoryCalls):
         check(rows <= 1 or (pitch >= count * width and pitch % width == 0))
         self._fill(width, address, number, count, hStream, rows, pitch)
 
-    cuMemsetD8, cuMemsetD8Async = with_async("dstDevice uc N", _fill, 1)
-    cuMemsetD2D8, cuMemsetD2D8Async = with_async("dstDevice dstPitch uc Width Height", _fill_rows, 1)
-    cuMemsetD16, cuMemsetD16Async = with_async("dstDevice us N", _fill, 2)
-    cuMemsetD2D16, cuMemsetD2D16Async = with_async("dstDevice dstPitch us Width Height", _fill_rows, 2)
-    cuMemsetD32, cuMemsetD32Async = with_async("dstDevice ui N", _fill, 4)
-    cuMemsetD2D32, cuMemsetD2D32Async = with_async("dstDevice dstPitch ui Width Height", _fill_rows, 4)
+    cuMemsetD8 = cuMemsetD8Async = call(_fill, 1)
+    cuMemsetD2D8 = cuMemsetD2D8Async = call(_fill_rows, 1)
+    cuMemsetD16 = cuMemsetD16Async = call(_fill, 2)
+    cuMemsetD2D16 = cuMemsetD2D16Async = call(_fill_rows, 2)
+    cuMemsetD32 = cuMemsetD32Async = call(_fill, 4)
+    cuMemsetD2D32 = cuMemsetD2D32Async = call(_fill_rows, 4)
 
     def _check_fill(self, address: int, size: int, context: Context) -> LiveMemory:
         allocation = need(self.allocations.find(address))
@@ -193,17 +193,17 @@ class CopyCalls(VirtualMemoryCalls):
     def _copy_row(self, device: str, target: int, source: int, size: int, hStream: int | None = None) -> None:
         self._copy(Side(target), Side(source), Shape(size), hStream, device)
 
-    cuMemcpy, cuMemcpyAsync = with_async("dst src ByteCount", _copy_row, "")
-    cuMemcpyHtoD, cuMemcpyHtoDAsync = with_async("dstDevice srcHost ByteCount", _copy_row, "dst")
-    cuMemcpyDtoH, cuMemcpyDtoHAsync = with_async("dstHost srcDevice ByteCount", _copy_row, "src")
-    cuMemcpyDtoD, cuMemcpyDtoDAsync = with_async("dstDevice srcDevice ByteCount", _copy_row, "both")
+    cuMemcpy = cuMemcpyAsync = call(_copy_row, "")
+    cuMemcpyHtoD = cuMemcpyHtoDAsync = call(_copy_row, "dst")
+    cuMemcpyDtoH = cuMemcpyDtoHAsync = call(_copy_row, "src")
+    cuMemcpyDtoD = cuMemcpyDtoDAsync = call(_copy_row, "both")
 
     def _copy_peer(
         self, target: int, context: Context, source: int, other: Context, size: int, hStream: int | None = None
     ) -> None:
         self._copy(Side(target), Side(source), Shape(size), hStream, "both", (context, other))
 
-    cuMemcpyPeer, cuMemcpyPeerAsync = with_async("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
+    cuMemcpyPeer = cuMemcpyPeerAsync = call(_copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Copy ``depth`` planes between two sides, neither of which is an array.

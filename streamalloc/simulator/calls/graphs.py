@@ -11,7 +11,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, graphs
 from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
-from streamalloc.simulator.calls.base import EDGE_DATA, call, with_edge_data
+from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from streamalloc.simulator.calls.kernels import KernelCalls, extents_of, node_values
 from streamalloc.simulator.calls.streams import StreamCalls
@@ -37,10 +37,6 @@ _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _MOVE = 1  # CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
 _SHAREABLE = 1 | 8
 """Handle types of Linux: file descriptors and fabric handles (CUmemAllocationHandleType)."""
-
-_BEHIND = "hGraph dependencies numDependencies"
-_KERNEL, _HOST = ":cuda.CUDA_KERNEL_NODE_PARAMS", ":cuda.CUDA_HOST_NODE_PARAMS"
-_MEMSET, _COPY = ":cuda.CUDA_MEMSET_NODE_PARAMS", ":cuda.CUDA_MEMCPY3D"
 
 _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "MEMSET": lambda params: (params.memset, params.memset.ctx),
@@ -133,9 +129,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             check(one in two.after)
             two.after = [other for other in two.after if other is not one]
 
-    _PAIRS = "hGraph:NodeGraph from_ to [edgeData] numDependencies"
-    cuGraphAddDependencies, cuGraphAddDependencies_v2 = with_edge_data(_PAIRS, _connect)
-    cuGraphRemoveDependencies, cuGraphRemoveDependencies_v2 = with_edge_data(_PAIRS, _disconnect)
+    cuGraphAddDependencies = cuGraphAddDependencies_v2 = call(_connect, hGraph=NodeGraph)
+    cuGraphRemoveDependencies = cuGraphRemoveDependencies_v2 = call(_disconnect, hGraph=NodeGraph)
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
@@ -151,19 +146,17 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             node = graph.add(kind, after, **self._work(kind, graph, *params))
         return cuda.CUgraphNode(node.handle)
 
-    cuGraphAddMemAllocNode = call(f"{_BEHIND} nodeParams:cuda.CUDA_MEM_ALLOC_NODE_PARAMS", _add_node, "MEM_ALLOC")
-    cuGraphAddMemFreeNode = call(f"{_BEHIND} dptr", _add_node, "MEM_FREE")
-    cuGraphAddMemsetNode = call(f"{_BEHIND} memsetParams{_MEMSET} ctx", _add_node, "MEMSET")
-    cuGraphAddMemcpyNode = call(f"{_BEHIND} copyParams{_COPY} ctx", _add_node, "MEMCPY")
-    cuGraphAddEmptyNode = call(_BEHIND, _add_node, "EMPTY")
-    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams{_HOST}", _add_node, "HOST")
-    cuGraphAddBatchMemOpNode = call(
-        f"{_BEHIND} nodeParams:cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS", _add_node, "BATCH_MEM_OP"
-    )
-    cuGraphAddEventRecordNode = call(f"{_BEHIND} event", _add_node, "EVENT_RECORD")
-    cuGraphAddEventWaitNode = call(f"{_BEHIND} event", _add_node, "WAIT_EVENT")
-    cuGraphAddKernelNode = call(f"{_BEHIND} nodeParams{_KERNEL}", _add_node, "KERNEL")
-    cuGraphAddChildGraphNode = call(f"{_BEHIND} childGraph", _add_node, "GRAPH")
+    cuGraphAddMemAllocNode = call(_add_node, "MEM_ALLOC")
+    cuGraphAddMemFreeNode = call(_add_node, "MEM_FREE")
+    cuGraphAddMemsetNode = call(_add_node, "MEMSET")
+    cuGraphAddMemcpyNode = call(_add_node, "MEMCPY")
+    cuGraphAddEmptyNode = call(_add_node, "EMPTY")
+    cuGraphAddHostNode = call(_add_node, "HOST")
+    cuGraphAddBatchMemOpNode = call(_add_node, "BATCH_MEM_OP")
+    cuGraphAddEventRecordNode = call(_add_node, "EVENT_RECORD")
+    cuGraphAddEventWaitNode = call(_add_node, "WAIT_EVENT")
+    cuGraphAddKernelNode = call(_add_node, "KERNEL")
+    cuGraphAddChildGraphNode = call(_add_node, "GRAPH")
 
     def _add_any_node(self, hGraph: Any, dependencies: Any, *more: Any) -> Any:
         kind, params = _read_params(more[-1])
@@ -171,8 +164,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         not_modelled(moved, "a child graph that moves into its parent")
         return self._add_node(kind, hGraph, dependencies, more[-2], *params)
 
-    _ANY_NODE = "hGraph dependencies [dependencyData] numDependencies nodeParams:cuda.CUgraphNodeParams"
-    cuGraphAddNode, cuGraphAddNode_v2 = with_edge_data(_ANY_NODE, _add_any_node)
+    cuGraphAddNode = cuGraphAddNode_v2 = call(_add_any_node)
 
     def _add_allocation(self, graph: NodeGraph, after: list[Node], params: Any) -> Node:
         props, size = params.poolProps, int(params.bytesize)
@@ -287,10 +279,10 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
-    cuGraphMemsetNodeGetParams = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
-    cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
-    cuGraphKernelNodeGetParams = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
-    cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
+    cuGraphMemsetNodeGetParams = call(_params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
+    cuGraphMemcpyNodeGetParams = call(_params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphKernelNodeGetParams = call(_params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
+    cuGraphHostNodeGetParams = call(_params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
 
     # Attributes of kernel nodes are stored, without effect.
 
@@ -314,8 +306,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         values: Values = need(node.values, "the event of a node that was captured")
         return cuda.CUevent(values["event"].handle)
 
-    cuGraphEventRecordNodeGetEvent = call("hNode", _event_of_node, "EVENT_RECORD")
-    cuGraphEventWaitNodeGetEvent = call("hNode", _event_of_node, "WAIT_EVENT")
+    cuGraphEventRecordNodeGetEvent = call(_event_of_node, "EVENT_RECORD")
+    cuGraphEventWaitNodeGetEvent = call(_event_of_node, "WAIT_EVENT")
 
     def cuGraphChildGraphNodeGetGraph(self, hNode: Node) -> Any:
         return cuda.CUgraph(need(hNode.child).handle)
@@ -325,12 +317,12 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         for name, value in self._work(kind, node.graph, *params).items():
             setattr(node, name, value)
 
-    cuGraphMemsetNodeSetParams = call(f"hNode nodeParams{_MEMSET}", _set, "MEMSET")
-    cuGraphMemcpyNodeSetParams = call(f"hNode nodeParams{_COPY}", _set, "MEMCPY")
-    cuGraphKernelNodeSetParams = call(f"hNode nodeParams{_KERNEL}", _set, "KERNEL")
-    cuGraphHostNodeSetParams = call(f"hNode nodeParams{_HOST}", _set, "HOST")
-    cuGraphEventRecordNodeSetEvent = call("hNode event", _set, "EVENT_RECORD")
-    cuGraphEventWaitNodeSetEvent = call("hNode event", _set, "WAIT_EVENT")
+    cuGraphMemsetNodeSetParams = call(_set, "MEMSET")
+    cuGraphMemcpyNodeSetParams = call(_set, "MEMCPY")
+    cuGraphKernelNodeSetParams = call(_set, "KERNEL")
+    cuGraphHostNodeSetParams = call(_set, "HOST")
+    cuGraphEventRecordNodeSetEvent = call(_set, "EVENT_RECORD")
+    cuGraphEventWaitNodeSetEvent = call(_set, "WAIT_EVENT")
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
@@ -463,8 +455,7 @@ class GraphCalls(GraphBuildingCalls):
         _, nodes = self._behind(capture.graph.handle, dependencies, count)
         capture.put_behind(stream, nodes, how == _SET)
 
-    _NODES = "hStream:Queue dependencies [dependencyData] numDependencies flags"
-    cuStreamUpdateCaptureDependencies, cuStreamUpdateCaptureDependencies_v2 = with_edge_data(_NODES, _put_behind)
+    cuStreamUpdateCaptureDependencies = cuStreamUpdateCaptureDependencies_v2 = call(_put_behind, hStream=Queue)
 
     def cuGraphDestroyNode(self, hNode: Node) -> None:
         self._without_memory(hNode.graph).remove(hNode)
@@ -515,12 +506,12 @@ class GraphCalls(GraphBuildingCalls):
         check(_may_replace(instance.nodes[number], changed))
         instance.nodes[number] = changed
 
-    cuGraphExecMemsetNodeSetParams = call(f"hGraphExec hNode memsetParams{_MEMSET} ctx", _change, "MEMSET")
-    cuGraphExecMemcpyNodeSetParams = call(f"hGraphExec hNode copyParams{_COPY} ctx", _change, "MEMCPY")
-    cuGraphExecHostNodeSetParams = call(f"hGraphExec hNode nodeParams{_HOST}", _change, "HOST")
-    cuGraphExecKernelNodeSetParams = call(f"hGraphExec hNode nodeParams{_KERNEL}", _change, "KERNEL")
-    cuGraphExecEventRecordNodeSetEvent = call("hGraphExec hNode event", _change, "EVENT_RECORD")
-    cuGraphExecEventWaitNodeSetEvent = call("hGraphExec hNode event", _change, "WAIT_EVENT")
+    cuGraphExecMemsetNodeSetParams = call(_change, "MEMSET")
+    cuGraphExecMemcpyNodeSetParams = call(_change, "MEMCPY")
+    cuGraphExecHostNodeSetParams = call(_change, "HOST")
+    cuGraphExecKernelNodeSetParams = call(_change, "KERNEL")
+    cuGraphExecEventRecordNodeSetEvent = call(_change, "EVENT_RECORD")
+    cuGraphExecEventWaitNodeSetEvent = call(_change, "WAIT_EVENT")
 
     def cuGraphExecNodeSetParams(self, hGraphExec: GraphExec, hNode: Node, nodeParams: cuda.CUgraphNodeParams) -> None:
         self._change(hNode.kind, hGraphExec, hNode, *self._params_for(hNode, nodeParams))
@@ -573,7 +564,7 @@ class GraphCalls(GraphBuildingCalls):
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
 
-    cuGraphUpload = call("hGraphExec hStream:Queue", _upload)
+    cuGraphUpload = call(_upload, hStream=Queue)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

@@ -388,10 +388,10 @@ class KernelCalls(Calls):
         self.current()
         return self._load(_path(name))
 
-    cuModuleLoad = call("fname", _load_file)
-    cuModuleLoadData = call("image", _load)
-    cuModuleLoadDataEx = call("image numOptions options optionValues", _load)
-    cuModuleLoadFatBinary = call("fatCubin", _load)
+    cuModuleLoad = call(_load_file)
+    cuModuleLoadData = call(_load)
+    cuModuleLoadDataEx = call(_load)
+    cuModuleLoadFatBinary = call(_load)
 
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
@@ -422,7 +422,7 @@ class KernelCalls(Calls):
     def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
         return cls(self._function(module, _text(name)).handle)
 
-    cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
+    cuModuleGetFunction = call(_find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
         """Address and size of a variable of a module, or of a library's variable in the current context. Its memory is
@@ -440,7 +440,7 @@ class KernelCalls(Calls):
             module.variables[text, context] = found
         return cuda.CUdeviceptr(found.base), found.size
 
-    cuModuleGetGlobal = call("hmod name", _variable)
+    cuModuleGetGlobal = call(_variable)
 
     def _function_count(self, module: Module) -> int:
         return len(self._names(module))
@@ -448,8 +448,8 @@ class KernelCalls(Calls):
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
         return [cls(self._function(module, name).handle) for name in self._names(module)[:count]]
 
-    cuModuleGetFunctionCount = call("mod", _function_count)
-    cuModuleEnumerateFunctions = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
+    cuModuleGetFunctionCount = call(_function_count)
+    cuModuleEnumerateFunctions = call(_functions, cuda.CUfunction)
 
     @staticmethod
     def _names(module: Module) -> list[str]:
@@ -463,19 +463,18 @@ class KernelCalls(Calls):
     def _load_library(self, code: Any, *options: Any) -> Any:
         return cuda.CUlibrary(self.modules.add(kernels.Module(kernels.load(code), None)).handle)
 
-    _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
-    cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
+    cuLibraryLoadData = call(_load_library)
 
     def _load_library_file(self, name: Any, *options: Any) -> Any:
         return self._load_library(_path(name))
 
-    cuLibraryLoadFromFile = call(f"fileName {_OPTIONS}", _load_library_file)
+    cuLibraryLoadFromFile = call(_load_library_file)
 
-    cuLibraryUnload = call("library", cuModuleUnload)
-    cuLibraryGetKernel = call("library name", _find_function, cuda.CUkernel)
-    cuLibraryGetGlobal = call("library name", _variable)
-    cuLibraryGetKernelCount = call("lib", _function_count)
-    cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
+    cuLibraryUnload = call(cuModuleUnload)
+    cuLibraryGetKernel = call(_find_function, cuda.CUkernel)
+    cuLibraryGetGlobal = call(_variable)
+    cuLibraryGetKernelCount = call(_function_count)
+    cuLibraryEnumerateKernels = call(_functions, cuda.CUkernel)
 
     def _in_context(self, library: Module, context: Context) -> Module:
         """The module of a library in a context; made at the first request."""
@@ -502,7 +501,7 @@ class KernelCalls(Calls):
     def cuFuncGetName(self, hfunc: NamedFunction) -> bytes:
         return hfunc.name.encode()
 
-    cuKernelGetName = call("hfunc:NamedKernel", cuFuncGetName)
+    cuKernelGetName = call(cuFuncGetName, hfunc=arguments.NamedKernel)
 
     def cuFuncIsLoaded(self, function: Function) -> Any:
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
@@ -510,24 +509,24 @@ class KernelCalls(Calls):
     def _ignored(self, *unused: Any) -> None:
         """Do nothing: caches and lazy loading are not simulated."""
 
-    cuFuncLoad = call("function", _ignored)
-    cuFuncSetCacheConfig = call("hfunc config", _ignored)
-    cuFuncSetSharedMemConfig = call("hfunc config", _ignored)
-    cuKernelSetCacheConfig = call("kernel config dev:Device", _ignored)
+    cuFuncLoad = call(_ignored)
+    cuFuncSetCacheConfig = call(_ignored)
+    cuFuncSetSharedMemConfig = call(_ignored)
+    cuKernelSetCacheConfig = call(_ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
         types = self._types(function)
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    cuFuncGetParamInfo = call("func:NamedFunction paramIndex:Size", _parameter)
-    cuKernelGetParamInfo = call("kernel:NamedKernel paramIndex:Size", _parameter)
+    cuFuncGetParamInfo = call(_parameter, func=NamedFunction)
+    cuKernelGetParamInfo = call(_parameter, kernel=arguments.NamedKernel)
 
     def _parameter_count(self, function: Function) -> int:
         return len(self._types(function))
 
-    cuFuncGetParamCount = call("func", _parameter_count)
-    cuKernelGetParamCount = call("kernel", _parameter_count)
+    cuFuncGetParamCount = call(_parameter_count)
+    cuKernelGetParamCount = call(_parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
@@ -570,13 +569,13 @@ class KernelCalls(Calls):
             check(-1 <= value <= 100)
         function.attributes[number] = value
 
-    cuFuncSetAttribute = call("hfunc attrib value:Int", _set_attribute)
+    cuFuncSetAttribute = call(_set_attribute)
 
     def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Kernel, dev: Device) -> None:
         self._set_attribute(kernel, attrib, val)
 
-    cuFuncGetAttribute = call("attrib hfunc", _attribute)
-    cuKernelGetAttribute = call("attrib kernel dev:Device", _attribute)
+    cuFuncGetAttribute = call(_attribute)
+    cuKernelGetAttribute = call(_attribute)
 
     # -- occupancy -------------------------------------------------------------------------------------------
 
@@ -600,9 +599,8 @@ class KernelCalls(Calls):
             bounds.append(limit("MAX_REGISTERS_PER_MULTIPROCESSOR") // per_warp // warps)
         return min(bounds)
 
-    _BLOCK = "func blockSize:Int dynamicSMemSize:Size"
-    cuOccupancyMaxActiveBlocksPerMultiprocessor = call(_BLOCK, _blocks)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(f"{_BLOCK} flags", _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessor = call(_blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(_blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
         """Return the number of blocks that fills the device, and the block size with the most concurrent threads.
@@ -618,9 +616,8 @@ class KernelCalls(Calls):
         best = max(sizes, key=lambda size: size * counts[size])
         return counts[best] * self._bound("MULTIPROCESSOR_COUNT"), best
 
-    _BLOCK_SIZE = "func blockSizeToDynamicSMemSize dynamicSMemSize:Size blockSizeLimit:Int"
-    cuOccupancyMaxPotentialBlockSize = call(_BLOCK_SIZE, _best_block)
-    cuOccupancyMaxPotentialBlockSizeWithFlags = call(f"{_BLOCK_SIZE} flags", _best_block)
+    cuOccupancyMaxPotentialBlockSize = call(_best_block)
+    cuOccupancyMaxPotentialBlockSizeWithFlags = call(_best_block)
 
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)
@@ -676,10 +673,8 @@ class KernelCalls(Calls):
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
         self._launch_in(more[7], function, more[:7], more[8], more[9] if more[9:] else 0, cooperative)
 
-    _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
-    _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Queue kernelParams"
-    cuLaunchKernel = call(f"{_LAUNCH} extra", _launch_kernel, False)
-    cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
+    cuLaunchKernel = call(_launch_kernel, False, hStream=arguments.Queue)
+    cuLaunchCooperativeKernel = call(_launch_kernel, True, hStream=arguments.Queue)
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
         """Launch with attributes. All but clusters and cooperation are ignored: the simulated order is stricter."""
@@ -724,9 +719,8 @@ class KernelCalls(Calls):
     def _add_file(self, link: Link, typename: Any, path: Any, *options: Any) -> None:
         link.texts.append(_path(path))
 
-    _LINK_OPTIONS = "numOptions:UnsignedInt options optionValues"
-    cuLinkAddData = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
-    cuLinkAddFile = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
+    cuLinkAddData = call(_add_text)
+    cuLinkAddFile = call(_add_file)
 
     def cuLinkComplete(self, state: Link) -> tuple[int, int]:
         parts = b"\n".join(state.texts)

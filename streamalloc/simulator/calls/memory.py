@@ -155,8 +155,8 @@ class MemoryCalls(VirtualMemoryCalls):
         self.allocations.add(allocations.HostMemory(address, size, None, context, block, flags))
         return address
 
-    cuMemAllocHost = call("bytesize:Size", _allocate_host)
-    cuMemHostAlloc = call("bytesize:Size Flags", _allocate_host)
+    cuMemAllocHost = call(_allocate_host)
+    cuMemHostAlloc = call(_allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()
@@ -342,11 +342,9 @@ class MemoryCalls(VirtualMemoryCalls):
         discard = QueuedCall(lambda: allocations.discard(self.banks, ranges))
         stream.submit(discard if "Discard" in name else Operation())
 
-    _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
-    _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
-    cuMemPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
-    cuMemDiscardBatchAsync = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
-    cuMemDiscardAndPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
+    cuMemPrefetchBatchAsync = call(_managed_batch, "cuMemPrefetchBatchAsync")
+    cuMemDiscardBatchAsync = call(_managed_batch, "cuMemDiscardBatchAsync")
+    cuMemDiscardAndPrefetchBatchAsync = call(_managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)

@@ -20,10 +20,6 @@ from streamalloc.simulator.pool import Pool
 
 Combine = Callable[[list[bytes]], bytes]
 Team = Annotated[MulticastMemory, Handle(cuda.CUmemGenericAllocationHandle), team_of]
-# Parameters of the calls that bind memory to a multicast object: the object, and memory by its handle or its address.
-_OBJECT = "mcHandle:Team"
-_MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
-_ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
 class Update(PlannedCopy):
@@ -220,10 +216,10 @@ class MulticastCalls(CopyCalls):
     def _on_device(self, bind: Method, found: MulticastMemory, device: Device, *rest: Any) -> None:
         bind(self, found, *rest, device)
 
-    cuMulticastBindMem = call(f"{_OBJECT} {_MEMORY}", _bind_memory)
-    cuMulticastBindMem_v2 = call(f"{_OBJECT} dev:Device {_MEMORY}", _on_device, _bind_memory)
-    cuMulticastBindAddr = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
-    cuMulticastBindAddr_v2 = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
+    cuMulticastBindMem = call(_bind_memory, mcHandle=Team)
+    cuMulticastBindMem_v2 = call(_on_device, _bind_memory, mcHandle=Team)
+    cuMulticastBindAddr = call(_bind_address, mcHandle=Team)
+    cuMulticastBindAddr_v2 = call(_on_device, _bind_address, mcHandle=Team)
 
     def _check_part(self, found: MulticastMemory, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
@@ -245,12 +241,9 @@ class MulticastCalls(CopyCalls):
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 
-    def _launch(self, stream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
-        """Call a Python function that replaces a kernel (:mod:`streamalloc.testing`), so that it queues its operations.
-
-        This is not a driver function.
+    def multimem_launch(self, hStream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
+        """Submit a Python function that replaces a kernel (:mod:`streamalloc.testing`). This is not a driver
+        function.
         """
         not_modelled(self.graphs.captures, "kernels during a stream capture")
-        kernel(MulticastLaunch(self, stream))
-
-    multimem_launch = call("hStream:Queue kernel:Any", _launch)
+        kernel(MulticastLaunch(self, hStream))

@@ -91,7 +91,7 @@ class StreamCalls(Calls):
         check(flags in (0, _NON_BLOCKING))
         return cuda.CUstream(self.current().create_stream(flags != _NON_BLOCKING, priority).handle)
 
-    cuStreamCreate = call("Flags", _create_stream)
+    cuStreamCreate = call(_create_stream)
 
     def cuStreamDestroy(self, hStream: Queue) -> None:
         check(hStream.handle not in (LEGACY_STREAM, constants.PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
@@ -130,10 +130,10 @@ class StreamCalls(Calls):
             self._spoil([stream.capture])
         return describe(stream)
 
-    cuStreamGetFlags = call("hStream:Queue", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
-    cuStreamGetPriority = call("hStream:Queue", _shown, lambda stream: stream.priority, False)
-    cuStreamGetDevice = call("hStream:Queue", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
-    cuStreamGetId = call("hStream:Queue", _shown, lambda stream: stream.id, True)
+    cuStreamGetFlags = call(_shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True, hStream=Queue)
+    cuStreamGetPriority = call(_shown, lambda stream: stream.priority, False, hStream=Queue)
+    cuStreamGetDevice = call(_shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True, hStream=Queue)
+    cuStreamGetId = call(_shown, lambda stream: stream.id, True, hStream=Queue)
 
     def cuStreamGetCtx(self, hStream: Queue) -> Any:
         self._not_behind_captures(hStream)
@@ -207,7 +207,7 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    cuEventRecord = call("hEvent:QueueEvent hStream:Queue", _record)
+    cuEventRecord = call(_record, hStream=Queue)
 
     def _check_captured(self, event: QueueEvent) -> None:
         """Refuse a query of an event that was last recorded in a capture, even if the capture has ended or is invalid.
@@ -294,10 +294,10 @@ class StreamCalls(Calls):
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
-    cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)
-    cuStreamWaitValue64 = call("stream addr value:Word64 flags", _one, _WAIT_64)
-    cuStreamWriteValue32 = call("stream addr value:Word32 flags", _one, _WRITE_32)
-    cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
+    cuStreamWaitValue32 = call(_one, _WAIT_32, value=arguments.Word32)
+    cuStreamWaitValue64 = call(_one, _WAIT_64, value=arguments.Word64)
+    cuStreamWriteValue32 = call(_one, _WRITE_32, value=arguments.Word32)
+    cuStreamWriteValue64 = call(_one, _WRITE_64, value=arguments.Word64)
 
     def cuStreamBatchMemOp(self, stream: Queue, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)
