@@ -55,6 +55,7 @@ MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap)
 # For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
 EndedArray = Annotated[arrays.Array, _array, found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap, _gone)]
+_EITHER = {"array": Array, "mipmap": MipmappedArray}  # kinds of parameters, for calls that are there for both
 
 
 class ArrayCalls(CopyCalls):
@@ -71,8 +72,7 @@ class ArrayCalls(CopyCalls):
         storage = self._storage(self._array_context(), self._layout(descriptor))
         return cuda.CUarray(self.arrays.add(arrays.Array(storage)).handle)
 
-    cuArrayCreate = call(_create)
-    cuArray3DCreate = call(_create)
+    cuArrayCreate = cuArray3DCreate = call(_create)
 
     def _storage(self, context: Context, layout: ArrayLayout) -> Storage:
         made = Storage(context, layout)
@@ -169,8 +169,7 @@ class ArrayCalls(CopyCalls):
             if one.storage.context is context:
                 self._forget(one)
 
-    cuArrayDestroy = call(_destroy, hArray=EndedArray)
-    cuMipmappedArrayDestroy = call(_destroy, hMipmappedArray=EndedMipmap)
+    cuArrayDestroy = cuMipmappedArrayDestroy = call(_destroy, hArray=EndedArray, hMipmappedArray=EndedMipmap)
 
     def cuMipmappedArrayGetLevel(self, hMipmappedArray: MipmappedArray, level: UnsignedInt) -> Any:
         mipmap = hMipmappedArray
@@ -217,8 +216,7 @@ class ArrayCalls(CopyCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
-    cuArrayGetSparseProperties = call(_sparse_properties, array=Array)
-    cuMipmappedArrayGetSparseProperties = call(_sparse_properties, mipmap=MipmappedArray)
+    cuArrayGetSparseProperties = cuMipmappedArrayGetSparseProperties = call(_sparse_properties, **_EITHER)
 
     def _requirements(self, one: arrays.Array | arrays.MipmappedArray, device: Any) -> Any:
         storage = one.storage
@@ -228,8 +226,7 @@ class ArrayCalls(CopyCalls):
         found.size, found.alignment = storage.layout.required, TILE_SIZE
         return found
 
-    cuArrayGetMemoryRequirements = call(_requirements, array=Array)
-    cuMipmappedArrayGetMemoryRequirements = call(_requirements, mipmap=MipmappedArray)
+    cuArrayGetMemoryRequirements = cuMipmappedArrayGetMemoryRequirements = call(_requirements, **_EITHER)
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 

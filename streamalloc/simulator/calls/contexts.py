@@ -237,8 +237,7 @@ class ContextCalls(Calls):
                 del context.retired[number]
         context.check()
 
-    cuCtxSynchronize = call(_synchronize)
-    cuCtxSynchronize_v2 = call(_synchronize, ctx=ContextOrCurrent)
+    cuCtxSynchronize = cuCtxSynchronize_v2 = call(_synchronize, ctx=ContextOrCurrent)
 
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one of them is captured.
@@ -343,8 +342,7 @@ class ContextCalls(Calls):
         """Do nothing: the simulation has no cache, no writes of other devices and no profiler."""
         self.current()
 
-    cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call(_nothing)
-    cuFlushGPUDirectRDMAWrites = call(_nothing)
+    cuCtxResetPersistingL2Cache = cuFlushGPUDirectRDMAWrites = cuProfilerStart = cuProfilerStop = call(_nothing)
 
     # -- events of all streams -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, graphs
-from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
+from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, Size, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from streamalloc.simulator.calls.kernels import KernelCalls, extents_of, node_values
@@ -105,8 +105,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
     # -- edges -----------------------------------------------------------------------------------------------
 
     def _given_nodes(self, name: str, given: Any, count: Any) -> list[Node]:
-        nodes = arguments.structs(name, given, cuda.CUgraphNode, arguments.size_t(count))
-        return [self._find(Node, one) for one in nodes]
+        return [self._find(Node, one) for one in arguments.structs(name, given, cuda.CUgraphNode, count)]
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[NodeGraph, list[Node]]:
         """Return the graph of a handle, and the given nodes, which must be different nodes of that graph."""
@@ -337,27 +336,24 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- looking at graphs -----------------------------------------------------------------------------------
 
-    def cuGraphGetRootNodes(self, hGraph: NodeGraph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+    def cuGraphGetRootNodes(self, hGraph: NodeGraph, numRootNodes: Size = 0) -> tuple[list[Any], int]:
         return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
 
-    def cuGraphGetNodes(self, hGraph: NodeGraph, numNodes: Any = 0) -> tuple[list[Any], int]:
+    def cuGraphGetNodes(self, hGraph: NodeGraph, numNodes: Size = 0) -> tuple[list[Any], int]:
         return self._some(hGraph.nodes, numNodes)
 
     @staticmethod
-    def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """Return the handles that the caller asked for, and their number.
-
-        For a count of 0, return no handles and the number of all nodes.
+    def _some(nodes: list[Node], count: int) -> tuple[list[Any], int]:
+        """Return the handles that the caller asked for, and their number. For a count of 0, return no handles and the
+        number of all nodes.
         """
-        wanted = arguments.size_t(count)
-        return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
+        return _handles(nodes[:count], count), min(count, len(nodes)) if count else len(nodes)
 
-    def cuGraphGetEdges(self, hGraph: NodeGraph, numEdges: Any = 0) -> Any:
+    def cuGraphGetEdges(self, hGraph: NodeGraph, numEdges: Size = 0) -> Any:
         edges = [(before, node) for node in hGraph.nodes for before in node.after]
-        wanted = arguments.size_t(numEdges)
-        some = edges[:wanted]
-        ends = [_handles([pair[end] for pair in some], wanted) for end in (0, 1)]
-        return (*ends, *_edge_data(wanted), len(some or edges))
+        some = edges[:numEdges]
+        ends = [_handles([pair[end] for pair in some], numEdges) for end in (0, 1)]
+        return (*ends, *_edge_data(numEdges), len(some or edges))
 
     def cuGraphNodeGetType(self, hNode: Node) -> Any:
         return getattr(cuda.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{hNode.kind}")
@@ -439,7 +435,7 @@ class GraphCalls(GraphBuildingCalls):
     # -- captures that add to a graph ------------------------------------------------------------------------
 
     def cuStreamBeginCaptureToGraph(
-        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
+        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Size, mode: Any
     ) -> None:
         number = self._mode_of_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
@@ -460,10 +456,10 @@ class GraphCalls(GraphBuildingCalls):
     def cuGraphDestroyNode(self, hNode: Node) -> None:
         self._without_memory(hNode.graph).remove(hNode)
 
-    def cuGraphNodeGetDependencies(self, hNode: Node, numDependencies: Any = 0) -> Any:
+    def cuGraphNodeGetDependencies(self, hNode: Node, numDependencies: Size = 0) -> Any:
         return self._neighbours(hNode.after, numDependencies)
 
-    def cuGraphNodeGetDependentNodes(self, hNode: Node, numDependentNodes: Any = 0) -> Any:
+    def cuGraphNodeGetDependentNodes(self, hNode: Node, numDependentNodes: Size = 0) -> Any:
         return self._neighbours([one for one in hNode.graph.nodes if hNode in one.after], numDependentNodes)
 
     def _neighbours(self, nodes: list[Node], count: Any) -> Any:

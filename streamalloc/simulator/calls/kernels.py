@@ -389,9 +389,7 @@ class KernelCalls(Calls):
         return self._load(_path(name))
 
     cuModuleLoad = call(_load_file)
-    cuModuleLoadData = call(_load)
-    cuModuleLoadDataEx = call(_load)
-    cuModuleLoadFatBinary = call(_load)
+    cuModuleLoadData = cuModuleLoadDataEx = cuModuleLoadFatBinary = call(_load)
 
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
@@ -440,7 +438,7 @@ class KernelCalls(Calls):
             module.variables[text, context] = found
         return cuda.CUdeviceptr(found.base), found.size
 
-    cuModuleGetGlobal = call(_variable)
+    cuModuleGetGlobal = cuLibraryGetGlobal = call(_variable)
 
     def _function_count(self, module: Module) -> int:
         return len(self._names(module))
@@ -448,7 +446,7 @@ class KernelCalls(Calls):
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
         return [cls(self._function(module, name).handle) for name in self._names(module)[:count]]
 
-    cuModuleGetFunctionCount = call(_function_count)
+    cuModuleGetFunctionCount = cuLibraryGetKernelCount = call(_function_count)
     cuModuleEnumerateFunctions = call(_functions, cuda.CUfunction)
 
     @staticmethod
@@ -472,8 +470,6 @@ class KernelCalls(Calls):
 
     cuLibraryUnload = call(cuModuleUnload)
     cuLibraryGetKernel = call(_find_function, cuda.CUkernel)
-    cuLibraryGetGlobal = call(_variable)
-    cuLibraryGetKernelCount = call(_function_count)
     cuLibraryEnumerateKernels = call(_functions, cuda.CUkernel)
 
     def _in_context(self, library: Module, context: Context) -> Module:
@@ -509,24 +505,19 @@ class KernelCalls(Calls):
     def _ignored(self, *unused: Any) -> None:
         """Do nothing: caches and lazy loading are not simulated."""
 
-    cuFuncLoad = call(_ignored)
-    cuFuncSetCacheConfig = call(_ignored)
-    cuFuncSetSharedMemConfig = call(_ignored)
-    cuKernelSetCacheConfig = call(_ignored)
+    cuFuncLoad = cuFuncSetCacheConfig = cuFuncSetSharedMemConfig = cuKernelSetCacheConfig = call(_ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
         types = self._types(function)
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    cuFuncGetParamInfo = call(_parameter, func=NamedFunction)
-    cuKernelGetParamInfo = call(_parameter, kernel=arguments.NamedKernel)
+    cuFuncGetParamInfo = cuKernelGetParamInfo = call(_parameter, func=NamedFunction, kernel=arguments.NamedKernel)
 
     def _parameter_count(self, function: Function) -> int:
         return len(self._types(function))
 
-    cuFuncGetParamCount = call(_parameter_count)
-    cuKernelGetParamCount = call(_parameter_count)
+    cuFuncGetParamCount = cuKernelGetParamCount = call(_parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
@@ -574,8 +565,7 @@ class KernelCalls(Calls):
     def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Kernel, dev: Device) -> None:
         self._set_attribute(kernel, attrib, val)
 
-    cuFuncGetAttribute = call(_attribute)
-    cuKernelGetAttribute = call(_attribute)
+    cuFuncGetAttribute = cuKernelGetAttribute = call(_attribute)
 
     # -- occupancy -------------------------------------------------------------------------------------------
 
@@ -599,8 +589,7 @@ class KernelCalls(Calls):
             bounds.append(limit("MAX_REGISTERS_PER_MULTIPROCESSOR") // per_warp // warps)
         return min(bounds)
 
-    cuOccupancyMaxActiveBlocksPerMultiprocessor = call(_blocks)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(_blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessor = cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(_blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
         """Return the number of blocks that fills the device, and the block size with the most concurrent threads.
@@ -616,8 +605,7 @@ class KernelCalls(Calls):
         best = max(sizes, key=lambda size: size * counts[size])
         return counts[best] * self._bound("MULTIPROCESSOR_COUNT"), best
 
-    cuOccupancyMaxPotentialBlockSize = call(_best_block)
-    cuOccupancyMaxPotentialBlockSizeWithFlags = call(_best_block)
+    cuOccupancyMaxPotentialBlockSize = cuOccupancyMaxPotentialBlockSizeWithFlags = call(_best_block)
 
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)

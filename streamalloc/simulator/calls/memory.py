@@ -155,8 +155,7 @@ class MemoryCalls(VirtualMemoryCalls):
         self.allocations.add(allocations.HostMemory(address, size, None, context, block, flags))
         return address
 
-    cuMemAllocHost = call(_allocate_host)
-    cuMemHostAlloc = call(_allocate_host)
+    cuMemAllocHost = cuMemHostAlloc = call(_allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()
