@@ -273,13 +273,10 @@ class EventTable:
         self.close = finalizer = weakref.finalize(self, _close, self.words, fd)
         finalizer.atexit = False
 
-    def take(self) -> SharedEvent | None:
-        """Return a new event; None if the table is full.
-
-        The words of a destroyed event are never used again, because its handle still opens (H200: test_sharing).
+    def take(self) -> SharedEvent:
+        """A new event of a table that is not full. The words of a destroyed event are never used again, because its
+        handle still opens (H200: test_sharing).
         """
-        if self.taken == TABLE_EVENTS:
-            return None
         self.taken += 1
         return SharedEvent(self, self.taken - 1)
 

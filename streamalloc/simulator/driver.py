@@ -86,5 +86,5 @@ class SimulatedDriver:
 
 
 for _name, _method in inspect.getmembers(SimulatedMachine):
-    if _name == "multimem_launch" or (re.match("cu[A-Z]", _name) and hasattr(cuda, _name)):
+    if re.match("multimem_|cu[A-Z]", _name) and (hasattr(cuda, _name) or not _name.startswith("cu")):
         setattr(SimulatedDriver, _name, driver_call(_name, _method))

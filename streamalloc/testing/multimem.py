@@ -72,7 +72,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     def store(where: int, offset: int, size: int) -> None:
         ctypes.memmove(where, data[offset : offset + size], size)
 
-    _launch(stream, lambda launch: launch.update(at, len(data), store), (at, len(data), True, False))
+    _launch(stream, "multimem_update", (at, len(data), store), (at, len(data), True, False))
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
@@ -103,7 +103,7 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
         replica[:] = _combine(op, replica, given)
 
-    _launch(stream, lambda launch: launch.update(at, len(data), reduce), (at, len(data), True, True))
+    _launch(stream, "multimem_update", (at, len(data), reduce), (at, len(data), True, True))
 
 
 def multimem_ld_reduce(
@@ -140,18 +140,16 @@ def multimem_ld_reduce(
         return result.astype(kind).tobytes()
 
     uses = ((at, size, False, True), (target, size, True, False))
-    _launch(stream, lambda launch: launch.gather(target, at, size, combine), *uses)
+    _launch(stream, "multimem_gather", (target, at, size, combine), *uses)
 
 
-def _launch(stream: Stream, kernel: Callable[[Any], None], *uses: tuple[int, int, bool, bool]) -> None:
-    """Queue the operation ``kernel``, and tell a checker its uses.
-
-    ``uses``: address, bytes, whether the bytes are written, and whether atomically, of each. Raises
-    ``NotImplementedError`` on a real driver.
+def _launch(stream: Stream, call: str, arguments: tuple[Any, ...], *uses: tuple[int, int, bool, bool]) -> None:
+    """Queue an operation by a call of the simulated driver. ``uses`` tell a checker the memory: address, bytes, whether
+    it is written, whether atomically.
     """
-    if not hasattr(stream.device.driver, "multimem_launch"):
+    if not hasattr(stream.device.driver, call):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
-    stream_call(stream, "multimem_launch", kernel)
+    stream_call(stream, call, *arguments)
     listener = session_of(stream.device).listener
     if listener is not None:
         with stream.device.current():

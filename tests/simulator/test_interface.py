@@ -34,7 +34,7 @@ def test_no_area_hides_a_name_of_another() -> None:
     seen: dict[str, type] = {}
     for area in SimulatedMachine.__mro__[1:-1]:
         for name, value in vars(area).items():
-            if inspect.isfunction(value):
+            if inspect.isfunction(value) and "super" not in value.__code__.co_names:
                 assert name not in seen, f"{area.__name__}.{name} is also in {seen[name].__name__}"
                 seen[name] = area
 

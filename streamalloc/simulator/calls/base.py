@@ -12,7 +12,6 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, signature, value_count
 from streamalloc.simulator import arguments, call_lock
-from streamalloc.simulator.arguments import Steps
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, code_of, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import is_code
@@ -46,29 +45,32 @@ def call(body: Method, *first: Any, **kinds: Any) -> Any:
     return method
 
 
-def _steps(name: str, method: Method) -> list[Steps]:
-    """The conversion and the look-up of each argument of a call (:data:`.arguments.Steps`)."""
+def _steps(name: str, method: Method) -> tuple[int, list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
+    """The number of arguments of a call, their conversions to numbers, and the look-ups of objects that follow.
+
+    A conversion is the argument's index, the bindings' class of the handle (None if it has none), and the function.
+    Plain ``int``, which is faster, converts an object of exactly that class. A look-up is the index and the function.
+    """
     if hasattr(method, "__kinds__"):
-        return [arguments.usual(one, method.__kinds__) for one in signature(cuda, name)[0].parameters.values()]
-    annotations = ((one, annotation) for one, annotation in method.__annotations__.items() if one != "return")
-    return [arguments.steps(one, annotation, method.__globals__) for one, annotation in annotations]
+        steps = [arguments.usual(one, method.__kinds__) for one in signature(cuda, name)[0].parameters.values()]
+    else:
+        kinds = ((one, kind) for one, kind in method.__annotations__.items() if one != "return")
+        steps = [arguments.steps(one, kind, method.__globals__) for one, kind in kinds]
+    conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(steps) if convert]
+    return len(steps), conversions, [(at, find) for at, (_, find) in enumerate(steps) if find]
 
 
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. The annotations of the method say how its arguments are converted, before the call takes the lock, and
-    which objects are looked up under the lock. Plain ``int``, which is faster, converts a handle of exactly the class
-    that the bindings have for it.
+    are None. The annotations of the method, or the bindings (:func:`call`), say how its arguments are converted, before
+    the call takes the lock, and which objects are looked up under the lock.
     """
-    steps, values = _steps(name, method), value_count(name)
-    count, bind = len(steps), functools.partial(_bind, name)
-    conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(steps) if convert]
-    finders = [(at, find) for at, (_, find) in enumerate(steps) if find]
+    (count, conversions, finders), values = _steps(name, method), value_count(name)
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
     # Local names, because those of a module may be gone at interpreter exit.
-    exiting, usable, refusal = sys.is_finalizing, _usable, _refusal
+    exiting, usable, refusal, bind = sys.is_finalizing, _usable, _refusal, functools.partial(_bind, name)
     enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
 
@@ -106,9 +108,12 @@ def driver_call(name: str, method: Method) -> Method:
         return (success, found) if values == 1 else (success, *found) if values else (success,)
 
     if hasattr(method, "__kinds__"):
-        whole = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *signature(cuda, name)[0].parameters.values()]
+        whole = [_SELF, *signature(cuda, name)[0].parameters.values()]
         driver_function.__signature__ = Signature(whole)  # type: ignore[attr-defined]
     return driver_function
+
+
+_SELF = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _bind(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:

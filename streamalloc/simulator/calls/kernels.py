@@ -11,9 +11,8 @@ import ctypes
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +34,7 @@ from streamalloc.simulator.profiles import MachineSpec
 from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 
-@dataclass(frozen=True)
-class LaunchShape:
+class LaunchShape(NamedTuple):
     """Sizes of a launch: blocks of the grid, threads of a block, and bytes of dynamic shared memory of a block."""
 
     grid: Dim3
@@ -67,10 +65,7 @@ class Launch(HostFunction):
         self._uses = self._kernel.touched(arguments)
         self._whole = {(address, size): write for address, size, write, _ in self._uses or ()}
         self.name: str = function.name
-        self.grid: Dim3 = shape.grid
-        self.block: Dim3 = shape.block
-        self.shared_bytes: int = shape.shared_bytes
-        self.cooperative: bool = shape.cooperative
+        self.grid, self.block, self.shared_bytes, self.cooperative = shape
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:

@@ -73,41 +73,6 @@ def _read(segments: list[Segment], size: int) -> bytes:
     return bytes(values)
 
 
-class MulticastLaunch:
-    """Multimem operations that a Python function in the place of a kernel can queue on its stream."""
-
-    def __init__(self, calls: MulticastCalls, stream: Queue) -> None:
-        self._calls = calls
-        self._stream = stream
-
-    def update(self, address: int, size: int, apply: Put) -> None:
-        """Queue calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
-
-        Raises ``ValueError`` if the range is not in one mapping of a multicast object, and :class:`Fault` without
-        access to it.
-        """
-        self._check(address, size, READ_WRITE)
-        self._stream.submit(Update(self._calls, self._stream.context, address, size, apply))
-
-    def gather(self, target: int, address: int, size: int, combine: Combine) -> None:
-        """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
-
-        ``combine`` gets the bytes of the replicas. Raises as :meth:`update`.
-        """
-        self._check(address, size, READ)
-        if self._calls.banks.arenas.find(target) is not None:
-            self._calls._check_fill(target, size, self._stream.context)
-        self._stream.submit(Gather(self._calls, self._stream.context, target, address, size, combine))
-
-    def _check(self, address: int, size: int, needed: int) -> None:
-        found = self._calls.team_at(address)
-        if found is None or address + size > found[0].end:
-            raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
-        if found[0].right(device_place(self._stream.context.device.ordinal)) & needed != needed:
-            raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
-        found[1].check_bound(address - found[0].base, size)
-
-
 class MulticastCalls(CopyCalls):
     """The calls cuMulticast*."""
 
@@ -241,9 +206,29 @@ class MulticastCalls(CopyCalls):
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 
-    def multimem_launch(self, hStream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
-        """Submit a Python function that replaces a kernel (:mod:`streamalloc.testing`). This is not a driver
-        function.
+    # -- multimem operations, for Python functions that replace kernels (streamalloc.testing) ----------------
+
+    def multimem_update(self, hStream: Queue, address: int, size: int, apply: Put) -> None:
+        """Call ``apply(where, offset, size)`` in stream order for the bytes of each replica of a range, step by step.
+        This is not a driver function.
         """
+        self._check_replicated(hStream, address, size, READ_WRITE)
+        hStream.submit(Update(self, hStream.context, address, size, apply))
+
+    def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
+        """Combine the bytes of all replicas of a range in stream order, and store the result at ``target``, step by
+        step. This is not a driver function.
+        """
+        self._check_replicated(hStream, address, size, READ)
+        if self.banks.arenas.find(target) is not None:
+            self._check_fill(target, size, hStream.context)
+        hStream.submit(Gather(self, hStream.context, target, address, size, combine))
+
+    def _check_replicated(self, stream: Queue, address: int, size: int, needed: int) -> None:
         not_modelled(self.graphs.captures, "kernels during a stream capture")
-        kernel(MulticastLaunch(self, hStream))
+        found = self.team_at(address)
+        if found is None or address + size > found[0].end:
+            raise ValueError(f"{address:#x} and the {size} bytes from there on are no mapping of a multicast object")
+        if found[0].right(device_place(stream.context.device.ordinal)) & needed != needed:
+            raise Fault(Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+        found[1].check_bound(address - found[0].base, size)

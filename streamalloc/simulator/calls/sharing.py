@@ -29,7 +29,7 @@ from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, PoolHandle, UnsignedLongLong
 from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, EventFlag, HandleType, Location, device_place
-from streamalloc.simulator.contexts import TABLE_BYTES, Context, EventTable, QueueEvent, SharedEvent
+from streamalloc.simulator.contexts import TABLE_BYTES, TABLE_EVENTS, Context, EventTable, QueueEvent, SharedEvent
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.files import Label, reach, recognise
 from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
@@ -363,14 +363,11 @@ class SharingCalls(VirtualMemoryCalls):
         return opaque_struct("CUipcEventHandle", data)
 
     def _new_event(self) -> SharedEvent:
-        shared = self._own_tables[-1].take() if self._own_tables else None
-        if shared is None:
+        if not self._own_tables or self._own_tables[-1].taken == TABLE_EVENTS:
             physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
             physical.seal()
             self._own_tables.append(self.banks.arenas.own(EventTable(physical.fd)))
-            shared = self._own_tables[-1].take()
-            assert shared is not None
-        return shared
+        return self._own_tables[-1].take()
 
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcEventHandle, optional=False))
