@@ -1,4 +1,4 @@
-"""State of a simulated machine: its parts, and the steps that concern several of them."""
+"""The state of a simulated machine that several areas of calls share, and what concerns several of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_A_CONTEXT = (allocations.DeviceMemory, allocations.HostMemory, allocations.M
 
 
 class Machine:
-    """The state of a simulated driver. Its parts do not refer to the machine."""
+    """The state of a simulated driver. Each area of calls adds its own (:class:`.calls.base.Calls`)."""
 
     driver: Callable[[], object]
     """Returns the driver object; None once it is gone, when the machine ends."""

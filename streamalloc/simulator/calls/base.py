@@ -153,8 +153,9 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
 
 
 class Calls(Machine):
-    """Base class of the groups of driver calls, with common look-ups. A method that is named like a driver function
-    becomes a call of :class:`.driver.SimulatedDriver`.
+    """Base class of the areas of driver calls, with common look-ups. A method that is named like a driver function
+    becomes a call of :class:`.driver.SimulatedDriver`. An area has its own state, and extends the methods of the
+    machine by which a context ends, memory is released, and the machine is closed.
     """
 
     def _find(self, kind: Any, handle: Any) -> Any:
