@@ -139,6 +139,13 @@ def _result(line: str) -> str:
     return f"[]{kind.removeprefix('list[').rstrip(']')}" if kind.startswith("list[") else kind
 
 
+def by_position(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:
+    """All arguments of a driver function by position. Raises ``TypeError`` if it takes others."""
+    bound = signature(cuda, name)[0].bind(*given, **named)
+    bound.apply_defaults()
+    return bound.args
+
+
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
     """Return the parameter names of a driver function in order; empty if it is undocumented."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.driver.bindings import cuda, parameters, value_count
+from streamalloc.driver.bindings import by_position, cuda, value_count
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
@@ -43,18 +43,7 @@ class Wrapper(_Functions):  # type: ignore[misc]
             return target
 
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
-            if not named:
-                return self._observe(name, target, args)
-            # Observers get all arguments by position, and may change them. The driver gets the named ones by keyword
-            # again, since the bindings may have defaults between them.
-            keys = [one for one in parameters(name)[len(args) :] if one in named] or [*named]
-
-            def by_keywords(*values: Any) -> tuple[Any, ...]:
-                changed = named | dict(zip(keys, values[len(args) :], strict=True))
-                answer: tuple[Any, ...] = target(*values[: len(args)], **changed)
-                return answer
-
-            return self._observe(name, by_keywords, (*args, *(named[one] for one in keys)))
+            return self._observe(name, target, by_position(name, *args, **named) if named else args)
 
         function.__name__ = name
         setattr(self, name, function)

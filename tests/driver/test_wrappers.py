@@ -203,10 +203,15 @@ def test_a_stack_is_shown_as_python_shows_one() -> None:
     assert place_of(stack) == f"test_wrappers.py:{line}" and place_of(()) == "an unknown place"
 
 
-def test_arguments_by_name_keep_their_number(machine: Any) -> None:
-    class Longer(Wrapper):
-        def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
-            return function(*args, 0)
+def test_arguments_by_name_reach_the_driver_by_position(machine: Any) -> None:
+    seen = []
 
-    with pytest.raises(ValueError, match="longer"):
-        Longer(machine).cuDeviceGet(ordinal=0)
+    class Recording(Wrapper):
+        def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
+            seen.append(args)
+            return function(*args)
+
+    Recording(machine).cuMemAllocFromPoolAsync(0, hStream=2, pool=1)
+    assert seen == [(0, 1, 2)]
+    with pytest.raises(TypeError, match="dptr"):
+        Recording(machine).cuMemFree(pointer=0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, signature, value_count
+from streamalloc.driver.bindings import by_position, cuda, signature, value_count
 from streamalloc.simulator import arguments, call_lock
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, code_of, not_modelled
 from streamalloc.simulator.machine import Machine
@@ -70,7 +70,7 @@ def driver_call(name: str, method: Method) -> Method:
     (count, conversions, finders), values = _steps(name, method), value_count(name)
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
     # Local names, because those of a module may be gone at interpreter exit.
-    exiting, usable, refusal, bind = sys.is_finalizing, _usable, _refusal, functools.partial(_bind, name)
+    exiting, usable, refusal, bind = sys.is_finalizing, _usable, _refusal, functools.partial(by_position, name)
     enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
 
@@ -114,13 +114,6 @@ def driver_call(name: str, method: Method) -> Method:
 
 
 _SELF = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _bind(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:
-    """All arguments of a call by position."""
-    bound = signature(cuda, name)[0].bind(*given, **named)
-    bound.apply_defaults()
-    return bound.args
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
