@@ -188,13 +188,13 @@ _BY_NAME: dict[str, Any] = {
     **{"hmod": Module, "mod": Module, "library": Library, "lib": Library, "kernel": Kernel, "state": Link},
 }
 Steps = tuple[Convert | None, Find | None]
-"""Two functions for a parameter: its conversion before the call takes the lock, and its look-up or check under the
-lock. None: the parameter needs no such step.
+"""Two functions for a parameter; None for a step that it does not need. The first converts the argument before the call
+takes the lock. The second looks up or checks the object under the lock.
 """
 
 
 def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
-    """The steps of a parameter of the bindings. ``others``: kinds by name, which come first."""
+    """Return the steps of a parameter of the bindings. ``others``: kinds by name, which come first."""
     name, c_type = parameter.name, parameter.annotation
     cls = getattr(cuda, c_type, None)
     if isinstance(cls, type) and not issubclass(cls, int):
@@ -203,7 +203,10 @@ def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
 
 
 def steps(name: str, annotation: str, names: Mapping[str, Any]) -> Steps:
-    """The steps of a parameter, from its annotation. ``names``: those of the module that has the annotation."""
+    """Return the steps of a parameter of this name and annotation.
+
+    ``names``: those of the module that has the annotation.
+    """
     if annotation.startswith("cuda."):
         return None, _checked(name, getattr(cuda, annotation.removeprefix("cuda."), None))
     # typing.get_type_hints would take 0.1 s for all calls, at each import.

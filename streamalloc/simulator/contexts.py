@@ -274,8 +274,9 @@ class EventTable:
         finalizer.atexit = False
 
     def take(self) -> SharedEvent:
-        """A new event of a table that is not full. The words of a destroyed event are never used again, because its
-        handle still opens (H200: test_sharing).
+        """Return a new event. The table must not be full.
+
+        The words of a destroyed event are never used again, because its handle still opens (H200: test_sharing).
         """
         self.taken += 1
         return SharedEvent(self, self.taken - 1)

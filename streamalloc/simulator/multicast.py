@@ -291,7 +291,11 @@ class MulticastMemory(Mappable):
     # -- waiting for the team --------------------------------------------------------------------------------
 
     def wait_for_team(self, call: str) -> None:
-        """Block until all devices are added, as the real driver does. If nobody adds them, block forever."""
+        """Block until all devices are added, as the real driver does.
+
+        Raises :class:`DeadlockError` once nobody can add the others, or after the machine's ``patience``. Gives
+        CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that waits.
+        """
         self.mappings += 1  # keeps the object if other threads release its handles during the wait
         try:
             if self.table.state == WAITING:
@@ -390,7 +394,8 @@ class MulticastMemory(Mappable):
     def check_bound(self, offset: int, size: int) -> None:
         """Check, when work is submitted, that every device of the team has memory under a range of the object.
 
-        If one has none, users report memory errors, but not which ones (NVIDIA developer forum, 356726).
+        Raises :class:`NotModelled` if one has none: users report memory errors, but not which ones (NVIDIA developer
+        forum, 356726).
         """
         without = incomplete(self.replicas(offset, size), size)
         not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")
@@ -418,5 +423,5 @@ def _open_elsewhere(binding: TeamBinding) -> int | None:
 
 
 def incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
-    """The devices without memory under a part of the range."""
+    """Return the devices that lack memory under a part of the range."""
     return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

@@ -149,7 +149,7 @@ class ArrayCalls(CopyCalls):
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
-        """Destroy an array and the handles of its levels. For a level of a mipmapped array, only its handle ends."""
+        """Destroy an array and the handles of its levels. For one level of a mipmapped array, only its handle ends."""
         in_use = one.mipmap is None and one.storage.queued
         not_modelled(in_use, "destroying an array while work with it is queued")
         self._forget(one)
@@ -179,7 +179,7 @@ class ArrayCalls(CopyCalls):
         return cuda.CUarray(array.handle)
 
     def _levels_of(self, mipmap: arrays.MipmappedArray) -> list[arrays.Array]:
-        """The levels of a mipmapped array that calls have made handles for."""
+        """Return the levels of a mipmapped array for which ``cuMipmappedArrayGetLevel`` has made handles."""
         return [one for one in self.arrays.values() if one.mipmap is mipmap]
 
     # -- descriptors and properties --------------------------------------------------------------------------

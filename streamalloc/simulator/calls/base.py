@@ -64,8 +64,11 @@ def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. The annotations of the method, or the bindings (:func:`call`), say how its arguments are converted, before
-    the call takes the lock, and which objects are looked up under the lock.
+    are None. The annotations of the method, or the bindings (:func:`call`), say how its arguments are converted, and
+    which objects are looked up.
+
+    The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
+    up the objects, run the method, release the lock, make the tuple.
     """
     (count, conversions, finders), values = _steps(name, method), value_count(name)
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
@@ -146,8 +149,10 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
 
 
 class Calls(Machine):
-    """Base class of the areas of driver calls, with common look-ups. A method that is named like a driver function
-    becomes a call of :class:`.driver.SimulatedDriver`. An area has its own state, and extends the methods of the
+    """Base class of the areas of driver calls, with common look-ups.
+
+    A method that is named like a driver function becomes a call of :class:`.driver.SimulatedDriver`. The annotation of
+    a parameter is its conversion (:mod:`..arguments`). An area has its own state, and extends the methods of the
     machine by which a context ends, memory is released, and the machine is closed.
     """
 
@@ -166,7 +171,7 @@ class Calls(Machine):
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """Return an operation that calls a host function or a stream callback."""
+        """Return an operation that calls a host function or a stream callback. It may make few driver calls."""
         thread = self.thread
 
         def run() -> None:
@@ -196,7 +201,10 @@ class Calls(Machine):
             stream.submit(operation)
 
     def _captured(self, stream: Queue) -> bool:
-        """Whether ``stream`` is being captured. Raises if the work is not allowed in the stream or in the graph."""
+        """Whether ``stream`` is being captured.
+
+        Raises :class:`Fault` if the work is not allowed in the stream or in the graph.
+        """
         if not self.graphs.captures:
             return False
         capture = stream.capture

@@ -157,7 +157,7 @@ class CopyCalls(VirtualMemoryCalls):
     # -- operations ------------------------------------------------------------------------------------------
 
     def copying(self, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
-        """The operation that copies between two sides that are not arrays."""
+        """Return the operation that copies between two sides, neither of which is an array."""
         if shape.size > shape.width:
             return self._rows(context, shape, target, source)
 
@@ -170,7 +170,10 @@ class CopyCalls(VirtualMemoryCalls):
     def filling(
         self, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
     ) -> Operation:
-        """The operation that fills ``rows`` rows of ``count`` elements. ``pitch``: bytes from a row to the next one."""
+        """Return the operation that fills ``rows`` rows of ``count`` elements.
+
+        ``pitch``: bytes from a row to the next one.
+        """
         if rows > 1:
             row = pattern * count
             every_row = Side(view_address(row), data=row)

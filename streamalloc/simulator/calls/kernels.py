@@ -392,7 +392,7 @@ class KernelCalls(Calls):
         self._unload(hmod)
 
     def _unload(self, module: Module) -> None:
-        """Remove a module or a library with its contents."""
+        """Remove a module or a library, with its functions and variables."""
         for own in [one for one in self.modules.values() if one.library is module]:
             self._unload(own)
         self.modules.pop(module.handle, None)
@@ -418,8 +418,9 @@ class KernelCalls(Calls):
     cuModuleGetFunction = call(_find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """Address and size of a variable of a module, or of a library's variable in the current context. Its memory is
-        allocated at the first call.
+        """Return address and size of a variable of a module, or of a library's variable in the current context.
+
+        Its memory is allocated at the first call.
         """
         module = module.library or module
         context, text = module.context or self.current(), _text(name)
@@ -468,7 +469,7 @@ class KernelCalls(Calls):
     cuLibraryEnumerateKernels = call(_functions, cuda.CUkernel)
 
     def _in_context(self, library: Module, context: Context) -> Module:
-        """The module of a library in a context; made at the first request."""
+        """Return the module of a library in a context, made at the first request."""
         made = (one for one in self.modules.values() if one.library is library and one.context is context)
         return next(made, None) or self.modules.add(kernels.Module(library.contents, context, library))
 
@@ -521,7 +522,7 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """Return a device attribute that limits kernels, by default of the current context's device."""
+        """Return a device attribute that limits kernels. ``device``: None for that of the current context."""
         found = device or self.current().device
         return int(found.attributes[name])
 

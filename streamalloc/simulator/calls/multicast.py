@@ -98,7 +98,7 @@ class MulticastCalls(CopyCalls):
         return cuda.CUmemGenericAllocationHandle(self.memories.add(MulticastMemory(self, table, False)).handle)
 
     def _fits(self, *sizes: int) -> bool:
-        """Whether sizes, offsets and addresses are multiples of the granularity."""
+        """Whether all these sizes, offsets and addresses are multiples of the granularity."""
         return not any(size % self.profile.team_page for size in sizes)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
@@ -114,8 +114,10 @@ class MulticastCalls(CopyCalls):
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: Team, dev: Device) -> None:
-        """Add a device. NVIDIA's kernel module refuses a device that was added before, and a surplus device. The
-        driver's result code is unknown.
+        """Add a device to the team.
+
+        NVIDIA's kernel module refuses a device that was added before, and a surplus device. The driver's result code is
+        unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         check(mcHandle.table.add(self.labels.number(dev.ordinal), self._has_slot()))
@@ -209,15 +211,18 @@ class MulticastCalls(CopyCalls):
     # -- multimem operations, for Python functions that replace kernels (streamalloc.testing) ----------------
 
     def multimem_update(self, hStream: Queue, address: int, size: int, apply: Put) -> None:
-        """Call ``apply(where, offset, size)`` in stream order for the bytes of each replica of a range, step by step.
-        This is not a driver function.
+        """Queue calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
+
+        Raises ``ValueError`` if the range is not in one mapping of a multicast object, and :class:`Fault` without
+        access to it. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ_WRITE)
         hStream.submit(Update(self, hStream.context, address, size, apply))
 
     def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
-        """Combine the bytes of all replicas of a range in stream order, and store the result at ``target``, step by
-        step. This is not a driver function.
+        """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
+
+        ``combine`` gets the bytes of the replicas. Raises as :meth:`multimem_update`. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ)
         if self.banks.arenas.find(target) is not None:

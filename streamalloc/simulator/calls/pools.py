@@ -59,7 +59,9 @@ class PoolCalls(Calls):
         return cuda.CUmemoryPool(self.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
-        """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
+        """Raise :class:`NotModelled` for a kind of pool that this profile's devices lack: the real driver's answer is
+        unknown.
+        """
         devices = self.devices if place.device is None else [self.devices[place.device]]
         unable = [one for one in devices if handle_types & ~one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0)]
         not_modelled(unable, "cuMemPoolCreate with handle types that this profile's device lacks")
@@ -88,7 +90,10 @@ class PoolCalls(Calls):
         found.destroy()
 
     def _destroy_imported(self, pool: OpenedPool) -> None:
-        """Destroy an imported pool. Allocations that were freed stay until the work before the free has run."""
+        """Destroy an imported pool, after a wait for the work before the frees of its allocations.
+
+        Gives CUDA_ERROR_INVALID_VALUE while an allocation of it is imported.
+        """
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(

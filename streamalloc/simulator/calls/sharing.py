@@ -45,20 +45,22 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # the only flag of CUipcMem_flags
 
 
 def pack(kind: str, *words: int) -> bytes:
-    """Pack integers and their checksum, with zeros up to 64 bytes."""
+    """Return integers and their checksum as 64 bytes, padded with zeros. ``kind`` enters the checksum."""
     data = struct.pack(f"<{len(words)}Q", *words)
     return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """Unpack what :func:`pack` returned; None if it is damaged or of another kind."""
+    """Return the ``count`` integers that :func:`pack` packed; None if the bytes are damaged or of another kind."""
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Pack five integers as an IPC memory handle. The driver reads no bytes 0-7 and 32-39 of such a handle (observed on
-    H200: test_sharing's test_bytes_that_are_not_looked_at).
+    """Pack five integers as an IPC memory handle, around bytes that the driver does not read.
+
+    It reads no bytes 0-7 and 32-39 of such a handle (observed on H200: test_sharing's
+    test_bytes_that_are_not_looked_at).
     """
     data = pack("memory", *words)
     unread = struct.pack("<Q", serial)
@@ -66,8 +68,9 @@ def pack_memory(serial: int, *words: int) -> bytes:
 
 
 def _block_of(words: tuple[int, ...]) -> tuple[int, int, int]:
-    """Identity of the first block of the memory of an IPC memory handle: process and descriptor in one number, owner,
-    and the block's number in the file.
+    """Return the identity of the first block of the memory that an IPC memory handle names.
+
+    It is process and descriptor in one number, the machine object, and the block's number in the file.
     """
     where, _, offset, owner, _ = words
     return where, owner, offset // BLOCK
@@ -97,7 +100,7 @@ class SharingCalls(VirtualMemoryCalls):
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
-        """Refuse fabric handles without an IMEX channel. The default is no channel, as on the observed machine."""
+        """Refuse fabric handles if the machine has no IMEX channel. By default it has none, as the observed machine."""
         check(kind != HandleType.FABRIC or self.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
@@ -170,7 +173,10 @@ class SharingCalls(VirtualMemoryCalls):
             os.close(fd)
 
     def _open_fabric(self, kind: str, data: bytes) -> int:
-        """Open the file behind a fabric handle, which any process of the domain may have exported."""
+        """Open the file behind a fabric handle, which any process of the domain may have exported.
+
+        Raises :class:`NotModelled` if that process has given the memory up.
+        """
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         wanted = (self.labels.domain, f"{words[2]:016x}")
@@ -180,8 +186,10 @@ class SharingCalls(VirtualMemoryCalls):
         return own
 
     def _recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """The label of a descriptor of a pool or memory of this machine, or, with ``fabric``, of its domain. Multicast
-        objects count as memory.
+        """Return the label of a descriptor of this machine's pool or memory (``kind``); with ``fabric``, of its domain.
+
+        Multicast objects count as memory. Gives CUDA_ERROR_UNKNOWN for other files, and CUDA_ERROR_NOT_SUPPORTED for
+        the other kind.
         """
         label = recognise(fd)
         if label is None or label.kind not in ("pool", "memory", "multicast"):
@@ -198,7 +206,7 @@ class SharingCalls(VirtualMemoryCalls):
         return label._replace(place=device_place(self.labels.seen(label.place.id) if local else HIDDEN))
 
     def _import_pool(self, fd: int, fabric: bool) -> OpenedPool:
-        """Import a pool. Each import gives the same pool (observed on H200: test_sharing)."""
+        """Import a pool by its descriptor. Each import gives the same pool (observed on H200: test_sharing)."""
         label = self._recognise(fd, "pool", fabric=fabric)
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.opened.values() if pool.serial == serial), None)
@@ -233,8 +241,9 @@ class SharingCalls(VirtualMemoryCalls):
         return opaque_struct("CUmemPoolPtrExportData", data)
 
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: cuda.CUmemPoolPtrExportData) -> Any:
-        """Import an allocation. Repeated imports give the same address, and one free ends them all (H200:
-        test_sharing).
+        """Import an allocation and return its address.
+
+        Repeated imports give the same address, and one free ends them all (H200: test_sharing).
         """
         self._not_during_capture()
         found = self.pools.opened.get(pool)
@@ -282,8 +291,10 @@ class SharingCalls(VirtualMemoryCalls):
         return cuda.CUdeviceptr(self._open_memory(data, context))
 
     def _open_memory(self, data: bytes, context: Context) -> int:
-        """Open memory of another process, and count the open. The whole block is mapped. Memory in an open block can be
-        opened even after its owner has freed it (H200: test_sharing).
+        """Open memory of another process, count the open, and return the address.
+
+        The whole block is mapped. Memory in an open block can be opened even after its owner has freed it (H200:
+        test_sharing). Gives CUDA_ERROR_INVALID_CONTEXT for memory of this process.
         """
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
@@ -314,7 +325,11 @@ class SharingCalls(VirtualMemoryCalls):
         return [one for one in self.allocations.at.values() if isinstance(one, OpenedMemory)]
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
-        """Open the file with the cuMemAlloc memory of another process."""
+        """Open the file with the cuMemAlloc memory of another process, and return the descriptor.
+
+        Gives CUDA_ERROR_INVALID_HANDLE if the process has ended, CUDA_ERROR_INVALID_VALUE if all memory in the file is
+        freed.
+        """
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
@@ -339,8 +354,10 @@ class SharingCalls(VirtualMemoryCalls):
         return need_a(OpenedMemory, self.allocations.at.get(address))
 
     def discard(self, allocation: LiveMemory) -> None:
-        """Release memory at once; opened memory regardless of the number of opens. Other processes can no longer open
-        the IPC handle of cuMemAlloc memory, unless they have memory of the same block open.
+        """Release memory at once; opened memory regardless of the number of opens.
+
+        The block of opened memory stays while other memory in it is open. Other processes can no longer open cuMemAlloc
+        memory by its IPC handle; those that have memory of the same block open still can.
         """
         if isinstance(allocation, OpenedMemory):
             self.allocations.remove(allocation)

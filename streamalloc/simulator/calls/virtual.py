@@ -74,7 +74,10 @@ class VirtualMemoryCalls(Calls):
     def adopt(
         self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
     ) -> CreatedMemory:
-        """Make a handle for ``size`` bytes of a file, from ``offset`` on."""
+        """Make a handle for ``size`` bytes of a file, from ``offset`` on.
+
+        ``bank``: the bank that counts them; None for memory of another process.
+        """
         arenas = self.banks.arenas
         memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
         self.memories.add(memory)
@@ -146,8 +149,9 @@ class VirtualMemoryCalls(Calls):
         return need(self.memories.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
-        """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
-        test_mappings).
+        """Return the memory of a handle that can be mapped.
+
+        Released memory counts while it is mapped (H200: test_mappings).
         """
         mappings = (one.mapping for one in self.allocations.at.values())
         mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
@@ -163,8 +167,9 @@ class VirtualMemoryCalls(Calls):
             found.leave()
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
-        """Add a reference by the same handle, even if all earlier references were released (H200:
-        test_physical_memory).
+        """Add a reference and return the handle, which is the same one.
+
+        That is possible even if all earlier references were released (H200: test_physical_memory).
         """
         found = need(self.mapping_at(addr)).memory
         found.handles += 1
@@ -225,8 +230,9 @@ class VirtualMemoryCalls(Calls):
         return found if isinstance(found, ReservedRange) else None
 
     def _segments(self, start: int, end: int) -> list[tuple[ReservedRange, int, int]]:
-        """The adjacent reservations from ``start`` on, each with its part of the range, up to ``end`` or the first
-        unreserved address.
+        """Return the adjacent reservations from ``start`` on, each with its part of the range.
+
+        They reach up to ``end`` or to the first unreserved address.
         """
         segments = []
         while start < end:
@@ -245,7 +251,7 @@ class VirtualMemoryCalls(Calls):
         return None if found is None else found.mapping
 
     def mappings(self, start: int, end: int) -> list[MappedExtent]:
-        """The mappings that overlap a range, in order."""
+        """Return the mappings that overlap a range, in the order of their addresses."""
         return [one.mapping for one in self.allocations.overlapping(start, end) if one.mapping is not None]
 
     def cuMemMap(
@@ -297,7 +303,10 @@ class VirtualMemoryCalls(Calls):
         mapping.memory.lose_leader(mapping)
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
-        """The mappings under a range without holes. Its start and end may lie inside a mapping."""
+        """Return the mappings under a range without holes. Its start and end may lie inside a mapping.
+
+        Gives CUDA_ERROR_INVALID_VALUE if a part of the range is not mapped.
+        """
         mappings = self.mappings(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
@@ -313,7 +322,10 @@ class VirtualMemoryCalls(Calls):
         return mapping, mapping.memory
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """By device number: the bytes behind a range of one mapping. None unless every device has bound all of it."""
+        """Return the bytes behind a range of one mapping, by device number.
+
+        None unless every device has bound all of it.
+        """
         found = self.team_at(address)
         if found is None or address + size > found[0].end:
             return None
@@ -321,8 +333,9 @@ class VirtualMemoryCalls(Calls):
         return None if incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """The bytes that a write to a range reaches, in multicast mappings and ordinary mappings. ``at`` of a segment
-        counts from ``address``. None if a part of the range is unmapped or has no memory.
+        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
+
+        ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
         """
         targets: list[Segment] = []
         end = address + size
@@ -459,7 +472,12 @@ def team_of(machine: VirtualMemoryCalls, handle: int) -> MulticastMemory:
 
 
 def right_of_current(machine: VirtualMemoryCalls, mapping: MappedExtent, name: str) -> int:
-    """The access right of the current context's device to mapped memory. ``name``: the attribute that asks for it."""
+    """Return the access right of the current context's device to mapped memory.
+
+    ``name``: the attribute that asks for it.
+
+    Raises :class:`NotModelled` without a current context.
+    """
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
