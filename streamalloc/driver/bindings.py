@@ -117,7 +117,8 @@ def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
     """Return the signature of a function of the driver or the runtime, and the types of its values after the result
     code.
 
-    ``module``: ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is a class of the bindings, a C type, or empty for other types. ``"[]"`` marks lists.
+    ``module``: ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is a class of the bindings, a C
+    type, or empty for other types. ``"[]"`` marks lists.
     """
     return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
 

@@ -105,7 +105,7 @@ def parameters_of(params: Any) -> BlockCopies | None:
 
 
 def copy_ptx(names: Collection[str]) -> str:
-    """Return the PTX module with these kernels, whose text is the file ``block_kernel.ptx``."""
+    """Return the PTX of a module with the kernels of these names, from the file ``block_kernel.ptx``."""
     head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
     same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
     sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}

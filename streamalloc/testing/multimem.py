@@ -144,8 +144,10 @@ def multimem_ld_reduce(
 
 
 def _launch(stream: Stream, call: str, arguments: tuple[Any, ...], *uses: tuple[int, int, bool, bool]) -> None:
-    """Queue an operation by a call of the simulated driver. ``uses`` tell a checker the memory: address, bytes, whether
-    it is written, whether atomically.
+    """Queue an operation by ``call`` of the simulated driver, and tell a checker its uses.
+
+    ``uses``: address, bytes, whether the bytes are written, and whether atomically, of each. Raises
+    ``NotImplementedError`` on a real driver.
     """
     if not hasattr(stream.device.driver, call):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")

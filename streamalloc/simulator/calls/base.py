@@ -203,7 +203,8 @@ class Calls(Machine):
     def _captured(self, stream: Queue) -> bool:
         """Whether ``stream`` is being captured.
 
-        Raises :class:`Fault` if the work is not allowed in the stream or in the graph.
+        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Refuses the legacy stream as
+        :meth:`_not_behind_captures` does.
         """
         if not self.graphs.captures:
             return False

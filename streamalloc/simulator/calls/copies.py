@@ -19,8 +19,8 @@ from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRIT
 from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.graphs import NodeGraph, Values
 from streamalloc.simulator.memory import Shape, Side, is_accessible, view_address
-from streamalloc.simulator.multicast import MulticastMemory, Segment
-from streamalloc.simulator.physical import least_right
+from streamalloc.simulator.multicast import MulticastMemory, Segment, incomplete
+from streamalloc.simulator.physical import CreatedMemory, least_right
 from streamalloc.simulator.scheduler import Operation
 
 Put = Callable[[int, int, int], object]
@@ -37,7 +37,7 @@ class PlannedCopy(Operation):
     """
 
     def __init__(
-        self, machine: VirtualMemoryCalls, context: Context, target: int, size: int, put: Put, source: int | None = None
+        self, machine: CopyCalls, context: Context, target: int, size: int, put: Put, source: int | None = None
     ) -> None:
         self._machine = machine
         self._context = context
@@ -391,6 +391,43 @@ class CopyCalls(VirtualMemoryCalls):
             if isinstance(mapping.memory, MulticastMemory):
                 first, end = max(address, mapping.base), min(address + size, mapping.end)
                 mapping.memory.check_bound(first - mapping.base, end - first)
+
+    # -- multicast mappings ----------------------------------------------------------------------------------
+
+    def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
+        """Return the bytes behind a range of one mapping, by device number.
+
+        None unless every device has bound all of it.
+        """
+        found = self.team_at(address)
+        if found is None or address + size > found[0].end:
+            return None
+        replicas = found[1].replicas(address - found[0].base, size)
+        return None if incomplete(replicas, size) else replicas
+
+    def targets(self, address: int, size: int) -> list[Segment] | None:
+        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
+
+        ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
+        """
+        targets: list[Segment] = []
+        end = address + size
+        at = address
+        while at < end:
+            mapping = self.mapping_at(at)
+            if mapping is None:
+                return None
+            stop = min(end, mapping.end)
+            if isinstance(mapping.memory, CreatedMemory):
+                targets.append(Segment(at, at - address, stop - at))
+            else:
+                replicas = self.replicas(at, stop - at)
+                if replicas is None:
+                    return None
+                for segments in replicas.values():
+                    targets += [Segment(to, at - address + inside, length) for to, inside, length in segments]
+            at = stop
+        return targets
 
     # -- batches ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from streamalloc.simulator.calls.base import Calls
 from streamalloc.simulator.constants import CHUNK, HOST, PINNED, Handles, HandleType, Location, Place, device_place
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.memory import Physical, ReservedRange
-from streamalloc.simulator.multicast import MulticastMemory, Segment, incomplete
+from streamalloc.simulator.multicast import MulticastMemory
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties, connected
 from streamalloc.simulator.profiles import Granularity, MachineSpec
 
@@ -167,7 +167,7 @@ class VirtualMemoryCalls(Calls):
             found.leave()
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
-        """Add a reference and return the handle, which is the same one.
+        """Add a reference to memory, and return its handle, which stays the same.
 
         That is possible even if all earlier references were released (H200: test_physical_memory).
         """
@@ -320,41 +320,6 @@ class VirtualMemoryCalls(Calls):
         if mapping is None or not isinstance(mapping.memory, MulticastMemory):
             return None
         return mapping, mapping.memory
-
-    def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Return the bytes behind a range of one mapping, by device number.
-
-        None unless every device has bound all of it.
-        """
-        found = self.team_at(address)
-        if found is None or address + size > found[0].end:
-            return None
-        replicas = found[1].replicas(address - found[0].base, size)
-        return None if incomplete(replicas, size) else replicas
-
-    def targets(self, address: int, size: int) -> list[Segment] | None:
-        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
-
-        ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
-        """
-        targets: list[Segment] = []
-        end = address + size
-        at = address
-        while at < end:
-            mapping = self.mapping_at(at)
-            if mapping is None:
-                return None
-            stop = min(end, mapping.end)
-            if isinstance(mapping.memory, CreatedMemory):
-                targets.append(Segment(at, at - address, stop - at))
-            else:
-                replicas = self.replicas(at, stop - at)
-                if replicas is None:
-                    return None
-                for segments in replicas.values():
-                    targets += [Segment(to, at - address + inside, length) for to, inside, length in segments]
-            at = stop
-        return targets
 
     # -- access ----------------------------------------------------------------------------------------------
 
