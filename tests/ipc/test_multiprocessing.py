@@ -1,6 +1,7 @@
 """Memory, pools and events through multiprocessing's queues, pipes and arguments."""
 
 import multiprocessing
+import os
 import pickle
 import threading
 from collections import defaultdict
@@ -300,6 +301,13 @@ class TestFreedAfterPut:
         go.set()
         assert queue.get(timeout=SECONDS) == [3, 1, 2]
         assert len(queue.get(timeout=SECONDS)) == 1
+
+    def test_an_end_that_is_opened_to_look_for_readers_is_closed_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: list[ipc.Fd] = []
+        monkeypatch.setattr(multiprocess, "hung_up", opened.append)
+        reader, writer = map(ipc.Fd, os.pipe())
+        with reader, writer:
+            assert not multiprocess._has_no_readers(writer) and opened[0].closed
 
     def test_dictionaries_whose_methods_are_hidden_are_searched(self, buffer: Any) -> None:
         assert not multiprocess._contains_ours(Settings(values=1))
