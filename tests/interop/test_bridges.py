@@ -18,6 +18,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
+from streamalloc.core.internal import deferred_queue
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.bridge import BATCH, FreeAfterAll, Ledger, Sources
 from streamalloc.interop.cupy import _in_relaxed_mode
@@ -253,6 +255,7 @@ class TestOrder:
             for _ in range(10 * BATCH):
                 library.make(4096)
                 assert by_handle.figure("USED_MEM_CURRENT") <= 3 * BATCH * 4096
+                assert len(deferred_queue(session_of(device))) <= 2  # batches that were freed leave it
             # A free after all work makes three calls for each stream.
             assert len(traced.calls) < 8 * 10 * BATCH
             bridge.stop()
