@@ -17,7 +17,7 @@ from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, OutOfMemoryError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
-from streamalloc.core.properties import MemLocationType, size_of
+from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream
@@ -115,7 +115,7 @@ class Allocator(Unique, BufferSource):
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         # A shift that is not 0: the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
-            nbytes = size_of("nbytes", nbytes)
+            nbytes = checked_size("nbytes", nbytes)
         handle = ordered.unlent or ordered.ready(True)
         if handle is None or ordered._session is not self._session:
             # With the argument, not with ``ordered``: a library's object may have another stream by now.

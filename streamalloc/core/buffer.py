@@ -174,7 +174,12 @@ class Buffer(Memory, Closes):
 
     @staticmethod
     def from_handle(
-        address: Any, nbytes: int, *, owner: object, stream: StreamLike | None = None, driver: Driver | None = None
+        address: Any,
+        nbytes: int | str,
+        *,
+        owner: object,
+        stream: StreamLike | None = None,
+        driver: Driver | None = None,
     ) -> Buffer:
         """Use memory that other code allocated, by any call: C++, another library, this package's raw driver.
 
@@ -249,7 +254,7 @@ class Buffer(Memory, Closes):
         self._past_caches()._stream = self._stream = ordered
 
     def copy(
-        self, stream: StreamLike | None = None, *, nbytes: int | None = None, allocator: Allocates | None = None
+        self, stream: StreamLike | None = None, *, nbytes: int | str | None = None, allocator: Allocates | None = None
     ) -> Buffer:
         """Allocate memory and copy the bytes to it, in stream order.
 
@@ -280,7 +285,7 @@ class Buffer(Memory, Closes):
         if not hasattr(source, "allocate"):
             raise ValueError(f"{self!r} has no allocator of this package: name one")
         ordered = self._ordered_on(stream)
-        made: Buffer = source.allocate(self.nbytes if nbytes is None else nbytes, ordered)
+        made: Buffer = source.allocate(self.nbytes if nbytes is None else checked_size("nbytes", nbytes), ordered)
         both = min(made.nbytes, self.nbytes)
         with undoing(made.free):
             made[:both].copy_from(self[:both], ordered)
@@ -547,7 +552,13 @@ class GraphBuffer(Buffer):
 
     @classmethod
     def add_to(
-        cls, graph: Graph, nbytes: int, stream: Stream, *, after: Iterable[Any] = (), access: Iterable[Device] = ()
+        cls,
+        graph: Graph,
+        nbytes: int | str,
+        stream: Stream,
+        *,
+        after: Iterable[Any] = (),
+        access: Iterable[Device] = (),
     ) -> GraphBuffer:
         """Add an allocation to a graph that is built by nodes (``cuGraphAddMemAllocNode``).
 
@@ -594,14 +605,14 @@ class GraphBuffer(Buffer):
             check_device("access", peer, session)
         grants = [MemAccessDesc(peer.location, MemAccess.READWRITE).to_driver() for peer in peers]
         params.accessDescs, params.accessDescCount = grants, len(grants)
-        params.bytesize = checked_size("nbytes", nbytes)
+        params.bytesize = size = checked_size("nbytes", nbytes)
         nodes = list(after)
         buffer = cls.__new__(cls)
         buffer.node = session.call_in(
             device.ordinal, "cuGraphAddMemAllocNode", graph._checked_raw(), nodes, len(nodes), params
         )
         source = PlainSource(session, Residence(device.location, managed=False), session.cuMemFreeAsync)
-        buffer._allocator, buffer._nbytes, buffer._shared, buffer._stream = source, nbytes, None, stream
+        buffer._allocator, buffer._nbytes, buffer._shared, buffer._stream = source, size, None, stream
         buffer._capture, buffer._address = _Graphs(graph), int(params.dptr)
         buffer._ptr = cuda.CUdeviceptr(buffer._address)
         return buffer

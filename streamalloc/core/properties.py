@@ -109,9 +109,9 @@ class MemAdvise(_Named, enum.IntEnum):
     UNSET_ACCESSED_BY = 6
 
 
-def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
-    """Return ``value`` as a number of bytes. Otherwise raise ``TypeError`` or ``ValueError`` with the argument's name
-    and the rule.
+def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
+    """Return ``value`` as a number: a count, an offset, an address or a field of a struct. Otherwise raise
+    ``TypeError`` or ``ValueError`` with the argument's name and the rule.
     """
     if type(value) is int and 0 <= value <= largest:
         return value
@@ -123,17 +123,17 @@ def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
     return size
 
 
-def size_of(name: str, value: object) -> int:
+def checked_size(name: str, value: object) -> int:
     """Return ``value``, a number of bytes or text such as ``"2MiB"``, as a number of bytes
     (:func:`~streamalloc.formats.sizes.size_in`). Raises TypeError, ValueError with the argument's name.
     """
     if not isinstance(value, str):
-        return checked_size(name, value)
+        return checked_number(name, value)
     try:
         size = size_in(value)
     except ValueError as error:
         raise ValueError(f"{name}={error}") from None
-    return checked_size(name, size)
+    return checked_number(name, size)
 
 
 _IN_WORDS = {int: "an integer", str: "a string"}

@@ -22,7 +22,7 @@ from typing import Any
 
 from streamalloc.core.errors import EvictedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import Device, StreamLike, work
-from streamalloc.core.properties import checked_size, checked_type
+from streamalloc.core.properties import checked_number, checked_size, checked_type
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
@@ -281,7 +281,7 @@ class TorchMemorySaver:
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, nbytes: int) -> None:
-        self._margin = checked_size("memory_margin_bytes", nbytes)
+        self._margin = checked_number("memory_margin_bytes", nbytes)
 
     @property
     def retain_cpu_backup(self) -> bool:
@@ -434,12 +434,13 @@ class _Source(Tagged):
         super().__init__(group, tag)
         self._saver = saver
 
-    def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike | None = None) -> VirtualBuffer:
         margin = self._saver.memory_margin_bytes
         if margin:
             free = self.group.device.memory_info().free
-            if margin + nbytes > free:
-                why = f"{size_text(nbytes)} with memory_margin_bytes={margin}, and {size_text(free)} are free"
+            size = checked_size("nbytes", nbytes)
+            if margin + size > free:
+                why = f"{size_text(size)} with memory_margin_bytes={margin}, and {size_text(free)} are free"
                 raise refused(OutOfMemoryError, "cuMemCreate", why)
         return super().allocate(nbytes, stream)
 

@@ -154,14 +154,14 @@ class SymmetricMemory(Closes, Shown):
 
     def __init__(
         self,
-        nbytes: int,
+        nbytes: int | str,
         communicator: CommunicatorLike = None,
         *,
         device: Device | None = None,
         devices: Sequence[Device] | None = None,
         multicast: bool | Literal["auto"] = "auto",
         handle_type: MemHandleType | None = None,
-        signal_pad_bytes: int = _SIGNAL_PAD_BYTES,
+        signal_pad_bytes: int | str = _SIGNAL_PAD_BYTES,
         timeout: float | None = 60.0,
         driver: Driver | None = None,
     ) -> None:
@@ -197,10 +197,10 @@ class SymmetricMemory(Closes, Shown):
     def local(
         cls,
         devices: Sequence[Device],
-        nbytes: int,
+        nbytes: int | str,
         *,
         multicast: bool | Literal["auto"] = "auto",
-        signal_pad_bytes: int = _SIGNAL_PAD_BYTES,
+        signal_pad_bytes: int | str = _SIGNAL_PAD_BYTES,
         timeout: float | None = 60.0,
     ) -> SymmetricMemory:
         """Allocate symmetric memory on several devices of this process; a rank is an index in ``devices``.

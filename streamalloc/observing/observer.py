@@ -454,7 +454,7 @@ class Observer(Drawn, Leaves):
         return self._account.limit
 
     @limit.setter
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | str) -> None:
         self._account.limit = checked_size("limit", nbytes)
 
     # -- records ---------------------------------------------------------------------------------------------
@@ -498,7 +498,7 @@ class Observer(Drawn, Leaves):
         self.leaks().raise_if_any()
 
     @contextlib.contextmanager
-    def phase(self, name: str, limit: int = 0) -> Iterator[Phase]:
+    def phase(self, name: str, limit: int | str = 0) -> Iterator[Phase]:
         """Record the peak of allocated bytes of the ``with`` block, under a name.
 
         Phases may nest, and each thread may be in another phase. Every phase counts the memory of all threads.
@@ -517,10 +517,10 @@ class Observer(Drawn, Leaves):
             ``name`` is no text, or ``limit`` no size.
         """
         checked_type("name", name, str)
-        checked_size("limit", limit)
+        most = checked_size("limit", limit)
         account = self._account
         account.settle()
-        phase = Phase(name, account.phase.get(), account.nbytes, limit)
+        phase = Phase(name, account.phase.get(), account.nbytes, most)
         range_ = contextlib.nullcontext() if account.profiler is None else account.profiler.range(name)
         token = account.phase.set(phase)
         try:
@@ -584,7 +584,7 @@ class Observer(Drawn, Leaves):
 
 def observe(
     *what: Device | Allocator | VirtualBuffer | AddressRange | PageSpace | SymmetricMemory,
-    limit: int = 0,
+    limit: int | str = 0,
     depth: int = 1,
     history: int | None = 1 << 20,
     on_allocate: Hook | None = None,
@@ -647,7 +647,7 @@ def observe(
     ...     run()
     >>> observer.assert_nothing_left()
     """
-    checked_size("limit", limit)
+    most = checked_size("limit", limit)
     for name, value in (("depth", depth), ("history", 0 if history is None else history)):
         if checked_type(name, value, int) < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
@@ -667,4 +667,4 @@ def observe(
     elif driver is not None:
         raise ValueError("driver: what is observed has a driver already")
     profiler = export.Profiler() if nvtx else None
-    return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler, log))
+    return Observer(Account(dict.fromkeys(sessions), what, most, depth, history, on_allocate, on_free, profiler, log))

@@ -84,7 +84,7 @@ class Switch(Attribute[bool]):
 class Size(Attribute[int]):
     """A number of bytes that can be set."""
 
-    def __set__(self, attributes: PoolAttributes, value: int) -> None:
+    def __set__(self, attributes: PoolAttributes, value: int | str) -> None:
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
 
 

@@ -33,7 +33,7 @@ from streamalloc.core.internal import (
     refuse_capture,
     session_for,
 )
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.cache.blocks import filled
@@ -80,7 +80,7 @@ def number_of_handle(name: str, value: Any, kind: type) -> int:
     other = type(value).__module__.startswith("cuda.bindings.") and not isinstance(value, kind)
     if other or isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
         raise TypeError(f"{name} must be a {kind.__name__} or its number, not {type(value).__name__} ({value!r})")
-    number = checked_size(name, int(value))
+    number = checked_number(name, int(value))
     if not number:
         raise ValueError(f"{name}=0 is no handle")
     return number
@@ -332,7 +332,7 @@ _taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _
 
 
 def buffer_from_handle(
-    address: Any, nbytes: int, owner: object, stream: StreamLike | None, driver: Driver | None
+    address: Any, nbytes: int | str, owner: object, stream: StreamLike | None, driver: Driver | None
 ) -> Buffer:
     """Implement :meth:`Buffer.from_handle`."""
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)

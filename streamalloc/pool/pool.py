@@ -41,8 +41,8 @@ from streamalloc.core.properties import (
     MemLocality,
     MemLocation,
     MemLocationType,
+    checked_size,
     checked_type,
-    size_of,
 )
 from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
 from streamalloc.core.session import Session, members
@@ -155,9 +155,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         if not callable(on_oom) and on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))} and a function")
         checked_type("name", name, str)
-        initial_size = size_of("initial_size", initial_size)
+        initial_size = checked_size("initial_size", initial_size)
         if release_threshold is not None:
-            release_threshold = size_of("release_threshold", release_threshold)
+            release_threshold = checked_size("release_threshold", release_threshold)
         session = session_for(where, driver)
         properties = _properties_of(where, max_size, handle_types, session)
         if 0 < properties.max_size < initial_size:
@@ -389,7 +389,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         TypeError, ValueError, ClosedError
             ``keep`` is not a size, or the pool was closed.
         """
-        keep = size_of("keep", keep)
+        keep = checked_size("keep", keep)
         work(self._session)
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
@@ -574,7 +574,7 @@ class CurrentPool(Allocator):
         return figures
 
 
-def allocate(nbytes: int, stream: StreamLike) -> Buffer:
+def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
     """Allocate from the current pool of the stream's device (``cuMemAllocAsync``), as :meth:`MemoryPool.allocate` does.
 
     Parameters
@@ -671,7 +671,7 @@ def _limit_of(location: MemLocation, max_size: float | str, session: Session) ->
     TypeError, ValueError.
     """
     if not isinstance(max_size, float):
-        return size_of("max_size", max_size)
+        return checked_size("max_size", max_size)
     if not 0 < max_size <= 1 or location.type is not MemLocationType.DEVICE:
         raise ValueError(f"max_size={max_size}: a float is a share, above 0 and up to 1, of a device's memory")
     check_location(session, location)

@@ -13,7 +13,7 @@ from streamalloc.core.properties import (
     MemLocationType,
     as_int,
     bindings_member,
-    checked_size,
+    checked_number,
     checked_type,
     refuse_windows,
 )
@@ -71,8 +71,8 @@ class MemPoolProps:
         checked_type("alloc_type", self.alloc_type, MemAllocationType)
         checked_type("handle_types", self.handle_types, MemHandleType)
         checked_type("location", self.location, MemLocation)
-        checked_size("max_size", self.max_size, _LARGEST_POOL)
-        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
+        checked_number("max_size", self.max_size, _LARGEST_POOL)
+        if not 0 <= checked_number("usage", self.usage) < 1 << 16:
             raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
         refuse_windows("handle_types", self.handle_types)
         managed, where, shared = self.alloc_type is MemAllocationType.MANAGED, self.location.type, self.handle_types

@@ -22,7 +22,7 @@ from streamalloc.core.internal import (
     refuse_capture,
     session_for,
 )
-from streamalloc.core.properties import MemLocation, size_of
+from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.borrowed import PlainBuffer, PlainEnd, end_plain, number_of_handle
 
@@ -65,7 +65,7 @@ class _Source(Allocator):
         TypeError, ValueError
             ``nbytes`` is not a size, or ``stream`` is not a stream.
         """
-        return self._buffer(size_of("nbytes", nbytes), as_stream(stream, self._session))
+        return self._buffer(checked_size("nbytes", nbytes), as_stream(stream, self._session))
 
     def _buffer(self, nbytes: int, ordered: Stream) -> Buffer:
         if not nbytes:

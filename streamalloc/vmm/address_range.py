@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
 from streamalloc.core.internal import BufferView, Device, Memory, Stream, known_location, session_for
-from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
+from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_number, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver import Driver
@@ -63,7 +63,9 @@ class AddressRange(OwnsNode):
         The process has no such range of addresses left; physical memory is not the cause.
     """
 
-    def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
+    def __init__(
+        self, nbytes: int | str, *, alignment: int = 0, address: int = 0, driver: Driver | None = None
+    ) -> None:
         self._owned = False
         """Whether a buffer, a cache or a mapping owns the range, so that only its methods map and unmap memory here."""
         self._session = session_for(None, driver)
@@ -74,7 +76,7 @@ class AddressRange(OwnsNode):
         """Size in bytes."""
         if not self.nbytes:
             raise ValueError(f"nbytes=0: allowed are multiples of {size_text(self._granularity)}")
-        alignment = checked_size("alignment", alignment)
+        alignment = checked_number("alignment", alignment)
         if alignment & (alignment - 1):
             raise ValueError(f"alignment={alignment}: allowed are 0 and powers of two")
         self._asked = self._multiple("address", address)
@@ -88,7 +90,7 @@ class AddressRange(OwnsNode):
             limit = address_space_limit()
             why = f"`ulimit -v` allows {size_text(limit)}" if limit else "a process has 128 TiB; the driver uses some"
             raise AddressSpaceError(
-                error.name, error.code, error.call, f"no {size_text(nbytes)} of addresses are left: {why}"
+                error.name, error.code, error.call, f"no {size_text(self.nbytes)} of addresses are left: {why}"
             ) from None
         self._node.allocations.reservations[self._node] = None
 
@@ -162,7 +164,7 @@ class AddressRange(OwnsNode):
         memory._check_mappable()
         rights = rights_of(access, self._session)
         memory._check_access(rights)
-        return Mapping(self, self._map(memory, checked_size("offset", offset), rights))
+        return Mapping(self, self._map(memory, checked_number("offset", offset), rights))
 
     def set_access(
         self,
@@ -279,7 +281,7 @@ class AddressRange(OwnsNode):
             cells[first:last] = entry.mark * (last - first)
         return "".join(cells)
 
-    def _multiple(self, name: str, value: int) -> int:
+    def _multiple(self, name: str, value: int | str) -> int:
         size = checked_size(name, value)
         if size % self._granularity:
             raise ValueError(f"{name}={value}: allowed are multiples of {size_text(self._granularity)}")

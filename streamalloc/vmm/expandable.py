@@ -868,7 +868,7 @@ class ExpandableCache(CachingAllocator):
     _alloc_name = "cuMemCreate"
     _state: _State
 
-    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
+    def __init__(self, pool: MemoryPool, *, limit: int | str = 0) -> None:
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
@@ -883,7 +883,7 @@ class ExpandableCache(CachingAllocator):
         return self._state.limit
 
     @limit.setter
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | str) -> None:
         self._state.limit = checked_size("limit", nbytes)
 
     def statistics(self) -> CacheStatistics:
@@ -900,18 +900,18 @@ class ExpandableCache(CachingAllocator):
         state = self._state
         state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
 
-    def trim(self, keep: int = 0) -> int:
+    def trim(self, keep: int | str = 0) -> int:
         """Release free memory to the driver (``cuMemUnmap``, ``cuMemRelease``), but keep ``keep`` bytes. Returns the
         number of bytes released.
 
         The host waits for no stream. The memory of a stream with unfinished work stays: synchronise with the stream and
         trim again.
         """
-        checked_size("keep", keep)
+        least = checked_size("keep", keep)
         self._check_open()
         self._state.collect_dropped()
         self._state.forget_peaks()
-        return self._state.make_room(keep)
+        return self._state.make_room(least)
 
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
         if self.limit and not captured and self._caches(nbytes, ordered):

@@ -64,12 +64,12 @@ class GrowableBuffer(VirtualBuffer):
     def __init__(
         self,
         device: Device,
-        capacity: int,
-        nbytes: int = 0,
+        capacity: int | str,
+        nbytes: int | str = 0,
         *,
         access: Access = None,
         location: MemLocation | None = None,
-        chunk: int = 0,
+        chunk: int | str = 0,
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
         gpu_direct_rdma: bool = False,
@@ -98,7 +98,7 @@ class GrowableBuffer(VirtualBuffer):
             self.resize(size)
 
     @claimed
-    def resize(self, nbytes: int, *, after: After = None, release: bool = True) -> None:
+    def resize(self, nbytes: int | str, *, after: After = None, release: bool = True) -> None:
         """Grow or shrink to ``nbytes`` in place. Remaining bytes keep their values; new bytes are undefined.
 
         New memory can be used at once on any stream. Shrinking unmaps memory, which is not stream-ordered.
@@ -128,13 +128,13 @@ class GrowableBuffer(VirtualBuffer):
         self._resize(nbytes, after, release)
 
     @claimed
-    def grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int | str) -> None:
         """Grow by ``nbytes`` bytes: ``resize(self.nbytes + nbytes)`` as one call, during which no other thread resizes.
         Errors as for :meth:`resize`.
         """
         self._resize(self._nbytes + checked_size("nbytes", nbytes))
 
-    def _resize(self, nbytes: int, after: After = None, release: bool = True) -> None:
+    def _resize(self, nbytes: int | str, after: After = None, release: bool = True) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
         self._check_usable()
         self._check_thawed()
@@ -152,7 +152,7 @@ class GrowableBuffer(VirtualBuffer):
                 self._shrink_to(spare[0].offset, size)
         self._nbytes = size
 
-    def _checked(self, name: str, value: int, most: int) -> int:
+    def _checked(self, name: str, value: int | str, most: int) -> int:
         size = checked_size(name, value)
         if size > most:
             raise ValueError(f"{name}={size}: the capacity is {size_text(most)}")
@@ -170,7 +170,7 @@ class StripedBuffer(VirtualBuffer):
 
 def stripe(
     devices: Sequence[Device],
-    nbytes: int,
+    nbytes: int | str,
     *,
     access: Access = None,
     handle_types: MemHandleType = MemHandleType.NONE,

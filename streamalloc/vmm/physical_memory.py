@@ -32,7 +32,14 @@ from streamalloc.core.internal import (
     location_of,
     session_for,
 )
-from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.core.properties import (
+    MemFabricHandle,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    checked_number,
+    checked_size,
+)
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
@@ -113,7 +120,7 @@ class MemorySpec:
         """Round a size in bytes up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
 
-    def checked(self, nbytes: int, *, round_up: bool = False, name: str = "nbytes") -> int:
+    def checked(self, nbytes: int | str, *, round_up: bool = False, name: str = "nbytes") -> int:
         """Return ``nbytes`` if it is a valid size, or with ``round_up`` rounded up to the granularity. Raises
         TypeError, and ValueError for zero and for other sizes that are no multiple of the granularity; ``name``: the
         argument's name.
@@ -240,7 +247,7 @@ def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
     """Return ``where`` and ``nbytes``, swapped if the size was given first. Then warn (``DeprecationWarning``) that
     this order of the function ``name`` is deprecated.
     """
-    if isinstance(where, int) and not isinstance(nbytes, int):
+    if isinstance(where, int) and not isinstance(nbytes, (int, str)):
         warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning)
         return nbytes, where
     return where, nbytes
@@ -294,7 +301,7 @@ class PhysicalMemory(GenericAllocation):
     def __init__(
         self,
         where: Device | MemLocation | MemAllocationProp,
-        nbytes: int,
+        nbytes: int | str,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
@@ -347,7 +354,7 @@ class PhysicalMemory(GenericAllocation):
         session = session_for(None, driver)
         memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
-        handle, place = memory._node, checked_size("address", address)
+        handle, place = memory._node, checked_number("address", address)
         # Lists a handle that only a mapping holds, so that the new object shares the state of its memory.
         handle.allocations.mapped_at(place, 1)
         raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
@@ -361,7 +368,7 @@ class PhysicalMemory(GenericAllocation):
     def from_handle(
         cls,
         handle: Fd | int | bytes | Any,
-        nbytes: int | None = None,
+        nbytes: int | str | None = None,
         *,
         owner: object = _UNSAID,
         driver: Driver | None = None,
@@ -410,7 +417,8 @@ class PhysicalMemory(GenericAllocation):
             step = memory._spec.granularity
             sizes: Sequence[int] = range(step, _most_bytes(memory) + step, step)
             if nbytes is not None:
-                sizes = [nbytes] if checked_size("nbytes", nbytes) in sizes else []
+                size = checked_size("nbytes", nbytes)
+                sizes = [size] if size in sizes else []
             memory.nbytes = _size_among(session, memory._node.raw, sizes)
         if not memory.nbytes:
             memory.close()

@@ -11,7 +11,7 @@ from streamalloc.core.properties import (
     MemLocation,
     MemLocationType,
     as_int,
-    checked_size,
+    checked_number,
     checked_type,
     refuse_windows,
 )
@@ -45,7 +45,7 @@ class MemAllocFlags:
     def __post_init__(self) -> None:
         if self.compression_type not in (0, 1):
             raise ValueError(f"compression_type={self.compression_type!r}: allowed are 0 (none) and 1 (generic)")
-        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
+        if not 0 <= checked_number("usage", self.usage) < 1 << 16:
             raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
 
 
@@ -173,7 +173,7 @@ class ArrayMapInfo:
 
     def __post_init__(self) -> None:
         for name in ("resource", "level", "layer", "mem_handle", "offset", "device_bit_mask"):
-            checked_size(name, getattr(self, name))
+            checked_number(name, getattr(self, name))
         if int(self.device_bit_mask).bit_count() != 1:
             raise ValueError(f"device_bit_mask={self.device_bit_mask:#x}: one device at a time, that of the stream")
         if self.level and not self.mipmapped:

@@ -15,7 +15,7 @@ from typing import Any
 
 from streamalloc.core.errors import CudaError, attach, error_from, size_text, undo_all, undoing
 from streamalloc.core.internal import Fence, HandleEnd
-from streamalloc.core.properties import MemAccess, checked_size
+from streamalloc.core.properties import MemAccess, checked_number
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
 from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
@@ -261,7 +261,7 @@ class Reservation(HandleNode):
         """Return the start and the end of a part of the range, as offsets in bytes; ``stop=None`` is the range's end.
         Raises TypeError, and ValueError for a part outside of the range.
         """
-        begin, end = checked_size("start", start), self.nbytes if stop is None else checked_size("stop", stop)
+        begin, end = checked_number("start", start), self.nbytes if stop is None else checked_number("stop", stop)
         if not begin <= end <= self.nbytes:
             raise ValueError(f"start={begin}, stop={end}: the range has {size_text(self.nbytes)}")
         return begin, end

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_number, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import members, session_of
 from streamalloc.formats.html import Row, Shown, mib, table
@@ -276,7 +276,7 @@ class _Members(Closes, Claimable):
         self._measured: dict[str, int] = {}
         """Bytes that :meth:`measure` found, by owner."""
 
-    def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group. It can be used at once on any stream.
 
         Parameters
@@ -462,7 +462,7 @@ class _Backups(_Members):
         return self._near
 
     def prepare(
-        self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
+        self, nbytes: int | str | None = None, *, background: bool = False, most_cores: int | None = None
     ) -> Future[int]:
         """Pin host memory for the next sleep (``cuMemHostRegister``): pinning takes longer than the copy. See
         :meth:`HostTier.prepare`.
@@ -1026,7 +1026,7 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
     """Return the offset, and the array as bytes. Raises TypeError, and ValueError if the array is not contiguous or
     does not fit the buffer at ``offset``.
     """
-    start = checked_size("offset", offset)
+    start = checked_number("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
     if not found.flags.c_contiguous:
         raise ValueError("the array is not contiguous: copy it to a contiguous one first")
@@ -1088,7 +1088,7 @@ class Tagged:
         """Location of the memory."""
         self._session = session_of(group)
 
-    def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike | None = None) -> VirtualBuffer:
         """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream`` and errors as for
         :meth:`SleepGroup.allocate`.
         """

@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
     raw_handle,
     refuse_capture,
 )
-from streamalloc.core.properties import checked_size, checked_type
+from streamalloc.core.properties import checked_number, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
@@ -90,7 +90,7 @@ class TilePool(Closes):
         As for :class:`PhysicalMemory`.
     """
 
-    def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
+    def __init__(self, device: Device, nbytes: int | str, *, round_up: bool = False) -> None:
         check_device("device", device)
         self.device: Device = device
         """Device of the memory."""
@@ -279,7 +279,7 @@ class SparseArray(OwnsNode):
         """Device of the array."""
         self.deferred: bool = bool(deferred)
         """Whether the array is mapped as a whole."""
-        self.shape: tuple[int, ...] = tuple(checked_size("shape", extent) for extent in shape)
+        self.shape: tuple[int, ...] = tuple(checked_number("shape", extent) for extent in shape)
         """Shape of level 0, in elements."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         """Type of one channel."""
@@ -287,7 +287,7 @@ class SparseArray(OwnsNode):
         """Channels per element."""
         self.layered: bool = bool(layered)
         """Whether the first dimension counts layers."""
-        self.levels: int = checked_size("levels", levels)
+        self.levels: int = checked_number("levels", levels)
         """Number of mipmap levels; 0 if the array is not mipmapped."""
         self._node = _Array(device, bool(self.levels))
         kind = f"{self.dtype.kind}{self.dtype.itemsize}"

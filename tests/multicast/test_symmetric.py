@@ -372,7 +372,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("error", "message", "options"),
         [
-            (TypeError, "nbytes", {"nbytes": "5"}),
+            (TypeError, "nbytes", {"nbytes": 5.5}),
             (ValueError, "nbytes", {"nbytes": -1}),
             (ValueError, "nbytes=0", {"nbytes": 0}),
             (ValueError, "signal_pad_bytes", {"signal_pad_bytes": -1}),

@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, observing
-from streamalloc.core.properties import size_of
+from streamalloc.core.properties import checked_size
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
@@ -358,13 +358,13 @@ SIZES = {"4096": 4096, "2GiB": 2 << 30, " 512 mib ": 512 * MiB, "1.5kB": 1500, "
 
 @pytest.mark.parametrize("text", SIZES)
 def test_sizes_as_text(text: str) -> None:
-    assert size_of("nbytes", text) == SIZES[text]
+    assert checked_size("nbytes", text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 PiB", "1e3", "0.3B", "1,000", "2 GiB 3", "1/2"])
 def test_text_that_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="nbytes="):
-        size_of("nbytes", text)
+        checked_size("nbytes", text)
 
 
 def test_text_in_calls(device: sa.Device, stream: sa.Stream) -> None:

@@ -24,7 +24,7 @@ from streamalloc.core.internal import (
     refuse_capture,
     work,
 )
-from streamalloc.core.properties import MemLocationType, checked_size, checked_type
+from streamalloc.core.properties import MemLocationType, checked_number, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import Lock
 from streamalloc.formats.html import Row
@@ -97,7 +97,7 @@ class RingSlot(SlotMemory):
 
     @nbytes_used.setter
     def nbytes_used(self, value: int) -> None:
-        if checked_size("nbytes_used", value) > self._nbytes:
+        if checked_number("nbytes_used", value) > self._nbytes:
             raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._nbytes)}")
         self._used = value
 
@@ -404,29 +404,30 @@ class RingProducer(RingEnd):
     before the process ends.
     """
 
-    def __init__(self, pool: MemoryPool, slot_bytes: int, slots: int, stream: StreamLike) -> None:
+    def __init__(self, pool: MemoryPool, slot_bytes: int | str, slots: int, stream: StreamLike) -> None:
         checked_type("pool", pool, MemoryPool)
-        if not checked_size("slot_bytes", slot_bytes):
+        size = checked_size("slot_bytes", slot_bytes)
+        if not size:
             raise ValueError("slot_bytes=0: a slot has one byte at least")
-        if not 1 <= checked_size("slots", slots) <= MOST_SLOTS:
+        if not 1 <= checked_number("slots", slots) <= MOST_SLOTS:
             raise ValueError(f"slots={slots}: a ring has 1 to {MOST_SLOTS} slots")
         super().__init__(session_of(pool))
-        self.slot_bytes = slot_bytes
+        self.slot_bytes = size
         self.slots = slots
-        stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+        stride = -(-size // _ALIGNMENT) * _ALIGNMENT
         self.stream: Stream = as_stream(stream, self._session)
         """The stream that fills the slots."""
         refuse_capture(self.stream, "cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)
-        self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
+        self._deliveries = state = Deliveries(self._session, buffer, self.stream, size, stride)
         with undoing(state.attempt):
             shared = share(buffer)
             leases = exports_of(self._session).new_leases(slots)
             state.slots += itertools.starmap(Slot, enumerate(leases))
             self._block = block = leases[0].block
             numbers = [lease.slot for lease in leases]
-            self._hello = Introduction(block.id, numbers, slot_bytes, stride, bytes(shared)).to_bytes()
+            self._hello = Introduction(block.id, numbers, size, stride, bytes(shared)).to_bytes()
             self._handles: tuple[Fd, ...] = block.fd, *shared.fds
             state.free.extend(state.slots)
             self._open(state)

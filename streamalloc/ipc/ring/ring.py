@@ -40,7 +40,7 @@ class Ring:
         raise TypeError("a ring has two kinds of ends: make them with Ring.producer and Ring.consumer")
 
     @staticmethod
-    def producer(pool: MemoryPool, slot_bytes: int, slots: int = 8, *, stream: StreamLike) -> RingProducer:
+    def producer(pool: MemoryPool, slot_bytes: int | str, slots: int = 8, *, stream: StreamLike) -> RingProducer:
         """Make the producing end.
 
         Parameters

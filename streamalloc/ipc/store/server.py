@@ -102,7 +102,7 @@ class StoreServer(Closes):
         self,
         name: str,
         devices: Iterable[Device | int] | None = None,
-        limit: int | None = None,
+        limit: int | str | None = None,
         *,
         evict: bool = False,
         keep: bool = False,
@@ -112,8 +112,7 @@ class StoreServer(Closes):
         self.name: str = name
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        if limit is not None:
-            checked_size("limit", limit)
+        most = None if limit is None else checked_size("limit", limit)
         if evict and limit is None:
             raise ValueError("evict=True: the store makes room below a limit=, which is missing")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,7 +128,7 @@ class StoreServer(Closes):
             self._listener: Listener = undo.enter_context(Channel.listen(path))
             self.address: str = self._listener.address
             """Path of the socket."""
-            self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
+            self._holdings = Holdings(uuids, most, evict, path.with_suffix(".held"))
             self._keeper: Keeper | None = None
             if keep:
                 self._take_over(path.with_suffix(".keeper"), undo)

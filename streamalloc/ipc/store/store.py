@@ -128,7 +128,7 @@ class Store(Closes):
     def serve(
         name: str,
         devices: Iterable[Device | int] | None = None,
-        limit: int | None = None,
+        limit: int | str | None = None,
         *,
         evict: bool = False,
         keep: bool = False,

@@ -216,7 +216,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.layout.add(name, tensor, self.nbytes)
         return self[name]
 
-    def reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int | str) -> int:
         """Allocate memory without a name, for :meth:`place` (``cuMemCreate``, ``cuMemMap``). Returns its offset in the
         range, a multiple of 512 bytes. Errors as for :meth:`allocate`.
         """

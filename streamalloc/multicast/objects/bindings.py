@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from streamalloc.core.errors import InvalidValueError, size_text
 from streamalloc.core.internal import Buffer, Device, GraphBuffer, Memory, check_device, check_usable, viewed
-from streamalloc.core.properties import MemHandleType, MemLocationType, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocationType, checked_number, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import MemoryPool
@@ -42,7 +42,7 @@ class BindSource(NamedTuple):
     """State of the physical memory; None for memory of a pool."""
 
     @classmethod
-    def of(cls, memory: object, memory_offset: int, nbytes: int | None, session: Session) -> BindSource:
+    def of(cls, memory: object, memory_offset: int, nbytes: int | str | None, session: Session) -> BindSource:
         """Return the range that the arguments of :meth:`MulticastObject.bind` name, with the physical memory behind an
         address. ``session``: that of the multicast object.
 
@@ -60,7 +60,7 @@ class BindSource(NamedTuple):
             )
         if session_of(memory) is not session:
             raise ValueError(f"memory={memory!r} belongs to another driver")
-        start = checked_size("memory_offset", memory_offset)
+        start = checked_number("memory_offset", memory_offset)
         size = max(memory.nbytes - start, 0) if nbytes is None else checked_size("nbytes", nbytes)
         if start + size > memory.nbytes:
             raise ValueError(f"memory_offset={memory_offset}, nbytes={size}: the memory has {size_text(memory.nbytes)}")

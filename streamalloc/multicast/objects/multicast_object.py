@@ -16,7 +16,14 @@ from typing_extensions import Self
 
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
 from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type, refuse_windows
+from streamalloc.core.properties import (
+    MemHandleType,
+    MemLocation,
+    checked_number,
+    checked_size,
+    checked_type,
+    refuse_windows,
+)
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
@@ -63,9 +70,9 @@ class MulticastObjectProp:
     flags: int = 0
 
     def __post_init__(self) -> None:
-        if checked_size("num_devices", self.num_devices) < 1:
+        if checked_number("num_devices", self.num_devices) < 1:
             raise ValueError(f"num_devices={self.num_devices}: a team has at least one device")
-        if checked_size("size", self.size) < 1:
+        if checked_number("size", self.size) < 1:
             raise ValueError("size=0: a multicast object has at least one byte")
         checked_type("handle_types", self.handle_types, MemHandleType)
         refuse_windows("handle_types", self.handle_types)
@@ -157,7 +164,7 @@ class MulticastObject(GenericAllocation):
 
     def __init__(
         self,
-        nbytes: int,
+        nbytes: int | str,
         num_devices: int,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
@@ -165,7 +172,7 @@ class MulticastObject(GenericAllocation):
         recommended: bool = False,
         driver: Driver | None = None,
     ) -> None:
-        prop = MulticastObjectProp(num_devices, nbytes, handle_types)
+        prop = MulticastObjectProp(num_devices, checked_size("nbytes", nbytes), handle_types)
         session = session_for(None, driver)
         _check_supported(session)
         smallest = _granularity_of(session, prop)
@@ -203,7 +210,7 @@ class MulticastObject(GenericAllocation):
     @staticmethod
     def granularity(
         num_devices: int,
-        nbytes: int = 2 << 20,
+        nbytes: int | str = 2 << 20,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
         recommended: bool = False,
@@ -228,14 +235,14 @@ class MulticastObject(GenericAllocation):
         CudaError
             The driver refused the properties.
         """
-        prop = MulticastObjectProp(num_devices, nbytes, handle_types)
+        prop = MulticastObjectProp(num_devices, checked_size("nbytes", nbytes), handle_types)
         return _granularity_of(session_for(None, driver), prop, recommended=recommended)
 
     @classmethod
     def from_handle(
         cls,
         handle: Fd | int | bytes,
-        nbytes: int,
+        nbytes: int | str,
         num_devices: int,
         *,
         handle_types: MemHandleType | None = None,
@@ -264,7 +271,8 @@ class MulticastObject(GenericAllocation):
         """
         with handle if isinstance(handle, Fd) else contextlib.nullcontext():
             kind = MemHandleType.FABRIC if isinstance(handle, (bytes, bytearray)) else _POSIX
-            prop = MulticastObjectProp(num_devices, nbytes, kind if handle_types is None else handle_types)
+            size, kinds = checked_size("nbytes", nbytes), kind if handle_types is None else handle_types
+            prop = MulticastObjectProp(num_devices, size, kinds)
             session = session_for(None, driver)
             _check_supported(session)
             step = _granularity_of(session, prop)
@@ -332,7 +340,7 @@ class MulticastObject(GenericAllocation):
         offset: int = 0,
         *,
         memory_offset: int = 0,
-        nbytes: int | None = None,
+        nbytes: int | str | None = None,
         device: Device | None = None,
     ) -> Binding:
         """Bind memory of one device to a range of the object (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
@@ -370,7 +378,7 @@ class MulticastObject(GenericAllocation):
         raw = self._checked_raw()
         source = BindSource.of(memory, memory_offset, nbytes, self._session)
         self._check_complete("bind memory")
-        start = checked_size("offset", offset)
+        start = checked_number("offset", offset)
         check_multiple("offset", start, self._granularity)
         stop = start + source.nbytes
         if stop > self.nbytes:

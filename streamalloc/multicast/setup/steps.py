@@ -38,24 +38,25 @@ _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 class Arguments(NamedTuple):
     """Arguments of a rank. The first step checks them, so that a wrong argument is an error on all ranks."""
 
-    nbytes: int
+    nbytes: int | str
     multicast: bool | str
     handle_type: MemHandleType | None
-    signal_pad_bytes: int
+    signal_pad_bytes: int | str
     timeout: float | None
 
-    def check(self) -> None:
-        """Check the arguments of this rank. Raises TypeError or ValueError, with the argument's name and what is
-        allowed.
+    def sizes(self) -> tuple[int, int]:
+        """Check the arguments of this rank, and return the sizes of memory and signal pad. Raises TypeError or
+        ValueError, with the argument's name and what is allowed.
         """
-        if not checked_size("nbytes", self.nbytes):
+        nbytes, pad = checked_size("nbytes", self.nbytes), checked_size("signal_pad_bytes", self.signal_pad_bytes)
+        if not nbytes:
             raise ValueError("nbytes=0: allowed are 1 byte or more")
-        checked_size("signal_pad_bytes", self.signal_pad_bytes)
         if self.multicast not in (True, False, "auto"):
             raise ValueError(f"multicast={self.multicast!r}: allowed are True, False and 'auto'")
         if self.handle_type is not None and self.handle_type not in _HANDLE_TYPES:
             raise ValueError(f"handle_type={self.handle_type!r}: allowed are FABRIC, POSIX_FILE_DESCRIPTOR and None")
         deadline_after(self.timeout)
+        return nbytes, pad
 
 
 def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
@@ -76,7 +77,7 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
 def deadline_or_none(timeout: float | None) -> float | None:
     """Return the monotonic time in ``timeout`` seconds; None without a limit.
 
-    An invalid ``timeout`` also gives None. It is no error here, on this rank alone: :meth:`Arguments.check` reports it
+    An invalid ``timeout`` also gives None. It is no error here, on this rank alone: :meth:`Arguments.sizes` reports it
     to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
@@ -98,7 +99,7 @@ def agree(
 
     def profile(rank: int) -> bytes:
         try:
-            arguments.check()
+            arguments.sizes()
             chosen[rank] = _device_for(given.get(rank), driver)
         except (TypeError, ValueError) as error:
             mistakes.append(error)
@@ -135,6 +136,7 @@ def _device_for(device: object, driver: Driver | None) -> Device:
 
 
 def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
+    nbytes, pad = arguments.sizes()
     session = session_of(device)
     check_no_capture(session)
     granularity = PhysicalMemory.granularity(device, recommended=True)
@@ -142,12 +144,12 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
     fabric, posix, supported = (_has(device, name) for name in attributes)
     multicast_granularity = 0
     if arguments.multicast is not False and supported and group.size > 1:
-        nbytes = round_up(layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size).total, granularity)
+        whole = round_up(layout_of(nbytes, pad, group.size).total, granularity)
         kinds = [MemHandleType.NONE]
         if group.communicator is not None:
             kinds = [kind for kind, offered in zip(_HANDLE_TYPES, (fabric, posix), strict=True) if offered]
         query = functools.partial(MulticastObject.granularity, recommended=True, driver=device.driver)
-        multicast_granularity = max((query(group.size, nbytes, handle_types=kind) for kind in kinds), default=0)
+        multicast_granularity = max((query(group.size, whole, handle_types=kind) for kind in kinds), default=0)
     return RankProfile(
         device=f"{device.uuid} ({device.name})",
         driver_version=int(session.call("cuDriverGetVersion")),
@@ -155,8 +157,8 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
         posix=posix,
         fabric=fabric,
         multicast_supported=supported,
-        nbytes=int(arguments.nbytes),
-        signal_pad_bytes=int(arguments.signal_pad_bytes),
+        nbytes=nbytes,
+        signal_pad_bytes=pad,
         multicast=None if arguments.multicast == "auto" else bool(arguments.multicast),
         handle_type=int(arguments.handle_type or 0),
         host="" if group.communicator is None else group.communicator.host,

@@ -40,7 +40,7 @@ from streamalloc.core.internal import (
     record_uncaptured,
     shared_state,
 )
-from streamalloc.core.properties import MemLocation, checked_size, checked_type, size_of
+from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
@@ -142,7 +142,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     limit: int
     """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
 
-    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
+    def __init__(self, pool: MemoryPool, *, limit: int | str = 0) -> None:
         checked_type("pool", pool, MemoryPool)
         most = checked_size("limit", limit)
         if pool.closed:
@@ -235,7 +235,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Set the pool's high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``)."""
         self.pool.reset_peaks()
 
-    def trim(self, keep: int = 0) -> int:
+    def trim(self, keep: int | str = 0) -> int:
         """Return all cached memory to the pool (``cuMemFreeAsync``), and trim the pool down to ``keep`` bytes
         (:meth:`MemoryPool.trim`). Returns the bytes released.
 
@@ -276,7 +276,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                 state.collect_dropped()
             if state.closed:
                 self._check_open()
-            size = size_of("nbytes", nbytes)
+            size = checked_size("nbytes", nbytes)
             for watcher in state.watchers:
                 watcher.asked(self, size)
             captured = False

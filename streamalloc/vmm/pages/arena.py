@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, TypedView, as_stream, check_device
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.properties import MemLocation, checked_number
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
@@ -81,8 +81,8 @@ class PageArena(Closes):
     def __init__(
         self,
         device: Device,
-        page_size: int = 2 << 20,
-        limit: int | None = None,
+        page_size: int | str = 2 << 20,
+        limit: int | str | None = None,
         *,
         budget: PageBudget | None = None,
         patience: float | None = 5.0,
@@ -111,7 +111,7 @@ class PageArena(Closes):
         """Whether the arena was closed."""
         return self._physical.closed
 
-    def space(self, nbytes: int, *, stream: StreamLike | None = None) -> PageSpace:
+    def space(self, nbytes: int | str, *, stream: StreamLike | None = None) -> PageSpace:
         """Reserve addresses that read as zeros: one page is mapped everywhere (``cuMemAddressReserve``, ``cuMemMap``).
 
         This takes about 30 us per page, because the driver sets a permission on each.
@@ -148,7 +148,7 @@ class PageArena(Closes):
         ClosedError
             The arena was closed.
         """
-        wanted = checked_size("count", count)
+        wanted = checked_number("count", count)
         self._check_open()
         return self._physical.in_background(functools.partial(self._physical.fill, wanted))
 
@@ -168,7 +168,7 @@ class PageArena(Closes):
         CudaError
             The driver refused to release a page, which is attempted again later. The rest was released.
         """
-        most = checked_size("keep", keep)
+        most = checked_number("keep", keep)
         self._physical.allocations.work()
         return self._physical.trim(most)
 

@@ -94,7 +94,11 @@ class PageBudget(Closes):
     """Limit of the bytes of the pages of all processes together."""
 
     def __init__(
-        self, path: str | os.PathLike[str], limit: int | None = None, *, on_ask: Callable[[int], object] | None = None
+        self,
+        path: str | os.PathLike[str],
+        limit: int | str | None = None,
+        *,
+        on_ask: Callable[[int], object] | None = None,
     ) -> None:
         self.path: Path = Path(path)
         """Path of the file."""
@@ -223,7 +227,7 @@ class PageBudget(Closes):
         others = [one for one in members(self._users) if one is not asking] if asking is not None else []
         return sum([one.make_room() for one in others]) > 0 and self._in_table(publish)
 
-    def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
+    def wait(self, nbytes: int | str, timeout: float = 1.0) -> bool:
         """Request ``nbytes`` bytes from other processes, and block until so many are free or ``timeout`` is over.
         Returns whether they are free.
 

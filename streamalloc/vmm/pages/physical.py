@@ -54,7 +54,9 @@ class PageStock(abc.ABC):
     because finalisers' items and readers of statistics take it, too, and a call may take long.
     """
 
-    def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None) -> None:
+    def __init__(
+        self, device: Device, page_size: int | str, limit: int | str | None, budget: PageBudget | None
+    ) -> None:
         self.device: Device = device
         self.location: MemLocation = device.location
         self.session: Session = session_of(device)

@@ -486,7 +486,12 @@ class PhysicalPages(PageStock, Claimable):
     """
 
     def __init__(
-        self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float | None
+        self,
+        device: Device,
+        page_size: int | str,
+        limit: int | str | None,
+        budget: PageBudget | None,
+        patience: float | None,
     ) -> None:
         self.patience: float | None = patience
         """Limit in seconds of the wait of :meth:`changing` for parked pages; None: no limit."""

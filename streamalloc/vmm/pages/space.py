@@ -54,7 +54,7 @@ class _ParkedAgainError(Exception):
 class SpaceMemory(Memory, Closes):
     """The addresses of a :class:`PageSpace`, and the changes of its pages that wait for each other."""
 
-    def __init__(self, arena: object, physical: PhysicalPages, nbytes: int, stream: StreamLike | None) -> None:
+    def __init__(self, arena: object, physical: PhysicalPages, nbytes: int | str, stream: StreamLike | None) -> None:
         size = checked_size("nbytes", nbytes)
         if not size:
             raise ValueError("nbytes=0: a space has at least one byte")

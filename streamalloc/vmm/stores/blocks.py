@@ -366,19 +366,18 @@ def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     """Return the indices of blocks of ``nbytes`` bytes as an array. Raises TypeError for other objects, ValueError for
     an index outside of the memory ``side``.
     """
-    size = checked_size("nbytes", nbytes)
-    if not size:
+    if not nbytes:
         raise ValueError("nbytes=0: a block has at least one byte")
     # NumPy would read a range one number at a time.
     listed = np.arange(blocks.start, blocks.stop, blocks.step) if isinstance(blocks, range) else np.asarray(blocks)
     if listed.dtype.kind not in "iu" and listed.size:
         raise TypeError(f"blocks must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
-    count = side.nbytes // size
+    count = side.nbytes // nbytes
     # Viewed as unsigned, a negative number is a large one: one comparison finds indices on both sides of the range.
     if numbers.size and int(numbers.view(np.uint64).max()) >= count:
         wrong = numbers[(numbers < 0) | (numbers >= count)]
-        raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
+        raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(nbytes)} in {side.keep!r}")
     return numbers
 
 
@@ -402,7 +401,7 @@ class BlockTier(Tier, Closes):
     _call = ""
     """Name of the call that makes room, for errors."""
 
-    def __init__(self, device: Device, limit: int | None) -> None:
+    def __init__(self, device: Device, limit: int | str | None) -> None:
         check_device("device", device)
         super().__init__()
         self.device: Device = device
@@ -426,7 +425,7 @@ class BlockTier(Tier, Closes):
         """Return the bytes of room that a block of ``nbytes`` bytes takes: on disk whole pages."""
         return nbytes
 
-    def save(self, memory: Memory, blocks: Blocks, nbytes: int, stream: StreamLike) -> Stored:
+    def save(self, memory: Memory, blocks: Blocks, nbytes: int | str, stream: StreamLike) -> Stored:
         """Copy blocks of memory to the tier: all, or none after an error. For blocks smaller than a page.
 
         To host memory the copies are stream-ordered, unless the tier checks its contents; to disk the host waits.
@@ -460,13 +459,14 @@ class BlockTier(Tier, Closes):
         """
         ordered = copying_stream(stream, self.device)
         side = CopySide.readable(memory, session_of(ordered))
-        numbers = _checked(blocks, nbytes, side)
+        size = checked_size("nbytes", nbytes)
+        numbers = _checked(blocks, size, side)
         side.ordered_before(ordered)
-        stored = self._stored(nbytes)
+        stored = self._stored(size)
         with undoing(stored.drop):
             self._take(len(numbers), stored)
             with stored.moving(ordered, out=True) as move:
-                self._copy(move, memory, numbers, nbytes, side, ordered, write=False)
+                self._copy(move, memory, numbers, size, side, ordered, write=False)
             stored.seal(ordered)
         return stored
 
@@ -519,7 +519,7 @@ class BlockTier(Tier, Closes):
             kernels = near and kernels_may_use(memory, places, nbytes, stream, write=write)
             move(Copies(range(at, end), places, None, kernels))
 
-    def reserve(self, count: int, nbytes: int) -> None:
+    def reserve(self, count: int, nbytes: int | str) -> None:
         """Reserve room for later contents, because that takes long: host memory (``cuMemHostAlloc``), or space on disk.
 
         Parameters
@@ -536,7 +536,7 @@ class BlockTier(Tier, Closes):
             self._check_open()
             # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
             # its end.
-            self._grow_to(count, nbytes)
+            self._grow_to(count, checked_size("nbytes", nbytes))
 
     def _grow_to(self, count: int, nbytes: int) -> None:
         free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)

@@ -16,7 +16,7 @@ import numpy as np
 
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Device, Event, Fence, Stream
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_number, checked_size
 from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
@@ -314,10 +314,10 @@ class DiskTier(BlockTier):
         self,
         device: Device,
         folder: str | os.PathLike[str],
-        limit: int | None = None,
+        limit: int | str | None = None,
         *,
         persistent: bool = False,
-        block: int = 4 << 20,
+        block: int | str = 4 << 20,
         threads: int = 8,
     ) -> None:
         super().__init__(device, limit)
@@ -329,7 +329,7 @@ class DiskTier(BlockTier):
         """Bytes of a block."""
         if not self.block or self.block % PAGE or self.block > MOST_BLOCK:
             raise ValueError(f"block={block}: allowed are multiples of {PAGE} up to {MOST_BLOCK}")
-        self._threads = checked_size("threads", threads)
+        self._threads = checked_number("threads", threads)
         if not self._threads:
             raise ValueError("threads=0: at least one is needed")
         self._given = 0

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
@@ -289,7 +289,7 @@ class HostTier(BlockTier):
 
     _call = "cuMemHostRegister"
 
-    def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
+    def __init__(self, device: Device, limit: int | str | None = None, *, check: bool = False) -> None:
         self._set_up(device, limit, check)
         kernel_of(device).prepare()
 
@@ -300,7 +300,7 @@ class HostTier(BlockTier):
         made._set_up(device, None, check=False)
         return made
 
-    def _set_up(self, device: Device, limit: int | None, check: bool) -> None:
+    def _set_up(self, device: Device, limit: int | str | None, check: bool) -> None:
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
@@ -350,7 +350,7 @@ class HostTier(BlockTier):
         """
         kernel_of(self.device).prepare(again=True)
 
-    def prepare(self, nbytes: int, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
+    def prepare(self, nbytes: int | str, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
         """Pin memory in advance for ``nbytes`` bytes of buffers that do not sleep yet.
 
         Parameters
@@ -375,7 +375,7 @@ class HostTier(BlockTier):
         ClosedError
             The tier was closed.
         """
-        count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_size("most_cores", most_cores or cores())
+        count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_number("most_cores", most_cores or cores())
         future: Future[int] = Future()
         # The threads stop when nothing refers to the tier, so the future keeps a reference to it.
         future.add_done_callback(lambda _: self)

@@ -204,7 +204,7 @@ class TestStreamOrder:
 
 
 class TestArguments:
-    @pytest.mark.parametrize("slot_bytes", [0, -1, 1.5, "4", None, True, 1 << 70])
+    @pytest.mark.parametrize("slot_bytes", [0, -1, 1.5, "four", None, True, 1 << 70])
     def test_bytes(self, pool: sa.MemoryPool, stream: sa.Stream, slot_bytes: Any) -> None:
         with pytest.raises((ValueError, TypeError)):
             Ring.producer(pool, slot_bytes, stream=stream)
