@@ -299,11 +299,11 @@ def send(
         shared = thing
     else:
         shared = share(thing, stream, hold=hold)
-    described, handles, sent = shared.descriptor, shared.fds, channel._sent
+    described, sent = shared.descriptor, channel._sent
     # Importers keep the handles of pools and control blocks, so a channel carries each of them only once.
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
-    if exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles):
-        handles = ()
+    known = exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles)
+    handles = () if known else shared.fds
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
@@ -412,12 +412,14 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free at the same time sees the hold.
     """
-    described, handles, lease, pool = thing.described, dict(thing.handles), thing.lease, thing.pool
+    handles, lease, pool = dict(thing.handles), thing.lease, thing.pool
+    uuid = exports.uuid(thing.device)
+    added: dict[str, Any] = {"device": uuid, "endpoint": exports.endpoint, "driver_version": exports.version}
     hold = Hold() if options.hold else None
     if hold is not None and thing.allocation:
         lease = exports.lease_at(thing.allocation, hold)
     if lease is not None:
-        described = described._replace(flags=described.flags | Flags.LEASED)
+        added["flags"] = thing.described.flags | Flags.LEASED
     elif hold is not None or thing.stream is not None:
         lease = exports.new_lease()
     if hold is not None and lease is not None and not thing.allocation:
@@ -426,16 +428,14 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     if pool is not None:
         block = block or exports.block()
         handles[pool.origin] = pool.fd
-        described = described._replace(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
+        added.update(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
     if lease is not None:
         ready = lease.words.last_announced if thing.stream is None else _announced(lease, thing.stream, thing)
-        described = described._replace(slot=lease.slot, generation=lease.generation, ready=ready)
+        added.update(slot=lease.slot, generation=lease.generation, ready=ready)
     if block is not None:
         handles[block.id] = block.fd
-        described = described._replace(control_block=block.id)
-    uuid = exports.uuid(thing.device)
-    described = described._replace(device=uuid, endpoint=exports.endpoint, driver_version=exports.version)
-    shared = Shared(described, handles, lease, hold, exports)
+        added["control_block"] = block.id
+    shared = Shared(thing.described._replace(**added), handles, lease, hold, exports)
     if thing.lease is None:
         shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
         if hold is not None and lease is not None:
