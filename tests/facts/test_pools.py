@@ -119,13 +119,9 @@ def test_an_empty_managed_pool(rig: Rig) -> None:
 
 SIZES = ("RELEASE_THRESHOLD", *COUNTERS)
 NEWER = [
-    "ALLOCATION_TYPE",
-    "EXPORT_HANDLE_TYPES",
-    "LOCATION_ID",
-    "LOCATION_TYPE",
-    "MAX_POOL_SIZE",
+    "ALLOCATION_TYPE", "EXPORT_HANDLE_TYPES", "LOCATION_ID", "LOCATION_TYPE", "MAX_POOL_SIZE",
     "HW_DECOMPRESS_ENABLED",
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -22,25 +22,13 @@ CUMEM = "tests/basic_correctness/memory/cumem/test_cumem.py"
 
 # Without those for other GPUs than NVIDIA's, and without those for two.
 OF_THE_SAVER = [
-    "test_simple[preload]",
-    "test_simple[torch]",
-    "test_cuda_graph[preload]",
-    "test_cuda_graph[torch]",
-    "test_cpu_backup[preload]",
-    "test_cpu_backup[torch]",
-    "test_cpu_backup_rss",
-    "test_cpu_backup_backend_from_env[preload]",
-    "test_cpu_backup_backend_from_env[torch]",
-    "test_cpu_backup_preload_backend_from_env",
-    "test_disk_backup[preload]",
-    "test_disk_backup[torch]",
-    "test_cpu_backup_retain_from_env[preload]",
-    "test_cpu_backup_retain_from_env[torch]",
-    "test_rl_example[preload]",
-    "test_rl_example[torch]",
-    "test_training_engine",
-    "test_nested_region",
-]
+    "test_simple[preload]", "test_simple[torch]", "test_cuda_graph[preload]", "test_cuda_graph[torch]",
+    "test_cpu_backup[preload]", "test_cpu_backup[torch]", "test_cpu_backup_rss",
+    "test_cpu_backup_backend_from_env[preload]", "test_cpu_backup_backend_from_env[torch]",
+    "test_cpu_backup_preload_backend_from_env", "test_disk_backup[preload]", "test_disk_backup[torch]",
+    "test_cpu_backup_retain_from_env[preload]", "test_cpu_backup_retain_from_env[torch]", "test_rl_example[preload]",
+    "test_rl_example[torch]", "test_training_engine", "test_nested_region",
+]  # fmt: skip
 OF_VLLM = [
     "test_basic_cumem",
     "test_discard_tags",

@@ -12,12 +12,9 @@ from tests.multicast.support import PAGE, SHAREABLE, added
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
-    multicast.Binding,
-    multicast.MulticastObject,
-    multicast.MulticastView,
-    multicast.SymmetricBuffer,
+    multicast.Binding, multicast.MulticastObject, multicast.MulticastView, multicast.SymmetricBuffer,
     multicast.SymmetricMemory,
-]
+]  # fmt: skip
 
 
 class Team(Faults):

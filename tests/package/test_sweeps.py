@@ -38,27 +38,10 @@ DATA = np.zeros(3 * PAGE, np.uint8)
 MANY = 8
 """Of an operation that makes more calls than so many, some fail."""
 CLASSES: list[type] = [
-    sa.Device,
-    sa.Stream,
-    sa.Event,
-    sa.Buffer,
-    sa.BufferView,
-    sa.MemoryPool,
-    sa.Graph,
-    sa.GraphBuffer,
-    sa.GraphMemory,
-    sa.PoolAttributes,
-    sa.TypedView,
-    vmm.PhysicalMemory,
-    vmm.AddressRange,
-    vmm.Mapping,
-    vmm.RangeView,
-    vmm.GrowableBuffer,
-    vmm.SleepGroup,
-    CachingAllocator,
-    sa.PlainMemory,
-    sa.CallbackAllocator,
-]
+    sa.Device, sa.Stream, sa.Event, sa.Buffer, sa.BufferView, sa.MemoryPool, sa.Graph, sa.GraphBuffer, sa.GraphMemory,
+    sa.PoolAttributes, sa.TypedView, vmm.PhysicalMemory, vmm.AddressRange, vmm.Mapping, vmm.RangeView,
+    vmm.GrowableBuffer, vmm.SleepGroup, CachingAllocator, sa.PlainMemory, sa.CallbackAllocator,
+]  # fmt: skip
 
 
 class Refusals:
@@ -825,16 +808,10 @@ def descriptors() -> Counter[str]:
 
 
 SWEEPS = [
-    "tests.package.test_sweeps",
-    "tests.interop.test_sweeps",
-    "tests.ipc.test_sweeps",
-    "tests.ipc.ring.test_sweeps",
-    "tests.ipc.store.test_sweeps",
-    "tests.multicast.test_sweeps",
-    "tests.observing.test_sweeps",
-    "tests.vmm.test_sweeps",
-    "tests.vmm.pages.test_faults",
-]
+    "tests.package.test_sweeps", "tests.interop.test_sweeps", "tests.ipc.test_sweeps", "tests.ipc.ring.test_sweeps",
+    "tests.ipc.store.test_sweeps", "tests.multicast.test_sweeps", "tests.observing.test_sweeps",
+    "tests.vmm.test_sweeps", "tests.vmm.pages.test_faults",
+]  # fmt: skip
 """Modules that sweep all public names: their ``CLASSES``, and what makes objects, ``MAKERS``."""
 NOT_SWEPT = {
     "Memory": "in its subclasses",

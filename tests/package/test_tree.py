@@ -30,15 +30,9 @@ MODULES = sorted(
 )
 # The modules whose names users import directly.
 PUBLIC = [
-    "streamalloc",
-    "streamalloc.driver",
-    "streamalloc.pool",
-    "streamalloc.testing",
-    "streamalloc.vmm",
-    "streamalloc.ipc",
-    "streamalloc.multicast",
-    "streamalloc.traces",
-]
+    "streamalloc", "streamalloc.driver", "streamalloc.pool", "streamalloc.testing", "streamalloc.vmm",
+    "streamalloc.ipc", "streamalloc.multicast", "streamalloc.traces",
+]  # fmt: skip
 
 
 def _relative(path: Path) -> str:

@@ -476,13 +476,8 @@ def test_the_opcodes_that_plain_data_has() -> None:
 def test_late_lines_of_the_day_before(tmp_path: Path) -> None:
     """Lines of several threads are slightly out of order, also at midnight."""
     clocks = (
-        "23:59:58:000000",
-        "00:00:00:500000",
-        "23:59:59:500000",
-        "00:00:01:000000",
-        "23:59:58:000000",
-        "00:00:03:0",
-    )
+        "23:59:58:000000", "00:00:00:500000", "23:59:59:500000", "00:00:01:000000", "23:59:58:000000", "00:00:03:0",
+    )  # fmt: skip
     lines = [f"1,{clock},allocate,{hex(number + 1)},5,0" for number, clock in enumerate(clocks)]
     trace = traces.load(written(tmp_path / "log.csv", "Thread,Time,Action,Pointer,Size,Stream", *lines))
     assert [event.time / 1e9 for event in trace.events] == [0.0, 2.5, 1.5, 3.0, 0.0, 5.0]

@@ -128,17 +128,9 @@ def _captured(there: There, memory: Any, stream: sa.Stream) -> None:
 
 
 READS = (
-    _read_bytes,
-    _read_slice,
-    _read_typed,
-    _copied_by_other_memory,
-    _address,
-    _address_of_a_view,
-    _array_interface,
-    _dlpack,
-    _dlpack_in_no_order,
-    _captured,
-)
+    _read_bytes, _read_slice, _read_typed, _copied_by_other_memory, _address, _address_of_a_view, _array_interface,
+    _dlpack, _dlpack_in_no_order, _captured,
+)  # fmt: skip
 
 
 def _fill(there: There, memory: Any, stream: sa.Stream) -> None:

@@ -20,16 +20,9 @@ from tests.ipc.test_sweeps import KEPT, Sharing, check_slots
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
-    ipc.RingConsumer,
-    ipc.RingItem,
-    ipc.RingProducer,
-    ipc.RingSlot,
-    ipc.Channel,
-    ipc.Fd,
-    ipc.Listener,
-    ipc.Message,
+    ipc.RingConsumer, ipc.RingItem, ipc.RingProducer, ipc.RingSlot, ipc.Channel, ipc.Fd, ipc.Listener, ipc.Message,
     Peer,
-]
+]  # fmt: skip
 SECONDS = 5.0
 
 

@@ -46,19 +46,8 @@ _names = itertools.count()
 
 
 STEPS = [
-    "begin",
-    "begin",
-    "like",
-    "allocate",
-    "allocate",
-    "allocate",
-    "tie",
-    "commit",
-    "commit",
-    "abort",
-    "raise",
-    "die",
-]
+    "begin", "begin", "like", "allocate", "allocate", "allocate", "tie", "commit", "commit", "abort", "raise", "die",
+]  # fmt: skip
 reads = precondition(lambda self: bool(self.readers))
 holds_some = precondition(lambda self: bool(self.current))
 

@@ -34,21 +34,10 @@ WORKOUT = workout(15, 25)
 
 MAPPING = ["cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8Async"]
 OTHER = [
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemHostAlloc",
-    "cuMemFreeHost",
-    "cuMemcpyAsync",
-    "cuMemcpyBatchAsync",
-    "cuEventCreate",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuStreamWaitEvent",
-    "cuStreamSynchronize",
-    "cuStreamCreateWithPriority",
-    "cuThreadExchangeStreamCaptureMode",
-]
+    "cuMemAddressReserve", "cuMemAddressFree", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyAsync",
+    "cuMemcpyBatchAsync", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuStreamWaitEvent",
+    "cuStreamSynchronize", "cuStreamCreateWithPriority", "cuThreadExchangeStreamCaptureMode",
+]  # fmt: skip
 RESULTS = [f"CUDA_ERROR_{name}" for name in ("UNKNOWN", "INVALID_VALUE", "OUT_OF_MEMORY")]
 PATTERNS = [[1], [1], [1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 0, 0, 1], []]
 STEP = some.integers(0, 1 << 24)
