@@ -189,8 +189,7 @@ class SymmetricMemory(Closes, Shown):
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
-            # Not at exit: then the operating system releases everything, and the finaliser's thread would only delay
-            # it.
+            # Not at exit: the operating system releases everything then.
             self._finalizer.atexit = False
 
     @classmethod
