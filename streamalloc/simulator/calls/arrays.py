@@ -150,8 +150,7 @@ class ArrayCalls(CopyCalls):
 
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
         """Destroy an array and the handles of its levels. For one level of a mipmapped array, only its handle ends."""
-        in_use = one.mipmap is None and one.storage.queued
-        not_modelled(in_use, "destroying an array while work with it is queued")
+        not_modelled(one.mipmap is None and one.storage.queued, "destroying an array while work with it is queued")
         self._forget(one)
 
     def _forget(self, one: arrays.Array | arrays.MipmappedArray) -> None:

@@ -439,8 +439,7 @@ class GraphCalls(GraphBuildingCalls):
     ) -> None:
         number = self._mode_of_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
-        taken = any(capture.graph is graph for capture in self.graphs.captures)
-        check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
+        check(not any(capture.graph is graph for capture in self.graphs.captures), Result.CUDA_ERROR_ILLEGAL_STATE)
         GraphCapture(self.graphs, hStream, number, graph, after)
 
     def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:

@@ -168,8 +168,7 @@ class MemoryCalls(VirtualMemoryCalls):
         check(p and bytesize and p + bytesize <= 1 << 64 and Flags & ~_HOST_REGISTER_FLAGS == 0)
         not_modelled(Flags & _HOST_REGISTER_SPECIAL, f"cuMemHostRegister with flags {Flags:#x}")
         end = p + bytesize
-        taken = self.allocations.overlapping(p, end)
-        check(not taken, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+        check(not self.allocations.overlapping(p, end), Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         check(not self.banks.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
         self.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
@@ -294,8 +293,7 @@ class MemoryCalls(VirtualMemoryCalls):
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
             # Users report this error for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
-            able = self.supports("CONCURRENT_MANAGED_ACCESS", place.id)
-            check(able, Result.CUDA_ERROR_INVALID_DEVICE)
+            check(self.supports("CONCURRENT_MANAGED_ACCESS", place.id), Result.CUDA_ERROR_INVALID_DEVICE)
             return place
         check(place.type in allowed)
         if place.type == Location.HOST:

@@ -92,8 +92,7 @@ class MulticastCalls(CopyCalls):
         if handle_types & HandleType.FABRIC:
             # The result code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
             check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
-            refused = not self.fabric
-            not_modelled(refused, "cuMulticastCreate with fabric handles where these are not supported")
+            not_modelled(not self.fabric, "cuMulticastCreate with fabric handles where these are not supported")
         table = MulticastTable.create(str(self.labels.new("multicast", NOWHERE)), devices, size, handle_types)
         return cuda.CUmemGenericAllocationHandle(self.memories.add(MulticastMemory(self, table, False)).handle)
 
@@ -105,8 +104,7 @@ class MulticastCalls(CopyCalls):
         """Return the number of devices, the size in bytes, and the handle types, after their checks."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
-        able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self.devices)
-        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(any(device.attributes["MULTICAST_SUPPORTED"] for device in self.devices), Result.CUDA_ERROR_NOT_SUPPORTED)
         # Users report that the driver refuses such an object, but not the result code (InternLM/lmdeploy#4296)
         not_modelled(devices == 1, "a multicast object for one device")
         too_many = devices > self.spec.devices and not self.spec.host_name

@@ -130,8 +130,7 @@ class VirtualMemoryCalls(Calls):
 
         Users report the result code for virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
         """
-        able = self.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device)
-        check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
+        check(self.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device), Result.CUDA_ERROR_NOT_SUPPORTED)
 
     def _granularity(self, place: int, handle_types: int) -> Granularity:
         found = self.profile.granularity(_PLACES.get(place, "DEVICE"), handle_types)
@@ -342,8 +341,7 @@ class VirtualMemoryCalls(Calls):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
                 # The host cannot get access to device memory. The refusal does not undo the grants of earlier entries
                 # (observed on H200: test_mapping_access).
-                refused = flags and place.device is None and owner is not None
-                check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
+                check(not (flags and place.device is None and owner is not None), Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
     def _check_teams(self, mappings: list[MappedExtent], wanted: list[tuple[Place, int]]) -> None:
