@@ -158,7 +158,7 @@ class Allocator(Unique, BufferSource):
             pause = min(2 * pause, _LONGEST)
 
     def to_device(self, data: Any, stream: StreamLike) -> Buffer:
-        """Allocate memory of the size of ``data``, and copy that to it in stream order.
+        """Allocate memory of the size of ``data``, copy ``data`` to it in stream order, and return the buffer.
 
         Parameters
         ----------

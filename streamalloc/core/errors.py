@@ -31,9 +31,9 @@ class CudaError(RuntimeError):
     name
         Name of the driver's error, such as ``"CUDA_ERROR_INVALID_VALUE"``.
     code
-        Its number.
+        Number of that error.
     call
-        The driver function that returned it.
+        The driver function that returned the error.
     hint
         The usual cause and its remedy, or the empty string.
     """

@@ -317,10 +317,10 @@ _OPAQUE_BYTES = 64
 
 
 class OpaqueHandle(bytes):
-    """A handle of 64 bytes that the driver alone reads, as bytes that go to other processes.
+    """A handle of 64 bytes that only the driver can read. It is bytes, so that it can be sent to other processes.
 
     It is made of bytes, or of the struct of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. :meth:`to_driver`
-    returns the former.
+    returns the struct of ``cuda.bindings.driver``.
 
     Raises
     ------

@@ -218,8 +218,8 @@ class Reservation(HandleNode):
         """
 
     def table(self) -> list[MappedBytes]:
-        """Return the mappings in the order of addresses, as the list that the range itself uses. Unmapped entries are
-        removed before.
+        """Return the mappings in the order of addresses, after unmapped ones were removed. The list is the one that the
+        range itself uses: do not change it.
         """
         if self.stale:
             self.stale = False  # Before the scan: an entry that another thread unmaps during it sets the mark again.

@@ -61,7 +61,7 @@ class Announcement(NamedTuple):
 
     @property
     def words(self) -> SlotWords:
-        """Words that the exporter writes, of the announcement's slot."""
+        """The words of the announcement's slot that the exporter writes."""
         return self.block.slot_words(self.slot)
 
     @property

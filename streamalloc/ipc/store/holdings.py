@@ -128,7 +128,9 @@ class HeldEntry:
         return [*self.epochs, *(epoch for epoch in (self.next, self.spare) if epoch is not None)]
 
     def retire(self, *epochs: Epoch | None) -> None:
-        """Move replaced epochs that have readers to :attr:`older`. The others are unused (:meth:`unused`)."""
+        """Keep replaced epochs that have readers in :attr:`older`. Release the memory of the other ``epochs``, or keep
+        it for the next commit (:meth:`unused`).
+        """
         for epoch in epochs:
             if epoch is not None and epoch.readers:
                 self.older.append(epoch)

@@ -658,7 +658,7 @@ class Channel(_SocketOwner):
         return Message(data, tuple(found))
 
     def _refused(self, fault: str) -> ProtocolError:
-        """Close the channel, and return the error for what came."""
+        """Close the channel, and return the error that names ``fault``, what is wrong with the received packet."""
         self.close()
         return ProtocolError(f"{self._who} sent something else than a message: {fault}; the channel is closed")
 

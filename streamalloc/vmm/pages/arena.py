@@ -173,7 +173,7 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the numbers of pages by state. Parked pages whose work is done become kept or spare before."""
+        """Return the numbers of pages by state. The call first makes parked pages whose work is done kept or spare."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:

@@ -252,7 +252,7 @@ class Places(MappedBytes):
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
         """Notify a checking driver that ``places`` were ``released``, or that they are used again. Their pages stay
-        mapped, so no driver call shows that.
+        mapped, so that no driver call tells it.
         """
         listener = self.physical.session.listener
         if listener is not None:

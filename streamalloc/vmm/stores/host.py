@@ -423,7 +423,7 @@ class HostTier(BlockTier):
             count = self._allowed(HUGE, wanted, asked, missing, self._under_way, others * HUGE)
             self._failure = whole = None
             # Reserved in one call: each change of the address space waits for the threads that fill pages, and stops
-            # them meanwhile.
+            # them while it lasts.
             with contextlib.suppress(OutOfMemoryError):
                 whole = self._pinning.reserve(count * HUGE)
             pieces = [(at, min(at + _BLOCKS, count)) for at in range(0, count, _BLOCKS)]
