@@ -447,7 +447,9 @@ class Holdings:
         lost.
         """
         self.release()
-        self._journal.unlink(missing_ok=True)
+        # A server that was killed in the middle of a write has left the second file.
+        for path in (self._journal, self._journal.with_suffix(".new")):
+            path.unlink(missing_ok=True)
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
