@@ -428,11 +428,11 @@ class _Group(Closes):
         ClosedError
             The communicator was closed, or an earlier call failed.
         """
-        return self._gather(Collective.ALLGATHER, bytes(memoryview(data)), timeout)
+        return [one.data for one in self._all_to_all(Collective.ALLGATHER, bytes(memoryview(data)), (), timeout)]
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Block until all ranks have made this call. Errors as for :meth:`allgather`."""
-        self._gather(Collective.BARRIER, b"", timeout)
+        self._all_to_all(Collective.BARRIER, b"", (), timeout)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096
@@ -445,38 +445,37 @@ class _Group(Closes):
         # First check that each is open: an error during the exchange would end the group.
         for handle in handles:
             os.fstat(number_of(handle))
-        with self._call(timeout) as limit:
-            mesh = self._connected(call := Collective.EXCHANGE, limit)
-            if mesh is not None:
-                return [one.handles for one in mesh.all_to_all(call, b"", handles, limit)]
-        raise ValueError(
-            "file descriptors travel between processes of one user on one machine and in one network namespace, and "
-            f"this group has {by_value(self._hosts, 'on {}')}: use a group for each of them, or fabric handles, which "
-            "are bytes"
-        )
+        found = self._all_to_all(Collective.EXCHANGE, b"", handles, timeout)
+        if self._mesh is None:
+            raise ValueError(
+                "file descriptors travel between processes of one user on one machine and in one network namespace, "
+                f"and this group has {by_value(self._hosts, 'on {}')}: use a group for each of them, or fabric "
+                "handles, which are bytes"
+            )
+        return [one.handles for one in found]
 
-    @contextlib.contextmanager
-    def _call(self, timeout: float | None) -> Iterator[TimeLimit]:
+    def _all_to_all(
+        self, call: Collective, data: bytes, handles: Sequence[Fd | int], timeout: float | None
+    ) -> list[Message]:
+        """Send bytes and descriptors to all ranks, and return those of each rank, by rank. Errors as for
+        :meth:`allgather`. Between several machines no descriptors travel.
+        """
         if self._ended:
             raise ClosedError(f"this communicator {self._ended}")
         limit = TimeLimit.of(self.timeout if timeout is None else timeout)
         try:
-            yield limit
-        except BaseException as error:
-            self._end(f"failed: {described(error)}")
-            raise
-
-    def _gather(self, call: Collective, data: bytes, timeout: float | None) -> list[bytes]:
-        with self._call(timeout) as limit:
             mesh = self._connected(call, limit)
             if mesh is not None:
-                return [one.data for one in mesh.all_to_all(call, data, (), limit)]
+                return mesh.all_to_all(call, data, handles, limit)
             packets = self._gathered(call, bytes([call]) + data, limit)
             for rank, packet in enumerate(packets):
                 if packet[:1] != bytes([call]):
                     text = f"rank {rank} does something else than this {call}: all ranks must do the same"
                     raise GroupProtocolError(text, {rank: _NAMES.get(packet[0], "") if packet else ""})
-            return [packet[1:] for packet in packets]
+            return [Message(packet[1:], ()) for packet in packets]
+        except BaseException as error:
+            self._end(f"failed: {described(error)}")
+            raise
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         """Return the packets of all ranks, by rank, over the group's own transport. ``call`` is for errors."""
@@ -614,8 +613,8 @@ ForkingPickler.register(ProcessCommunicator, lambda group: (ProcessCommunicator,
 # -- torch.distributed ---------------------------------------------------------------------------------------
 
 
-_PAUSE = 1e-5
-_LONGEST_PAUSE = 1e-3
+_PAUSE = 1e-3
+"""Seconds between two looks at the store."""
 
 
 class TorchCommunicator(_Group):
@@ -653,35 +652,28 @@ class TorchCommunicator(_Group):
         self._store = store
         self._prefix = f"streamalloc/{next(_numbers[group.group_name])}"
         self._calls = 0
+        self._last = ""
+        """Key of this rank's last packet in the store."""
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
-        keys = [self._key(self._calls, rank) for rank in range(self.size)]
+        keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], packet)
-            self._wait(keys, call, limit)
+            while not self._store.check(keys):
+                late = limit.passed()
+                if late and (missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]):
+                    raise did_not_come(missing, limit, f" to the {call}")
+                time.sleep(min(_PAUSE, left(limit.end)))
             packets = [bytes(self._store.get(key)) for key in keys]
-            if self._calls:
-                # All ranks have made this call, so all have read the packets of the previous one.
-                with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete keys.
-                    self._store.delete_key(self._key(self._calls - 1, self.rank))
+            # All ranks have made this call, so all have read the packets of the previous one. The first call deletes
+            # no key that there is.
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete keys.
+                self._store.delete_key(self._last)
+            self._last = keys[self.rank]
         except RuntimeError as error:
             raise GroupGoneError(f"the store of the group does not answer; its process may be gone: {error}") from error
         self._calls += 1
         return packets
-
-    def _key(self, call: int, rank: int) -> str:
-        return f"{self._prefix}/{call}/{rank}"
-
-    def _wait(self, keys: list[str], call: Collective, limit: TimeLimit) -> None:
-        pause = _PAUSE
-        while not self._store.check(keys):
-            if limit.passed():
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if missing:
-                    raise did_not_come(missing, limit, f" to the {call}")
-                return
-            time.sleep(min(pause, left(limit.end)))
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 # Number of communicators made per group in this process, by group name; equal on all ranks of a group.
