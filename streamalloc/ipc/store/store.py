@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import operator
@@ -16,8 +15,8 @@ import numpy as np
 
 from streamalloc.core.internal import Device, StreamLike
 from streamalloc.core.properties import MemHandleType
-from streamalloc.core.resource import Closes, close_all
-from streamalloc.core.session import Session, drained, session_of
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver, default
 from streamalloc.ipc.store.manifest import Tensor, TensorLayout
 from streamalloc.ipc.store.protocol import Connection, checked_key, socket_path
@@ -121,8 +120,7 @@ class Store(Closes):
         """Whether the client was closed."""
         self._driver = driver
         self._path = socket_path(name)
-        self._idle: list[Connection] = [Connection(self._path)]
-        """At most one connection, made to check that a server runs. The first request uses this connection."""
+        Connection(self._path).close()  # This raises if no server runs.
 
     @staticmethod
     def serve(
@@ -336,16 +334,11 @@ class Store(Closes):
         or read. Raises ClosedError, StoreGoneError, PermissionError.
         """
         self._check_open()
-        with contextlib.suppress(IndexError):  # The first request has used this connection.
-            idle = self._idle.pop()
-            if idle.alive:
-                return idle
         return Connection(self._path)
 
     def close(self) -> None:
         """Close the client: further calls raise ClosedError. Idempotent. Open writers and weights continue."""
         self.closed = True
-        close_all(drained(self._idle.pop))
 
     def __contains__(self, key: object) -> bool:
         return any(entry.key == key and entry.layout for entry in self.list())

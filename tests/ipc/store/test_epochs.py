@@ -10,7 +10,6 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.store import store as module
 from streamalloc.ipc.store.protocol import Connection
 from streamalloc.ipc.transport.channel import sealed_file
 from streamalloc.testing import Gate
@@ -245,21 +244,6 @@ def _write_behind_a_gate(there: There, name: str) -> None:
     store = there.keep("store", ipc.Store(name, driver=there.driver))
     with store.write("key", replace=True, stream=there.stream) as weights:
         weights.allocate("all", 1024, np.uint8).fill(2)
-
-
-def test_the_first_request_needs_no_new_connection(
-    store: ipc.Store, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of the constructor is used, unless its server has ended meanwhile."""
-    other, third = ipc.Store(name), ipc.Store(name)
-    with monkeypatch.context() as patch:
-        patch.delattr(module, "Connection")
-        assert other.list() == []
-        with pytest.raises(NameError):
-            other.list()
-    assert other.list() == []
-    third._idle[0]._channel.shutdown()
-    assert third.list() == []
 
 
 @pytest.mark.gpus(2)
