@@ -240,23 +240,20 @@ class Descriptor(NamedTuple):
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        found = cls(Mechanism(fields[0]), *fields[1:])
-        form = _FABRIC_CHUNK if found.handle_type == FABRIC else _CHUNK
+        form = _FABRIC_CHUNK if fields[cls._fields.index("handle_type")] == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
-        found._check(count)
         end = _HEAD.size + extra
-        payload = data[_HEAD.size : end]
-        chunks = tuple(ChunkHandle(*parts) for parts in form.iter_unpack(data[end : -_CHECK.size]))
-        if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
-            raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
+        chunks = tuple(ChunkHandle(*parts) for parts in form.iter_unpack(data[end : -_CHECK.size])) if count else ()
+        found = cls._make((Mechanism(fields[0]), *fields[1:], data[_HEAD.size : end], chunks, "", ()))
+        found._check()
         if found.flags & Flags.ARRAY:
-            payload, dtype, shape = _split_array(payload, found.size)
-            found = found._replace(dtype=dtype, shape=shape)
-        return found._replace(payload=payload, chunks=chunks)
+            payload, dtype, shape = _split_array(found.payload, found.size)
+            return found._replace(payload=payload, dtype=dtype, shape=shape)
+        return found
 
-    def _check(self, count: int) -> None:
-        """Raise ``ValueError`` unless the fixed fields fit each other. ``count``: number of chunks."""
+    def _check(self) -> None:
+        """Raise ``ValueError`` unless the fields fit each other."""
         if self.flags & ~_FLAGS or self.handle_type not in _HANDLE_TYPES:
             raise ValueError(f"the descriptor has unknown flags ({self.flags:#x}) or handle type ({self.handle_type})")
         if self.handle_type == FABRIC and self.mechanism is not Mechanism.PHYSICAL:
@@ -266,5 +263,7 @@ class Descriptor(NamedTuple):
             raise ValueError(f"the descriptor's {self.size} bytes at {self.offset} are outside of its {self.base_size}")
         if self.flags & (Flags.LEASED | Flags.HELD) and self.control_block == NOWHERE:
             raise ValueError("the descriptor has a lease or a hold, but names no control block")
-        if self.mechanism in _WITHOUT_MEMORY and (count or self.base_size or self.flags & ~Flags.HELD):
+        if self.mechanism in _WITHOUT_MEMORY and (self.chunks or self.base_size or self.flags & ~Flags.HELD):
             raise ValueError(f"a descriptor of a {self.mechanism.name} has fields for memory")
+        if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in self.chunks):
+            raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
