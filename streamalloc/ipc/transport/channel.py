@@ -623,16 +623,17 @@ class Channel(_SocketOwner):
         """Check a packet, and return its message; errors as for :meth:`receive`."""
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             raise PeerGoneError(f"{self._who} has ended or closed its end")
+        lost = flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES
+        fault = None if lost else fault_in(packet, len(handles), flags)
+        if not lost and fault is None and packet.startswith(_MAGIC):
+            return Message(packet[_HEADER.size :], handles)
         with undoing(lambda: close_all(handles)):
-            if flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES:
+            if lost:
                 raise no_descriptors(_HEADER.unpack_from(packet)[2] if len(packet) >= _HEADER.size else 0)
-            fault = fault_in(packet, len(handles), flags)
             if fault is not None:
                 raise self._refused(fault)
-            if packet.startswith(_LARGE_MAGIC):
-                _, _, count, nbytes = _HEADER.unpack_from(packet)
-                return self._unpacked(handles[0], handles[1], count, nbytes)
-        return Message(packet[_HEADER.size :], handles)
+            _, _, count, nbytes = _HEADER.unpack_from(packet)
+            return self._unpacked(handles[0], handles[1], count, nbytes)
 
     def _unpacked(self, file: Fd, crate: Fd, count: int, nbytes: int) -> Message:
         """Return the large message whose bytes are in ``file``, and whose descriptors are in the queue of ``crate``."""
