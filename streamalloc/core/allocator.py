@@ -294,6 +294,11 @@ class Allocator(Unique, BufferSource):
         self._alloc = self._free = refuse_after_fork
 
 
+def allocation_call(allocator: Allocator) -> str:
+    """Return the name of the driver function by which an allocator gets memory."""
+    return allocator._alloc_name
+
+
 def free_function(allocator: BufferSource) -> Any:
     """Return the function by which an allocator frees now: ``cuMemFreeAsync``, or :meth:`Tap.free` while it has
     watchers.

@@ -6,7 +6,7 @@ Other areas also import errors, properties, resource and session directly.
 from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_freed, watching_of, without_notifying
-from streamalloc.core.allocator import Allocator, free_function, read_or_none
+from streamalloc.core.allocator import Allocator, allocation_call, free_function, read_or_none
 from streamalloc.core.buffer import (
     Buffer,
     BufferSource,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
-from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
+from streamalloc.core.internal import Allocator, Device, allocation_call, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
@@ -196,7 +196,8 @@ class Account:
             if self.nbytes + nbytes > limit:
                 self.settle()
             if self.nbytes + nbytes > limit:
-                raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else allocator._alloc_name)
+                call = "cuMemCreate" if allocator is None else allocation_call(allocator)
+                raise self._over(limit, whose, nbytes, call)
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
