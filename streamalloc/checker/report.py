@@ -19,6 +19,7 @@ from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.protocol import On
 from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of
+from streamalloc.formats.sizes import counted
 
 LEFT_OUT = {
     "kernels": "kernels that do not declare their uses; unwritten bytes and element types of memory that existed then",
@@ -181,11 +182,7 @@ class Reports:
         leaks = sum(hazard.kind == "leak" for hazard in self.all)
         texts = [f"{one.kind} at {place_of(one.places[0][1])}: found {one.count:,} times" for one in often]
         if self.all:
-            texts.append(f"{_counted(len(self.all) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
+            texts.append(f"{counted(len(self.all) - leaks, 'hazard')}, {counted(leaks, 'leak')}")
         texts += [f"not checked: {one}" for one in self._notes.texts()]
         # Print in one piece, because processes of one program may end at the same time.
         sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -679,7 +679,7 @@ class GraphBuffer(Buffer):
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
         self._ptr = ptr  # No launch has allocated it now, but the next launch will, at the same address.
-        return free_refused(result, ordered)
+        return free_refused(result, ordered, "no launch has allocated the memory since its last free")
 
     def _belongs_to(self, capture: object) -> bool:
         # One capture may contain streams of this package and of other code. So if either capture is unknown, the driver
@@ -768,13 +768,15 @@ def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     buffer._free_on(stream, handle)
 
 
-def free_refused(result: Any, stream: Stream) -> CudaError:
+def free_refused(result: Any, stream: Stream, cause: str = "") -> CudaError:
     """Return the exception for a free that the driver refused with ``result``. The driver answers
     CUDA_ERROR_INVALID_VALUE for foreign memory in a capture: that becomes a :class:`CaptureError`.
+    ``cause``: the usual cause otherwise.
     """
-    if result.name == "CUDA_ERROR_INVALID_VALUE" and stream.capturing:
+    invalid = result.name == "CUDA_ERROR_INVALID_VALUE"
+    if invalid and stream.capturing:
         return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-    return error_from(result, "cuMemFreeAsync")
+    return error_from(result, "cuMemFreeAsync", cause if invalid else "")
 
 
 def take_pointer(buffer: Buffer) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from streamalloc.core.device import Device, known_location
+from streamalloc.core.errors import ClosedError
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Shareable
 from streamalloc.core.session import Session
@@ -155,7 +156,12 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
         self._check_usable()
         ordered = self.stream if stream is None else as_stream(stream, self._session)
-        ordered._checked_raw()
+        try:
+            ordered._checked_raw()
+        except ClosedError:
+            if stream is not None:
+                raise
+            raise ClosedError(f"{ordered!r}, the stream of {self!r}, was closed: name another stream") from None
         return ordered
 
     def _about(self) -> Iterator[Row]:

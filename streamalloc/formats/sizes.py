@@ -1,4 +1,4 @@
-"""Conversion of sizes in bytes to text (:func:`size_text`), and of text to sizes (:func:`size_in`)."""
+"""Texts of sizes in bytes (:func:`size_text`) and of counts (:func:`counted`), and sizes of texts (:func:`size_in`)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def size_in(text: str) -> int:
     if exact.denominator != 1:
         raise ValueError(f"{text!r} is no whole number of bytes")
     return int(exact)
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: ``1 page``, ``2 pages``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def size_text(nbytes: int) -> str:

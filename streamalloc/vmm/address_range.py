@@ -384,6 +384,9 @@ class RangeView(Memory):
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
 
+    _remedy = ""
+    """End of the error for memory that is not mapped any more."""
+
     def __init__(self, range: AddressRange, start: int, stop: int, holes: bool = False) -> None:
         self._holes = holes
         self.range: AddressRange = range
@@ -452,7 +455,7 @@ class RangeView(Memory):
         try:
             return self.range._covering(self.offset, self._stop)
         except ValueError as error:
-            raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
+            raise ClosedError(f"{self!r} is not mapped any more: {error}{self._remedy}") from None
 
     def _allowed(self, where: MemLocation) -> list[MemAccess]:
         """Return the permission of a device or the host on each mapping."""

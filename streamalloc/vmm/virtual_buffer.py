@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undoing
+from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
@@ -128,7 +128,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         ClosedError
             The buffer was closed.
         """
-        return self.range.address
+        try:
+            return self.range.address
+        except ClosedError:
+            self._check_open()
+            raise
 
     @property
     def nbytes(self) -> int:

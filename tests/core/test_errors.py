@@ -12,7 +12,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import vmm
+from streamalloc import ipc, vmm
 from streamalloc.core.errors import error_from
 from streamalloc.driver.bindings import cuda
 from tests.support import GROWTH, MiB
@@ -142,3 +142,45 @@ def test_what_a_refused_place_needs(tmp_path: Path) -> None:
     for make in (sa.MemoryPool, lambda place, driver: vmm.PhysicalMemory(place, 2 << 20, driver=driver)):
         with pytest.raises((sa.CudaError, sa.NotSupportedError), match=r"locality_domain|LOCALITY_DOMAIN"):
             make(domain, driver=machine)
+
+
+def test_remedies_are_in_the_text(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    """An error says what to do, and names the object that the program has."""
+    with device.create_stream() as closed:
+        buffer = pool.allocate(64, closed)
+    uses: list[Callable[[], object]] = [buffer.free, lambda: buffer.fill(1), lambda: buffer[:8].fill(1)]
+    for use in uses:
+        with pytest.raises(sa.ClosedError, match="name another stream"):
+            use()
+    with pytest.raises(sa.ClosedError, match="closed> was closed"):
+        buffer.free(closed)
+    buffer.free(stream)
+    with vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB) as growable:
+        pass
+    with pytest.raises(sa.ClosedError, match="<GrowableBuffer, closed> was closed"):
+        growable.fill(1)
+    with stream.capture() as graph:
+        node = pool.allocate(64, stream)
+    with graph:
+        graph.launch(stream)
+        node.free()
+        with pytest.raises(sa.InvalidValueError, match="no launch has allocated the memory since its last free"):
+            node.free()
+
+
+def test_memory_that_cannot_be_shared_says_what_can(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with (
+        vmm.PageArena(device) as arena,
+        arena.space(4 * MiB) as space,
+        vmm.ExpandableCache(pool).allocate(MiB, stream) as expandable,
+    ):
+        space.commit(range(2))
+        for memory in (space, expandable):
+            with pytest.raises(ValueError, match="copy it to a pool with handle types"):
+                ipc.share(memory)
+        with pytest.raises(TypeError, match="pages must be an integer, not float"):
+            space.commit(1.5)  # type: ignore[arg-type]
+        space.release([1])
+        stream.synchronize()
+        arena.trim()
+        assert arena._physical.usage().startswith("1 page is in use")

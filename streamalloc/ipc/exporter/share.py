@@ -651,7 +651,8 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     ordered = _announcing_stream(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
-        if span.address + span.nbytes > base + size:
+        # Mapped memory is looked at below: it may not be for sharing at all.
+        if span.address + span.nbytes > base + size and (known.pool is not None or known.legacy_ipc):
             raise ValueError(
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share memory of several "
                 "allocations one by one"
@@ -699,7 +700,9 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
     kind = _handle_type([memory], options)
     if not memory.properties.requested_handle_types & kind:
         raise ValueError(
-            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}"
+            f"{thing!r} is mapped memory that was not made for sharing: create it with handle type {kind.name}, or "
+            "copy it to a pool with handle types, alone or under a CachingAllocator (memory of an ExpandableCache or a "
+            "PageArena cannot have them)"
         )
     if end > memory.nbytes:
         raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import UUID
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
+from streamalloc.formats.sizes import counted
 from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
 from streamalloc.ipc.wire.control_block import ReadyWord
 
@@ -267,10 +269,14 @@ class Holdings:
             held = self.reserved(epoch.device)
             if held + more > self.limit:
                 largest = sorted(self.all_epochs(), key=lambda one: (one.device != epoch.device, -one.nbytes))[:3]
-                names = [f"{one.entry.key!r} {size_text(one.nbytes)}, {len(one.readers)} readers" for one in largest]
+                names = [
+                    f"epoch {one.number or '(new)'} of {one.entry.key!r} with {size_text(one.nbytes)} and "
+                    f"{counted(len(one.readers), 'reader')}"
+                    for one in largest
+                ]
                 raise StoreFullError(
                     f"{epoch.entry.key!r} needs {size_text(more)} more, and the store holds {size_text(held)} of the "
-                    f"{size_text(self.limit)} that it may hold of device {epoch.device}: {'; '.join(names)}"
+                    f"{size_text(self.limit)} that it may hold of GPU-{UUID(hex=epoch.device)}: {'; '.join(names)}"
                 )
         epoch.nbytes = total
 

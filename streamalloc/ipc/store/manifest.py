@@ -227,6 +227,17 @@ class TensorLayout(Mapping[str, Tensor]):
         return texts
 
 
+def metadata_text(metadata: dict[str, Any]) -> str:
+    """Return the metadata of an epoch as JSON. Raises TypeError, ValueError if it is not JSON, or larger than 1 MiB."""
+    try:
+        text = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"metadata must be JSON: {error}") from None
+    if type(metadata) is not dict or len(text) > _MOST_METADATA:
+        raise ValueError(f"metadata has {size_text(len(text))}: it is a dict of at most {size_text(_MOST_METADATA)}")
+    return text
+
+
 class Manifest(NamedTuple):
     """Layout, metadata and fabric handles of an epoch, the memory of one commit (:mod:`.holdings`), as the server
     stores them.
@@ -245,10 +256,7 @@ class Manifest(NamedTuple):
         TypeError, ValueError
             The metadata is not JSON or is larger than 1 MiB.
         """
-        about = json.dumps(self.metadata, separators=(",", ":"), allow_nan=False)
-        if type(self.metadata) is not dict or len(about) > _MOST_METADATA:
-            allowed = f"a dict of at most {size_text(_MOST_METADATA)}"
-            raise ValueError(f"metadata has {size_text(len(about))}: it is {allowed}")
+        about = metadata_text(self.metadata)
         return f"[{_VERSION},{json.dumps(self.fabric, separators=(',', ':'))},{about}]".encode()
 
     @classmethod

@@ -18,7 +18,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver, default
-from streamalloc.ipc.store.manifest import Tensor, TensorLayout
+from streamalloc.ipc.store.manifest import Tensor, TensorLayout, metadata_text
 from streamalloc.ipc.store.protocol import Connection, checked_key, socket_path
 from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
@@ -190,10 +190,13 @@ class Store(Closes):
             Another process writes it.
         StoreError
             The store takes no memory of this device.
+        TypeError, ValueError
+            ``metadata`` is not JSON, or is larger than 1 MiB; or another argument is not allowed.
         """
         home, key = self._device(device), checked_key(key)
         if like not in (None, "previous"):
             raise ValueError(f'like={like!r}: allowed are None and "previous"')
+        metadata_text(dict(metadata or {}))
         options = metadata, stream, group, handle_types, like is not None
         return WeightsWriter(self._connect(), key, home, replace or like is not None, *options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 """
 
 
+_MOST_SHOWN = 8
+"""Names that the error for an unknown name shows."""
+
+
 class StoredView(ForeignMemory, RangeView):
     """A part of the range of :class:`Weights`. A stream, or the host, waits until the contents are complete before its
     first use of the part.
@@ -40,6 +45,10 @@ class StoredView(ForeignMemory, RangeView):
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
         super().__init__(weights.range, start, stop)
         self.weights: Tensors = weights
+
+    @property
+    def _remedy(self) -> str:  # type: ignore[override]
+        return "" if self.weights.range.closed else ": attach() of the weights maps it again"
 
     @property
     def _contents(self) -> tuple[Announcement, ...]:  # type: ignore[override]
@@ -85,6 +94,9 @@ class Tensors(Mapping[str, TypedView[Any]]):
 
         If NumPy lacks the dtype, the view has that of ``ml_dtypes`` if installed, else an unsigned integer.
         """
+        if name not in self.layout:
+            known = ", ".join(map(repr, itertools.islice(self.layout, _MOST_SHOWN)))
+            raise KeyError(f"no tensor has the name {name!r}: there are {len(self.layout):,}, such as {known}")
         tensor = self.layout[name]
         self.layout.check(self.nbytes, (name,))
         view = StoredView(self, tensor.offset, tensor.offset + tensor.nbytes)

@@ -48,6 +48,7 @@ from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, at
 from streamalloc.core.internal import Deferred, Device, Fence, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import members
+from streamalloc.formats.sizes import counted
 from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.physical import Page, PageStock
@@ -520,7 +521,8 @@ class PhysicalPages(PageStock, Claimable):
         """Describe how many pages are in use and how many are parked. A page counts as parked if all its places are."""
         places = Counter(places.backing[place] for places in members(self.spaces) for place in list(places.parked))
         parked = sum(page is not None and page.users == count for page, count in places.items())
-        return f"{self.count - self.available - parked} pages are in use, and {parked} parked behind queued work"
+        used = self.count - self.available - parked
+        return f"{counted(used, 'page')} {'is' if used == 1 else 'are'} in use, and {parked} parked behind queued work"
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
@@ -28,7 +27,7 @@ from streamalloc.core.internal import (
     queue_if_allowed,
     raw_handle,
 )
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.formats.html import Row, gauge
@@ -231,7 +230,7 @@ class SpaceMemory(Memory, Closes):
             kinds = set(map(type, listed))
             if isinstance(pages, (bytes, bytearray, str)) or bool in kinds:
                 raise TypeError(f"pages must be indices, not {pages!r}")
-            chosen = listed if kinds <= {int} else [operator.index(page) for page in listed]
+            chosen = listed if kinds <= {int} else [checked_type("pages", page, int) for page in listed]
         if chosen and not 0 <= min(chosen) <= max(chosen) < count:
             wrong = next(page for page in chosen if not 0 <= page < count)
             raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")

@@ -408,7 +408,7 @@ class TestMappedMemory:
         opened.close()
 
     def test_in_several_pieces(self, range_: vmm.AddressRange) -> None:
-        with pytest.raises(ValueError, match="several allocations"):
+        with pytest.raises(ValueError, match="several chunks"):
             ipc.share(Array(range_.address + PAGE - 100, 200))
 
     def test_that_is_not_made_for_it(self, range_: vmm.AddressRange) -> None:

@@ -41,8 +41,17 @@ def test_contents_types_and_addresses(store: ipc.Store, device: sa.Device) -> No
         assert holds(found["model.layers.0/bias"], 3)
         assert (found.epoch, found.metadata, found.device) == (1, {"step": 7}, device)
         assert "table" in found and "other" not in found
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=r"no tensor has the name 'other': there are \d, such as 'table'"):
             found["other"]
+
+
+@pytest.mark.parametrize(("metadata", "error"), [({"a": object()}, TypeError), ({"a": float("nan")}, ValueError)])
+def test_metadata_that_is_not_json_is_refused_before_anything_is_written(
+    store: ipc.Store, metadata: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="metadata must be JSON: "):
+        store.write("key", metadata=metadata)
+    write(store, "key", 1)
 
 
 def test_detached_weights_keep_their_addresses(store: ipc.Store) -> None:
@@ -51,7 +60,7 @@ def test_detached_weights_keep_their_addresses(store: ipc.Store) -> None:
         view, address = weights["all"], weights.address
         weights.detach()
         weights.detach()
-        with pytest.raises(sa.ClosedError):
+        with pytest.raises(sa.ClosedError, match=r"attach\(\) of the weights maps it again"):
             view.copy_to(np.empty(view.shape, np.uint8))
         with store.open("key") as other:
             assert other.address != address

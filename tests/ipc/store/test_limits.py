@@ -47,7 +47,9 @@ def test_a_limit(serve: Serve, device: sa.Device) -> None:
                 weights.allocate("more", 1, np.uint8)
             # Refused before the driver is called, with who holds what.
             assert isinstance(caught.value, MemoryError)
-            assert "holds 16 MiB of the 16 MiB" in str(caught.value) and "'a' 8 MiB, 1 readers" in str(caught.value)
+            assert "holds 16 MiB of the 16 MiB" in str(
+                caught.value
+            ) and "epoch 1 of 'a' with 8 MiB and 1 reader;" in str(caught.value)
             assert device.memory_info().free == free - 4 * MiB
         assert "more" not in store.open("c", stream=reader.stream)
     assert store.statistics().limit == 16 * MiB and store.statistics().nbytes == 16 * MiB
