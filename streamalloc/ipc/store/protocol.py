@@ -228,7 +228,9 @@ class Connection(Closes):
         StoreError
             The server refused the request.
         StoreGoneError
-            The server has ended.
+            The server has ended, or this connection was closed.
+        ForkedProcessError
+            The connection is that of the parent process.
         """
         with self._lock:
             if self._channel.closed:

@@ -234,6 +234,8 @@ class Store(Closes):
             The addresses that ``at`` demands are taken.
         LayoutChangedError
             The layout differs from the expected one; the message lists the changes.
+        TypeError, ValueError
+            An argument has a wrong type or value.
         """
         home, key = None if device is None else self._device(device), checked_key(key)
         if not isinstance(layout, (TensorLayout, str, type(None))):

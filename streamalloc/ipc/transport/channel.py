@@ -63,7 +63,8 @@ _LONGEST_PATH = 107  # Size of ``sun_path`` in bytes, without the zero that ends
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """Return an address for the socket functions: bytes with a leading zero for an abstract name, else a path.
+    """Return an address for the socket functions: bytes with a leading zero for an abstract name, else a path. Raises
+    ValueError for an address that is too long or too short.
 
     Abstract names are local to a machine. If ``STREAMALLOC_HOST`` is set, it precedes the name, so that only processes
     with the same host name can connect.

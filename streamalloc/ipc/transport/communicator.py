@@ -586,7 +586,12 @@ class ProcessCommunicator(_Group):
             Number of processes.
         timeout
             Seconds for calls without a timeout argument; None: no limit. Without a limit, if a process dies before its
-            first call, the other ranks wait forever.
+            first call, the other ranks wait for ever.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``size`` is no integer from 1 on, or ``timeout`` is no number of seconds.
         """
         if checked_type("size", size, int) < 1:
             raise ValueError(f"size={size}: a group has 1 process or more")
