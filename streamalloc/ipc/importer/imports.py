@@ -219,7 +219,7 @@ class Import:
         """``new``: the descriptor; ``block``: its control block."""
         imports.start_thread()
         self.imports: Imports = imports
-        self.pool: PoolHandle | None = pool
+        self.from_pool: PoolHandle | None = pool
         """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
         self.device: Device = device
         """Device of the memory."""
@@ -280,13 +280,13 @@ class Import:
         if self.leased:
             self._count_open()
         session = self.imports.session
-        if self.pool is None:
+        if self.from_pool is None:
             with self.device.current():
                 handle = opaque_struct("CUipcMemHandle", self.data)
                 self._raw = session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
         else:
             data = opaque_struct("CUmemPoolPtrExportData", self.data)
-            result, self._raw = session.cuMemPoolImportPointer(self.pool._raw, data)
+            result, self._raw = session.cuMemPoolImportPointer(self.from_pool._raw, data)
             if result:
                 self._raw = None
                 raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
@@ -327,7 +327,7 @@ class Import:
 
         ``handle``, ``sees_all``: the stream's ``CUstream``, and as for :meth:`ControlBlock.write_by`.
         """
-        if self._raw is not None and self.pool is None:
+        if self._raw is not None and self.from_pool is None:
             with self.device.current():
                 self.imports.session.release(self, "cuIpcCloseMemHandle")
         elif self._raw is not None:
@@ -398,7 +398,7 @@ class ImportUse(Deferred):
         session = imported.imports.session
         if session.forked:
             session.check_process()
-        if imported.pool is None and not self.over:
+        if imported.from_pool is None and not self.over:
             stream.synchronize()  # Not under the lock, with which other imports would wait.
         with imported.imports.lock:
             if self.over:
@@ -421,7 +421,7 @@ class ImportUse(Deferred):
 
     def attempt(self) -> bool:
         imported = self.imported
-        if imported is not None and imported.pool is None:  # Its release waits for the stream.
+        if imported is not None and imported.from_pool is None:  # Its release waits for the stream.
             imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
         else:
             self._close()
@@ -570,7 +570,7 @@ class Imports:
 
     def _submit_ended(self) -> None:
         used: set[object] = {one.block for one in self.allocations.values()}
-        used |= {one.pool for one in self.allocations.values()}
+        used |= {one.from_pool for one in self.allocations.values()}
         for number, pool in list(self.handles.items()):
             ended = pool.ended() or pool not in self.pools.values()
             if pool not in used and not pool.users and ended:
