@@ -105,12 +105,12 @@ if TYPE_CHECKING:
     from streamalloc.pool import allocate as allocate
     from streamalloc.pool.cache.allocator import CacheStatistics as CacheStatistics
     from streamalloc.pool.cache.allocator import CachingAllocator as CachingAllocator
+    from streamalloc.pool.plain import CallbackAllocator as CallbackAllocator
+    from streamalloc.pool.plain import PlainMemory as PlainMemory
     from streamalloc.pool.pointers import MemoryKind as MemoryKind
     from streamalloc.pool.pointers import PointerAttributes as PointerAttributes
     from streamalloc.pool.pointers import pointer_attributes as pointer_attributes
     from streamalloc.pool.properties import MemPoolProps as MemPoolProps
-    from streamalloc.pool.sources import CallbackAllocator as CallbackAllocator
-    from streamalloc.pool.sources import PlainMemory as PlainMemory
     from streamalloc.vmm.properties import MemAllocationProp as MemAllocationProp
     from streamalloc.vmm.properties import MemAllocFlags as MemAllocFlags
 
@@ -127,7 +127,7 @@ _above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
 # The import registers the classes; for programs that never name ipc.
 _above.prepare_for_processes = functools.partial(importlib.import_module, "streamalloc.ipc.multiprocess")
 _above.raw_handles = _later("ipc", "raw_handles")
-_above.buffer_from_handle = _later("pool.borrowed", "buffer_from_handle")
+_above.buffer_from_handle = _later("pool.plain", "buffer_from_handle")
 _above.residence_of = _later("pool.places", "residence_of")
 streamalloc.formats.html.draw = _later("plots", "draw")
 
@@ -161,7 +161,7 @@ _NAMES_BY_MODULE = {
     "pool.cache.allocator": "CacheStatistics CachingAllocator",
     "pool.pointers": "MemoryKind PointerAttributes pointer_attributes",
     "pool.properties": "MemPoolProps",
-    "pool.sources": "CallbackAllocator PlainMemory",
+    "pool.plain": "CallbackAllocator PlainMemory",
     "vmm.properties": "MemAllocFlags MemAllocationProp",
 }
 _LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

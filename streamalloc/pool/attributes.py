@@ -6,7 +6,7 @@ Each attribute of :class:`PoolAttributes` has the driver's name, a reader for it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
 from streamalloc.core.properties import (
@@ -21,10 +21,6 @@ from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_add
 from streamalloc.formats.html import code, gauge, table
 from streamalloc.formats.lazy_numpy import np
 from streamalloc.pool.access import GrantsAccess
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 T = TypeVar("T")
 
@@ -64,14 +60,8 @@ class Attribute(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self.driver_name = name, f"CU_MEMPOOL_ATTR_{name.upper()}"
 
-    @overload
-    def __get__(self, attributes: None, owner: type | None = None) -> Self: ...
-
-    @overload
-    def __get__(self, attributes: PoolAttributes, owner: type | None = None) -> T: ...
-
-    def __get__(self, attributes: PoolAttributes | None, owner: type | None = None) -> Self | T:
-        return self if attributes is None else attributes._get(self)
+    def __get__(self, attributes: PoolAttributes | None, owner: type) -> T:
+        return self if attributes is None else attributes._get(self)  # type: ignore[return-value]
 
 
 class Switch(Attribute[bool]):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.core.internal import Device
-from streamalloc.pool.borrowed import (
+from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
+from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass, class_size, filled
+from streamalloc.pool.cache.state import CacheState, StreamCache
+from streamalloc.pool.places import location_of_pool, residence_of
+from streamalloc.pool.plain import (
     THIS,
     OnceIdle,
     PlainBuffer,
@@ -15,10 +19,6 @@ from streamalloc.pool.borrowed import (
     is_ours,
     refuse_second_owner,
 )
-from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
-from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass, class_size, filled
-from streamalloc.pool.cache.state import CacheState, StreamCache
-from streamalloc.pool.places import location_of_pool, residence_of
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 

@@ -50,10 +50,10 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.access import GrantsAccess
-from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.borrowed import THIS, check_handle, is_ours, refuse_second_owner
+from streamalloc.pool.attributes import ATTRIBUTES, PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
 from streamalloc.pool.places import existing_pool, location_of_pool, pool_locations, set_current_pool
+from streamalloc.pool.plain import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.properties import MemPoolProps
 
 if TYPE_CHECKING:
@@ -374,8 +374,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     def reset_peaks(self) -> None:
         """Set both high-water marks to the present figures (``cuMemPoolSetAttribute``)."""
-        for peak in (PoolAttributes.reserved_mem_high, PoolAttributes.used_mem_high):
-            self.attributes._set(peak, cuda.cuuint64_t(0))
+        for peak in ("reserved_mem_high", "used_mem_high"):
+            self.attributes._set(ATTRIBUTES[peak], cuda.cuuint64_t(0))
 
     def trim(self, keep: int | str = 0) -> int:
         """Release unused memory, down to ``keep`` bytes or a text such as ``"64MiB"`` (``cuMemPoolTrimTo``). Returns
