@@ -351,18 +351,18 @@ def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaEr
     return kind(name, int(result), call, hint or _HINTS_OF_CALLS.get(called) or _HINTS.get(name, ""), **figures)
 
 
-def refused(kind: type[E], call: str, why: str) -> E:
+def refused(kind: type[E], call: str, why: str, **figures: Any) -> E:
     """Return the exception of class ``kind`` for driver function ``call``, which was not called: it would fail or do
     harm.
 
     ``why``: the reason, for the message. The exception has the name and number that the driver would answer, and
-    ``asked`` is False.
+    ``asked`` is False. ``figures`` are arguments of :class:`OutOfMemoryError`.
     """
     # Not imported with this module, which pytest's plugin loads in every run.
     from streamalloc.driver.internal import cuda
 
     answer = getattr(cuda.CUresult, f"CUDA_ERROR_{_ANSWERS[kind].split()[0]}")
-    error = kind(answer.name, int(answer), call, why)
+    error = kind(answer.name, int(answer), call, why, **figures)
     error.asked = False
     return error
 

@@ -142,9 +142,8 @@ class TilePool(Closes):
             self._begin_with_row(count)
         if count > len(self._free):
             why = f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed"
-            error = refused(OutOfMemoryError, "cuMemMapArrayAsync", why)
-            error.requested, error.free, error.total = count * _TILE, len(self._free) * _TILE, self.memory.nbytes
-            raise error
+            figures = {"requested": count * _TILE, "free": len(self._free) * _TILE, "total": self.memory.nbytes}
+            raise refused(OutOfMemoryError, "cuMemMapArrayAsync", why, **figures)
         taken = [self._free.popleft() for _ in range(count)]
         with undoing(lambda: self._put_back(taken)):
             mine = of_this_thread(stream)

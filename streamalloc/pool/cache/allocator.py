@@ -332,10 +332,9 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _over_limit(self, nbytes: int, used: int) -> OutOfMemoryError:
         why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
-        error = refused(OutOfMemoryError, self._alloc_name, why)
-        error.requested, error.used, error.limit = nbytes, used, self.limit
-        error.holders = holders(self._session, self.location, (self.pool,))
-        return error
+        figures = {"requested": nbytes, "used": used, "limit": self.limit}
+        held = holders(self._session, self.location, (self.pool,))
+        return refused(OutOfMemoryError, self._alloc_name, why, **figures, holders=held)
 
     # -- frees that no free list takes directly ------------------------------------------------------------
 

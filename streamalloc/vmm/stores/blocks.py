@@ -579,10 +579,9 @@ class BlockTier(Tier, Closes):
         if room < least:
             used, limit = self.used + promised, self._limit or 0
             why = f"the tier's limit of {size_text(limit)} leaves no room for {size_text(size * asked)}"
-            error = refused(OutOfMemoryError, self._call, f"{why}: {size_text(used)} are used or promised")
-            error.requested, error.used, error.limit = size * asked, used, limit
-            error.reserved = self.reserved + size * under_way
-            raise error
+            why = f"{why}: {size_text(used)} are used or promised"
+            figures = {"requested": size * asked, "used": used, "limit": limit}
+            raise refused(OutOfMemoryError, self._call, why, **figures, reserved=self.reserved + size * under_way)
         return min(wanted, room)
 
     @property
