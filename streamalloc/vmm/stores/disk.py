@@ -73,8 +73,8 @@ class _Slots(Chunk):
 
 _End: TypeAlias = "Event | Future[None]"
 """End of one part of a step: the event after its copies, or the future of its read or write."""
-_Step: TypeAlias = "tuple[Bytes, Iterator[_End], _End]"
-"""A step of a transfer: its slot, an iterator over the ends of both parts, and the end of the part that has begun."""
+_Step: TypeAlias = "tuple[Bytes, Callable[[], _End], _End]"
+"""A step of a transfer: its slot, a function that begins its second part, and the end of the part that has begun."""
 
 
 class _Transfer:
@@ -113,24 +113,15 @@ class _Transfer:
             else:
                 self._advance_oldest()
         slot = self._free.pop()
-        parts = self._parts(slot, file, blocks, copy, names)
-        self._first.append((slot, parts, next(parts)))
 
-    def _parts(
-        self,
-        slot: Bytes,
-        file: DiskFile,
-        blocks: Sequence[FileBlock],
-        copy: Callable[[Bytes], None],
-        names: Sequence[int | None],
-    ) -> Iterator[_End]:
-        """Begin the two parts of a step in turn. Yields the end of each."""
-        if not self.out:
-            yield self._begin(file.read, blocks, slot, names)
-        copy(slot)
-        yield self.stream.record()
+        def copied() -> Event:
+            copy(slot)
+            return self.stream.record()
+
         if self.out:
-            yield self._begin(file.write, blocks, slot)
+            self._first.append((slot, functools.partial(self._begin, file.write, blocks, slot), copied()))
+        else:
+            self._first.append((slot, copied, self._begin(file.read, blocks, slot, names)))
 
     def _begin(self, access: Callable[..., None], *args: object) -> Future[None]:
         """Begin a read or a write, ``access(*args)``, on a thread. Until it ends, the room in the file counts as in
@@ -144,9 +135,9 @@ class _Transfer:
 
     def _advance_oldest(self) -> None:
         """Wait for the first part of the oldest step, and begin its second part. Raises the errors of both."""
-        slot, parts, end = self._first.popleft()
+        slot, second, end = self._first.popleft()
         _await(end)
-        self._second.append((slot, parts, next(parts)))
+        self._second.append((slot, second, second()))
 
     def _end_oldest(self) -> None:
         """Wait for the second part of the oldest step, and free its slot. Raises the error of that part."""

@@ -293,14 +293,7 @@ class HostTier(BlockTier):
         self._set_up(device, limit, check)
         kernel_of(device).prepare()
 
-    @classmethod
-    def _of_groups(cls, device: Device) -> HostTier:
-        """Make a tier for buffers only. It loads no kernel, because for that the driver would wait for the device."""
-        made = cls.__new__(cls)
-        made._set_up(device, None, check=False)
-        return made
-
-    def _set_up(self, device: Device, limit: int | str | None, check: bool) -> None:
+    def _set_up(self, device: Device, limit: int | str | None = None, check: bool = False) -> None:
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
@@ -532,7 +525,10 @@ def shared_tier(device: Device) -> HostTier:
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:
-        tiers[node] = found = HostTier._of_groups(device)
+        # It is for buffers only, so it loads no kernel: for that the driver would wait for the device.
+        found = HostTier.__new__(HostTier)
+        found._set_up(device)
+        tiers[node] = found
     return found
 
 
