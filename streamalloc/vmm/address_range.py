@@ -6,14 +6,24 @@ them and keeps the range alive, so objects may be dropped in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
-from streamalloc.core.internal import BufferView, Device, Memory, Stream, known_location, session_for
+from streamalloc.core.internal import (
+    BufferView,
+    Device,
+    Memory,
+    Stream,
+    StreamLike,
+    as_stream,
+    known_location,
+    session_for,
+)
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_number, checked_size
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.formats.html import Html, Row, mib, place, strip, table
@@ -164,7 +174,8 @@ class AddressRange(OwnsNode):
         memory._check_mappable()
         rights = rights_of(access, self._session)
         memory._check_access(rights)
-        return Mapping(self, self._map(memory, checked_number("offset", offset), rights))
+        (entry,) = self._map((memory,), checked_number("offset", offset), rights)
+        return Mapping(self, entry)
 
     def set_access(
         self,
@@ -289,12 +300,18 @@ class AddressRange(OwnsNode):
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
-    def _map(self, memory: GenericAllocation, offset: int, rights: Rights | None = None) -> MappedBytes:
-        """Map ``memory`` at ``offset`` bytes (``cuMemMap``) and set its permissions (``cuMemSetAccess``). Returns the
-        mapping. After an error the memory is not mapped. Raises ValueError, CudaError.
+    def _map(self, memories: Sequence[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
+        """Map ``memories`` side by side from the offset ``at`` on (``cuMemMap``), and set their permissions in one call
+        (``cuMemSetAccess``): all of them, or none. Returns the mappings. Raises ClosedError, ValueError, CudaError.
         """
-        node, raw, stop = self._node, memory._checked_raw(), offset + memory.nbytes
-        granularity = memory._granularity
+        ends = itertools.accumulate((memory.nbytes for memory in memories), initial=at)
+        return self._node.map(map(self._entry, memories, ends), rights)
+
+    def _entry(self, memory: GenericAllocation, offset: int) -> MappedBytes:
+        """Return the mapping of ``memory`` at ``offset`` bytes, which is to be made. Raises ValueError if the memory
+        cannot be mapped there.
+        """
+        node, stop, granularity = self._node, offset + memory.nbytes, memory._granularity
         if offset % granularity:
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
         if self.address % granularity:
@@ -304,22 +321,8 @@ class AddressRange(OwnsNode):
         for other in node.touching(offset, stop):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
         entry = MappedBytes(node, offset, stop, {})
-        with node.adding(entry):
-            entry.set_memory(memory)
-            entry.map(raw)
-            node.grant((entry,), rights or {})
+        entry._memory = memory
         return entry
-
-    def _map_all(self, memories: Iterable[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
-        """Map several memories side by side from the offset ``at`` on, and set their permissions in one call. Returns
-        the mappings. An error is not undone: the caller unmaps what was mapped. Raises ValueError, CudaError.
-        """
-        made = []
-        for memory in memories:
-            made.append(self._map(memory, at))
-            at = made[-1].stop
-        self._node.grant(made, rights)
-        return made
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap the part between two offsets. Raises ValueError if the part has a hole."""
@@ -599,6 +602,49 @@ class LoneMapping(Mapping):
         if not self.range.closed:
             super().close(after)
             self.range._free()
+
+
+class OwnsRange(Memory, Closes):
+    """Memory at the addresses of a range that belongs to it."""
+
+    def _reserve(self, device: Device, nbytes: int, stream: StreamLike | None) -> None:
+        """Reserve the addresses, and set the attributes of this class."""
+        self.device: Device = device
+        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
+        self._given_stream = None if stream is None else as_stream(stream, session_of(device))
+        self.range: AddressRange = AddressRange(nbytes, driver=device.driver)
+        """The reserved addresses. Only this object maps and unmaps memory there."""
+        self.range._owned = True
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte; constant until the object is closed.
+
+        Raises
+        ------
+        ClosedError
+            The object was closed.
+        """
+        try:
+            return self.range.address
+        except ClosedError:
+            self._check_open()  # Its error names this object, not the range.
+            raise
+
+    @property
+    def stream(self) -> Stream:
+        """Stream of operations that name none; default: the device's default stream."""
+        return self.device.default_stream if self._given_stream is None else self._given_stream
+
+    @property
+    def closed(self) -> bool:
+        """Whether the object was closed."""
+        return self.range.closed
+
+    @property
+    def _session(self) -> Session:
+        # Not by ``self.stream``: to name the default stream would count it as a stream in use.
+        return session_of(self.device)
 
 
 def mappings_text(count: int) -> str:

@@ -225,61 +225,46 @@ class _Segment:
         """Size of a new chunk in bytes: larger the more memory the cache has."""
         return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
 
-    def create(self, at: int, nbytes: int) -> MappedBytes:
-        """Create a chunk of ``nbytes`` bytes and map it at the offset ``at``, without access (``cuMemCreate``,
-        ``cuMemMap``). Raises OutOfMemoryError, CudaError.
+    def created(self, at: int, nbytes: int) -> MappedBytes:
+        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``), and return its mapping at the offset ``at``, for
+        :meth:`map`. Raises OutOfMemoryError, CudaError.
         """
-        node, entry = self.range._node, MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
-        for watcher in node.allocations.watchers:
+        entry = MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
+        for watcher in self.spec.allocations.watchers:
             watcher.to_be_mapped(self.base + at, nbytes)
-        with node.adding(entry):
-            self.spec.create(entry, nbytes)
-            entry.map(entry._raw)
-        self.reserved += nbytes
+        self.spec.create(entry, nbytes)
         return entry
 
-    def move(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
-        """Map a chunk at the offset ``at``, too, without access (``cuMemMap``). Its old addresses are unmapped once the
-        event ``after`` has completed. Returns the new mapping. Raises CudaError.
+    def moved(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
+        """Take a chunk from its offset, and return its mapping at the offset ``at``, for :meth:`map`. Its old addresses
+        are unmapped once the event ``after`` has completed.
         """
-        node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
-        memory = chunk.memory if node.allocations.watchers or chunk._memory is not None else None
-        self.chunks.remove(chunk)
-        self.left.append((after, chunk, False))
-        raw, chunk._raw = chunk._raw, None
+        entry = MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
+        if self.spec.allocations.watchers or chunk._memory is not None:
+            entry._memory = chunk.memory
+        self._take_out(chunk, after, False)
+        entry._raw, chunk._raw = chunk._raw, None
         self.reserved -= chunk.nbytes
-        with node.adding(entry):
-            if memory is None:
-                entry._raw = raw
-            else:
-                entry.set_memory(memory)
-                raw = memory._node.raw
-            entry.map(raw)
-        self.reserved += entry.nbytes
         return entry
 
-    @contextlib.contextmanager
-    def mapping(self) -> Iterator[list[MappedBytes]]:
-        """Give access to the mappings that a ``with`` block has appended to its list, which must be adjacent, in one
-        call (``cuMemSetAccess``). After an error all of these mappings are undone.
+    def map(self, entries: Iterable[MappedBytes]) -> list[MappedBytes]:
+        """Map new adjacent chunks (``cuMemMap``), and give access to them (``cuMemSetAccess``): all of them, or none.
+        Raises CudaError, and the errors of the iterator.
         """
-        entries: list[MappedBytes] = []
-        try:
-            yield entries
-            self.range._node.grant(entries, self._rights)
-        except BaseException as first:
-            for entry in entries:
-                entry.undo(first)
-                self.reserved -= entry.nbytes
-            raise
-        for entry in entries:
+        made = self.range._node.map(entries, self._rights)
+        for entry in made:
             insort(self.chunks, entry, key=START)
+            self.reserved += entry.nbytes
         self.reserved_high = max(self.reserved_high, self.reserved)
+        return made
+
+    def _take_out(self, chunk: MappedBytes, after: Event, releases: bool) -> None:
+        del self.chunks[bisect_left(self.chunks, chunk.offset, key=START)]
+        self.left.append((after, chunk, releases))
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
         """List a chunk for :meth:`unmap_left`, which unmaps and releases it once the event ``after`` has completed."""
-        self.chunks.remove(chunk)
-        self.left.append((after, chunk, True))
+        self._take_out(chunk, after, True)
         self.leaving += chunk.nbytes
 
     def unmap_left(self) -> None:
@@ -597,10 +582,6 @@ class _State(CacheState):
                 return record_uncaptured(stream)
         return None
 
-    def live(self) -> list[_Ranges]:  # type: ignore[override]
-        """The stream caches that have not ended."""
-        return super().live()  # type: ignore[return-value]
-
     def _take_ended(self, cache: _Ranges) -> None:
         """Give ``cache`` the free ranges of ended streams whose work is done (``cuEventQuery``). The caller holds
         ``lock``.
@@ -677,15 +658,11 @@ class _State(CacheState):
             try:
                 if not is_enough or (moves and event is None):
                     return False
-                with segment.mapping() as entries:
-                    while steps:
-                        chunk, nbytes = steps.pop(0)
-                        entry = segment.move(chunk, at, event) if chunk and event else self._created(at, nbytes)
-                        if entry is None:
-                            limit = 0  # The device has no memory left: from now on only move chunks.
-                            break
-                        entries.append(entry)
+                with contextlib.suppress(OutOfMemoryError):
+                    for entry in segment.map(self._chunks(steps, at, event)):
                         at = entry.stop
+                if at < end:
+                    limit = 0  # The device has no memory left: from now on only move chunks.
             finally:
                 self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
             if at > stop:
@@ -732,11 +709,19 @@ class _State(CacheState):
                 return chunk
         return None
 
-    def _created(self, at: int, nbytes: int) -> MappedBytes | None:
-        """Create a chunk of ``nbytes`` bytes at the offset ``at``. Returns None if the device has no memory."""
+    def _chunks(
+        self, steps: list[tuple[MappedBytes | None, int]], at: int, event: Event | None
+    ) -> Iterator[MappedBytes]:
+        """Yield the mappings of moved and created chunks, and remove their steps. Stop if the device has no memory, so
+        that the chunks before are mapped.
+        """
         with contextlib.suppress(OutOfMemoryError):
-            return self.segment.create(at, nbytes)
-        return None
+            while steps:
+                chunk, nbytes = steps[0]
+                entry = self.segment.moved(chunk, at, event) if chunk and event else self.segment.created(at, nbytes)
+                del steps[0]
+                at = entry.stop
+                yield entry
 
     # -- giving back -----------------------------------------------------------------------------------------
 

@@ -290,12 +290,12 @@ class RemappableBuffer(VirtualBuffer):
 
             def undo() -> None:
                 self.range._node.unmap(self.range._node.touching(end, self.range.nbytes))
-                self.range._map_all([entry.memory for entry in going], end, self._rights)
+                self.range._map([entry.memory for entry in going], end, self._rights)
                 self._names, self._mapped, self._nbytes = before
 
             with undoing(undo):
                 self.range._node.unmap(going)
-                entries = self.range._map_all(made, end, self._rights)
+                entries = self.range._map(made, end, self._rights)
                 self._mapped = entries[-1].stop if entries else end
                 self._names, self._nbytes = wanted, nbytes
                 made.clear()  # The buffer owns the chunks now, so an error below must not close them.

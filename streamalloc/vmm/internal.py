@@ -36,7 +36,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
     range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
     range._owned = True
     with undoing(range._free):
-        return range, range._map(memory, 0, rights)
+        (entry,) = range._map((memory,), 0, rights)
+        return range, entry
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
@@ -113,7 +114,7 @@ def is_counted(memory: MappedMemory) -> bool:
 
 
 def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:
-    """Map ``memories`` from the first address of an empty range on (``cuMemMap``), and set the permissions ``rights``.
-    After an error, CudaError or ValueError, the caller unmaps the range.
+    """Map ``memories`` from the first address of an empty range on (``cuMemMap``), and set the permissions ``rights``:
+    all of them, or none. Raises CudaError, ValueError.
     """
-    range._map_all(memories, 0, rights)
+    range._map(memories, 0, rights)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.errors import CudaError, attach, error_from, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, size_text, undo_all, undoing
 from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAccess, checked_number
 from streamalloc.core.session import Session
@@ -43,6 +43,7 @@ class MappedBytes(Node):
         self.spec: Any = spec
         """:class:`MemorySpec` of the memory; None if an object holds the handle."""
         self._memory: GenericAllocation | None = None
+        """The memory; None if only the mapping holds the handle."""
         self._raw: Any = None
         """Driver handle; None if an object holds it."""
 
@@ -74,12 +75,12 @@ class MappedBytes(Node):
         """Ordinals of the devices with access; the host is not among them."""
         return accessing((self.rights,))
 
-    def set_memory(self, memory: GenericAllocation) -> None:
-        """Set the memory object. Order the release of this mapping before and after the nodes of multicast objects that
-        the memory is bound to.
+    def _relate(self, memory: GenericAllocation) -> None:
+        """Order the release of this mapping before and after the nodes of multicast objects that the memory is bound
+        to.
         """
         handle = memory._node
-        self._memory, self.state = memory, handle.state
+        self.state = handle.state
         of_object = handle.kind is Kind.OBJECT
         for first in handle.preceding(Kind.BINDING if of_object else Kind.OBJECT):
             self.first[first] = None
@@ -88,15 +89,31 @@ class MappedBytes(Node):
             handle.first[self] = None
         handle.state.mappings[self] = None
 
+    def begin(self) -> None:
+        """Map the memory, without permissions (``cuMemMap``). Memory that neither an object nor the mapping holds is
+        created first (``cuMemCreate``). Raises ClosedError, CudaError, and the errors of watchers.
+        """
+        try:
+            if self._memory is not None:
+                raw = self._memory._checked_raw()
+                self._relate(self._memory)
+            else:
+                if self._raw is None:
+                    self.spec.obtain(self, self.nbytes)
+                raw = self._raw
+            self.map(raw)
+        except CudaError as error:
+            if error.call in ("cuMemCreate", "cuMemMap"):
+                self.unmapped()
+            raise
+
     def map(self, raw: Any) -> None:
         """Map the memory with the handle ``raw`` (``cuMemMap``), and notify the watchers. Raises CudaError, and the
         errors of watchers.
         """
         allocations = self.reservation.allocations
         address = int(self.reservation._raw) + self.offset
-        result = allocations.session.cuMemMap(address, self.stop - self.offset, 0, raw, 0)[0]
-        if result:
-            raise error_from(result, "cuMemMap")
+        allocations.session.call("cuMemMap", address, self.nbytes, 0, raw, 0)
         for watcher in allocations.watchers:
             watcher.mapped(address, self.memory)
 
@@ -127,7 +144,8 @@ class MappedBytes(Node):
         """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping holds it (``cuMemRelease``). Raises
         CudaError.
         """
-        self.unmap()
+        if not self.gone:
+            self.unmap()
         self.release_handle()
 
     def unmap(self) -> None:
@@ -163,20 +181,6 @@ class MappedBytes(Node):
                 self.release_handle()
             if self._memory is not None:
                 self._memory.close()
-
-    def undo(self, first: BaseException) -> None:
-        """Unmap and release the memory of a mapping that failed with the error ``first`` before its first use. After a
-        refused ``cuMemCreate`` or ``cuMemMap`` nothing is mapped, so only the handle is released. Errors of the undo
-        are attached to ``first``.
-        """
-        try:
-            if isinstance(first, CudaError) and first.call in ("cuMemCreate", "cuMemMap"):
-                self.unmapped()
-                self.release_handle()
-            else:
-                self.release()
-        except Exception as later:
-            attach(first, later)
 
     def forget(self) -> None:
         """Remove the mapping from the reservation and from the state of the memory."""
@@ -238,17 +242,18 @@ class Reservation(HandleNode):
             at = bisect_left(entries, entry.offset, key=START)
         entries.insert(at, entry)
 
-    @contextlib.contextmanager
-    def adding(self, entry: MappedBytes) -> Iterator[None]:
-        """List ``entry`` before a ``with`` block maps it. If the block fails, undo this entry
-        (:meth:`MappedBytes.undo`); the caller undoes the entries before it.
+    def map(self, entries: Iterable[MappedBytes], rights: Rights) -> list[MappedBytes]:
+        """Map new adjacent entries, and set their permissions in one call: all of them, or none. Each is mapped before
+        the iterator is asked for the next. Returns the entries. Raises CudaError, and the errors of the iterator.
         """
-        try:
-            self.add(entry)
-            yield
-        except BaseException as first:
-            entry.undo(first)
-            raise
+        made: list[MappedBytes] = []
+        with undoing(lambda: undo_all(entry.release for entry in made)):
+            for entry in entries:
+                made.append(entry)
+                self.add(entry)
+                entry.begin()
+            self.grant(made, rights)
+        return made
 
     def touching(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part of the range."""
@@ -284,9 +289,7 @@ class Reservation(HandleNode):
             return
         start, structs = entries[0].offset, structs_of(rights)
         address = int(self._raw) + start
-        result = self.allocations.session.cuMemSetAccess(address, entries[-1].stop - start, structs, len(structs))[0]
-        if result:
-            raise error_from(result, "cuMemSetAccess")
+        self.allocations.session.call("cuMemSetAccess", address, entries[-1].stop - start, structs, len(structs))
         for entry in entries:
             entry.rights = {**entry.rights, **rights}
 
@@ -325,9 +328,7 @@ class Reservation(HandleNode):
     def _unmap_run(self, run: list[MappedBytes]) -> None:
         start, stop = run[0].offset, run[-1].stop
         try:
-            result = self.allocations.session.cuMemUnmap(int(self._raw) + start, stop - start)[0]
-            if result:
-                raise error_from(result, "cuMemUnmap")
+            self.allocations.session.call("cuMemUnmap", int(self._raw) + start, stop - start)
             for entry in run:
                 entry.unmapped()
         except CudaError:

@@ -822,7 +822,8 @@ class SleepGroup(_Backups):
         the stream of the copies. ``agree``: the vote of the ranks. ``resumed``: the backups have the bytes already
         (:meth:`resume`), so nothing is copied, and sleeping buffers get these backups, too.
         """
-        # The steps fill these, for what cannot be undone after them: mappings to release, and new backups.
+        # The steps fill these, for what cannot be undone after them: mappings to release, and new backups. With
+        # ``resumed``, buffers without mappings, which sleep already, get backups, too.
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
 
@@ -833,16 +834,13 @@ class SleepGroup(_Backups):
             # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with ``resumed``.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
-            frozen = frozen_backups(going)
-            for buffer in frozen if resumed else ():
+            for buffer in going if resumed else ():
                 buffer._check_thawed()
             entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
-            lacking = {one: tag for one, tag in going.items() if one not in frozen}
+            lacking = {one: tag for one, tag in going.items() if not one.frozen}
             yield functools.partial(_reserve_all, lacking, reserve, saved), functools.partial(drop_all, saved)
-            # With ``resumed``, buffers that already sleep get the stored bytes.
-            new = {one: saved[one] for one in saved if one in entries}
-            yield from evict_steps(entries, new | frozen, {} if resumed else new, ordered)
+            yield from evict_steps(entries, saved, ordered, copied=resumed)
             # All ranks can undo until the vote, so it is the last step before memory is released.
             yield agree, do_nothing
 
@@ -968,6 +966,7 @@ class SleepGroup(_Backups):
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
         """
+        self._check_open()
         self._before_sleep.append((hook, undo))
 
     def after_wake(self, hook: Hook, undo: Hook | None = None) -> None:
@@ -976,6 +975,7 @@ class SleepGroup(_Backups):
         The bytes are complete on the stream of :meth:`wake`. If a later hook fails, ``undo(buffers)`` is called, for
         the last hook first. Then the buffers are put to sleep again, with their earlier bytes.
         """
+        self._check_open()
         self._after_wake.append((hook, undo))
 
     @claimed
@@ -1069,11 +1069,8 @@ def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
     eviction = buffer.eviction
     assert eviction is not None
     buffer.eviction = eviction._replace(saved=saved, held=())
-    for entry in eviction.held:
-        entry.close()
-    if eviction.saved is not None:
-        with contextlib.suppress(CudaError):
-            eviction.saved.drop()
+    with contextlib.suppress(CudaError):
+        eviction._drop()
 
 
 class Tagged:

@@ -11,15 +11,14 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, InUseError, attach, size_text, undoing
-from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike, as_stream
+from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text
+from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
-from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.formats.html import Drawn, Html, Row, gauge
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, wait_for_users
-from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
+from streamalloc.vmm.address_range import Mapping, OwnsRange, drawn, rights_text
 from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
@@ -68,8 +67,15 @@ class Eviction(NamedTuple):
         """Physical memory that was released, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def _drop(self) -> None:
+        """Release the held memory, and drop the saved bytes."""
+        for entry in self.held:
+            entry.close()
+        if self.saved is not None:
+            self.saved.drop()
 
-class VirtualBuffer(Memory, Closes, Drawn, Claimable):
+
+class VirtualBuffer(OwnsRange, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
     It owns an :class:`AddressRange`, and maps memory from its start, without a hole. :meth:`evict` releases the
@@ -98,10 +104,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         AddressSpaceError, TypeError, ValueError.
         """
         self._claim: Claim | None = None
-        self.device: Device = device
-        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
         self._location = location
-        self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
         """Permissions by location. While the buffer is frozen, the memory has only those to read."""
         self._mapped = 0
@@ -115,24 +118,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """Backup of a frozen buffer. It stays valid while the buffer is awake, because nobody may write to it."""
         self._remedy = RESTORE
         """Remedy that errors name while the buffer is evicted."""
-        self.range: AddressRange = AddressRange(capacity, driver=device.driver)
-        """The reserved addresses. Only this buffer maps and unmaps memory there."""
-        self.range._owned = True
-
-    @property
-    def address(self) -> int:
-        """Address of the buffer; constant until it is closed, even while it is evicted.
-
-        Raises
-        ------
-        ClosedError
-            The buffer was closed.
-        """
-        try:
-            return self.range.address
-        except ClosedError:
-            self._check_open()
-            raise
+        self._reserve(device, capacity, stream)
 
     @property
     def nbytes(self) -> int:
@@ -155,11 +141,6 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def mappings(self) -> tuple[Mapping, ...]:
         """Mappings of the buffer's chunks, in the order of addresses. Only the buffer unmaps them."""
         return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
-
-    @property
-    def stream(self) -> Stream:
-        """Stream of operations that name none; default: the device's default stream."""
-        return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
@@ -195,16 +176,6 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def evicted(self) -> bool:
         """Whether the buffer is evicted, so that its bytes cannot be used."""
         return self.eviction is not None
-
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was closed."""
-        return self.range.closed
-
-    @property
-    def _session(self) -> Session:
-        # Not by ``self.stream``: to name the default stream would count it as a stream in use.
-        return session_of(self.device)
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
@@ -270,7 +241,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         def steps() -> Steps:
             # The backup was made above. This step only drops it if a later step fails.
             yield do_nothing, functools.partial(drop_all, new)
-            yield from evict_steps({self: entries}, new | frozen_backups((self,)), new, ordered)
+            yield from evict_steps({self: entries}, new, ordered)
 
         run_steps(steps())
         release_all({self: entries})
@@ -381,10 +352,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self.eviction = self._frozen = None
         self._mapped = self._nbytes = 0
         if evicted is not None:
-            for entry in evicted.held:
-                entry.close()
-            if evicted.saved is not None:
-                evicted.saved.drop()
+            evicted._drop()
         if frozen is not None:
             frozen.drop()
         self.range._free()
@@ -402,14 +370,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._release_from(start)
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
-        with undoing(lambda: self._release_from(start)):
-            made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
-            for entry in made:
-                with node.adding(entry):
-                    entry.spec.obtain(entry, entry.nbytes)
-                    entry.map(entry._raw)
-            node.grant(made, self._rights)
-        return made
+        made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
+        return node.map(made, self._rights)
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap ``entries``, then release their memory. Raises CudaError for a refused unmap."""
@@ -530,13 +492,13 @@ def run_steps(steps: Steps) -> None:
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers of at least ``_BATCH`` bytes that are copied in sequence, and the event after their copies."""
+"""Buffers that are copied in sequence, of at least ``_BATCH`` bytes unless it is the last batch, and the event after
+their copies.
+"""
 
 
 def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups ``saved`` on ``stream``. Returns the full batches; buffers that are
-    copied after the last full batch are in none. Raises OSError, CudaError.
-    """
+    """Queue the copies of buffers to their backups. Returns the buffers in batches, in the order of the copies."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
     # The copies to a backup end before the copies to the next begin, because each file has its own staging memory.
@@ -550,14 +512,15 @@ def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> li
                     batch = []
     for contents in {one.stored for one in saved.values()}:
         contents.seal(stream)
-    return batches
+    return [*batches, (batch, stream.record())] if batch else batches
 
 
 def evict_steps(
     entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    backups: abc.Mapping[VirtualBuffer, Saved],
-    new: abc.Mapping[VirtualBuffer, Saved],
+    saved: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
+    *,
+    copied: bool = False,
 ) -> Steps:
     """Yield the steps that copy the bytes of buffers to their backups, and unmap their memory.
 
@@ -569,28 +532,28 @@ def evict_steps(
     ----------
     entries
         Mappings of each buffer.
-    backups
-        Backups of the buffers whose bytes are kept.
-    new
-        Those of the backups that do not have the bytes yet. An earlier step of the caller drops them when it is undone.
+    saved
+        New backups of buffers whose bytes are kept; a frozen buffer has its own. An earlier step of the caller drops
+        them when it is undone.
     stream
         Stream of the copies.
+    copied
+        Whether the backups have the bytes already.
     """
 
     def unmap(buffer: VirtualBuffer) -> Step:
-        act = functools.partial(buffer._unmap, entries[buffer], backups.get(buffer))
+        act = functools.partial(buffer._unmap, entries[buffer], saved.get(buffer, buffer._frozen))
         return act, functools.partial(buffer._map_again, entries[buffer])
 
     # Not a step: copies change no buffer. An undo of the caller drops the backups, and their room is reused only after
     # the copies.
-    batches = queue_copies(new, stream)
-    for batch, end in batches:
+    left = dict.fromkeys(entries)
+    for batch, end in () if copied else queue_copies(saved, stream):
         end.synchronize()
-        yield from map(unmap, batch)
-    if new:
-        stream.synchronize()
-    done = {buffer for batch, _ in batches for buffer in batch}
-    yield from (unmap(buffer) for buffer in entries if buffer not in done)
+        for buffer in batch:
+            yield unmap(buffer)
+            del left[buffer]
+    yield from map(unmap, left)
 
 
 def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> None:

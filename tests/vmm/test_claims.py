@@ -301,7 +301,8 @@ def test_a_handler_does_not_change_a_buffer_that_grows(
             return answer
 
         with monkeypatch.context() as patch:
-            patch.setattr(session, name, interrupted)
+            for caller in (session, session.driver):
+                patch.setattr(caller, name, interrupted)
             buffer.resize(2 * PAGE)
         assert len(refused) == 1
         filled(buffer, 1)

@@ -425,7 +425,7 @@ def test_free_lists_of_a_stream_while_another_thread_changes_them(
     def make() -> _Ranges:
         cache = vmm.ExpandableCache(pool)
         filled(cache, [1, 3], stream)
-        (ranges,) = cache._state.live()
+        ranges: _Ranges = cache._state.live()[0]
         assert len([*ranges.filled(0)]) == 2
         ranges.size_class(5 * MiB)
         return ranges

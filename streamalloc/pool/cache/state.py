@@ -362,7 +362,7 @@ class CacheState(Deferred):
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
-    def live(self) -> list[StreamCache]:
+    def live(self) -> list[Any]:
         """Return the stream caches that have not ended."""
         return [one for one in list(self.stream_caches.values()) if not one.ended]
 
