@@ -31,7 +31,7 @@ Self = TypeVar("Self", bound="Claimable")
 class Claimable:
     """An object whose mappings only one call at a time changes."""
 
-    _claim: Claim | None
+    _claim: Claim | None = None
     """Claim of the latest call; None before the first."""
 
 

@@ -269,7 +269,6 @@ class _Members(Closes, Claimable):
         """Location of the memory of :meth:`allocate`."""
         self.closed: bool = False
         """Whether :meth:`close` was called."""
-        self._claim: Claim | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         """Tag of each buffer. Buffers that are dropped leave the group."""

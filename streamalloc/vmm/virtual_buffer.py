@@ -19,7 +19,7 @@ from streamalloc.formats.html import Drawn, Html, Row, gauge
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, wait_for_users
 from streamalloc.vmm.address_range import Mapping, OwnsRange, drawn, rights_text
-from streamalloc.vmm.claims import Claim, Claimable, claimed
+from streamalloc.vmm.claims import Claimable, claimed
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
@@ -103,7 +103,6 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         """Reserve ``capacity`` bytes of addresses (``cuMemAddressReserve``) and set all attributes. Raises
         AddressSpaceError, TypeError, ValueError.
         """
-        self._claim: Claim | None = None
         self._location = location
         self._rights = rights
         """Permissions by location. While the buffer is frozen, the memory has only those to read."""

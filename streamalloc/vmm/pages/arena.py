@@ -18,7 +18,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.pages.budget import PageBudget
-from streamalloc.vmm.pages.places import PhysicalPages
+from streamalloc.vmm.pages.places import PhysicalPages, fill
 from streamalloc.vmm.pages.space import PageSpace
 
 
@@ -95,13 +95,16 @@ class PageArena(Closes):
         self.budget: PageBudget | None = budget
         """The budget, a limit shared with other arenas and processes; None without a budget."""
         self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)
+        physical.allocations.arenas.add(physical)
+        if budget is not None:
+            budget.join(physical)
         self.device: Device = device
         """Device of the memory."""
         self.location: MemLocation = device.location
         """Location of the memory."""
         self.driver: Driver = device.driver
         """Driver that the arena belongs to."""
-        self.page_size: int = physical.size
+        self.page_size: int = physical.nbytes
         """Size of a page in bytes."""
         self.limit: int | None = physical.limit
         """Limit of the bytes of all physical pages; None: no limit."""
@@ -150,7 +153,7 @@ class PageArena(Closes):
         """
         wanted = checked_number("count", count)
         self._check_open()
-        return self._physical.in_background(functools.partial(self._physical.fill, wanted))
+        return self._physical.in_background(functools.partial(fill, self._physical, wanted))
 
     def trim(self, keep: int = 0) -> int:
         """Release spare pages, then kept pages, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
@@ -194,7 +197,7 @@ class PageArena(Closes):
         most = "" if physical.limit is None else f" of at most {size_text(physical.limit)}"
         state = ", closed" if physical.closed else f", {len(physical.spare)} spare, {len(physical.kept)} kept"
         return (
-            f" of device {physical.device.ordinal}, {physical.count} pages of {size_text(physical.size)}{most}{state}"
+            f" of device {physical.device.ordinal}, {physical.count} pages of {size_text(physical.nbytes)}{most}{state}"
         )
 
 

@@ -31,27 +31,43 @@ A committed, parked or kept place holds a page, except one that is parked for a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby, islice
+from itertools import count, filterfalse, groupby, islice
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, attach, error_from, undoing
-from streamalloc.core.internal import Deferred, Device, Fence, Stream, deferred_queue
-from streamalloc.core.properties import MemAccess
-from streamalloc.core.session import members
+from streamalloc.core.errors import (
+    ClosedError,
+    CudaError,
+    OutOfMemoryError,
+    attach,
+    error_from,
+    refused,
+    size_text,
+    undo_all,
+    undoing,
+)
+from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue, raw_handle
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
+from streamalloc.core.session import Session, members, session_of
+from streamalloc.driver.internal import RLock
 from streamalloc.formats.sizes import counted
+from streamalloc.vmm.access import structs_of
+from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.claims import Claim, Claimable, claiming
+from streamalloc.vmm.ownership import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
-from streamalloc.vmm.pages.physical import Page, PageStock
+from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.stores.blocks import Kept, drop_contents
 
@@ -66,16 +82,37 @@ _STEP = 5e-5
 """Seconds between two queries of the work of parked pages."""
 
 
+class Page(HandleEnd):
+    """One physical page. Only this object holds the driver's handle; its finaliser releases it (``cuMemRelease``)."""
+
+    __slots__ = ("number", "users", "watched_at")
+
+    def __init__(self, session: Session, number: int) -> None:
+        super().__init__(session, "cuMemRelease", None)
+        self.number: int = number
+        """Number of the page in its arena; unique while the page exists."""
+        self.users: int = 1
+        """Number of places that hold the page. :attr:`PhysicalPages.lock` protects it."""
+        self.watched_at: int = 0
+        """Address at which watchers count the page; 0 if no watcher counts it."""
+
+    def forget(self) -> None:
+        """Forget the handle without a driver call, because the context of the page is gone, and its memory with it."""
+        self._raw = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            deferred_queue(self._session).submit(self)
+
+
 class Places(MappedBytes):
     """The places of a space. As a node it stands for all mappings of the space, which one ``cuMemUnmap`` ends."""
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         rights = {physical.device.location: MemAccess.READWRITE}
         super().__init__(reservation, 0, reservation.nbytes, rights, physical.spec)
-        count = reservation.nbytes // physical.size
+        count = reservation.nbytes // physical.nbytes
         self.physical: PhysicalPages = physical
-        self.mapped: list[Page | None] = [None] * count
-        """Page mapped at each place; None for a hole after a failed call."""
         self.backing: list[Page | None] = [None] * count
         """Page of each place that is committed, parked or kept; None for the other places, which map zeros."""
         self.parked: dict[int, Parking] = {}
@@ -84,14 +121,14 @@ class Places(MappedBytes):
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
-        self.broken: set[int] = set()
-        """Places where a call and its undo failed, so that the driver may map a wrong page or permission. The next call
-        of :meth:`locked` repairs them.
+        self.broken: set[int] = set(range(count))
+        """Places where the driver may map another page or permission than :attr:`backing` says: all places of a new
+        space, and those where a call and its undo failed. :meth:`repair` maps what is on record.
         """
         physical.spaces.add(self)
 
     def _address(self, place: int) -> int:
-        return int(self.reservation.raw) + place * self.physical.size
+        return int(self.reservation.raw) + place * self.physical.nbytes
 
     def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
         """Call ``act`` while no other thread changes the places, see :meth:`PhysicalPages.changing`.
@@ -107,8 +144,8 @@ class Places(MappedBytes):
         def checked() -> T:
             if not closing and (self.gone or self.given_up):
                 raise ClosedError("the space was closed")
-            if self.broken and not closing:
-                self.put({place: self.backing[place] or self.physical.zero for place in self.broken})
+            if not closing:
+                self.repair()
             return act()
 
         return self.physical.changing(checked)
@@ -120,7 +157,7 @@ class Places(MappedBytes):
         Call within :meth:`locked`, for places that are not committed.
         """
         for watcher in self.physical.allocations.watchers if places else ():
-            watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.size)
+            watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.nbytes)
         ready, _ = self.split(places)
         if len(ready) == len(places):
             return ready, {}
@@ -155,9 +192,10 @@ class Places(MappedBytes):
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
+        begun: set[int] = set()
         done: set[int] = set()
         try:
-            self.put(pages)
+            self._put(pages, begun)
             with self.physical.lock:
                 for place, page in pages.items():
                     if self.backing[place] is not None:
@@ -170,66 +208,40 @@ class Places(MappedBytes):
                 else:
                     self.park([*pages], parking)
         except BaseException as first:
-            self._repair(pages, first)
+            self.broken |= begun
+            try:
+                self.repair()
+            except Exception as later:
+                attach(first, later)
             drop([page for place, page in pages.items() if page is not zero and place not in done])
             raise
         drop(before)
 
-    def _repair(self, places: Iterable[int], first: BaseException) -> None:
-        """Map at each of these places the page that :attr:`backing` records, or zeros, after a change has failed with
-        the error ``first``.
+    def repair(self) -> None:
+        """Map at each :attr:`broken` place the page that :attr:`backing` records, or zeros. Raises CudaError."""
+        wrong = {place: self.backing[place] or self.physical.zero for place in self.broken}
+        self._put(wrong, set())
+        self.broken.difference_update(wrong)
 
-        If that fails, too, the places stay :attr:`broken`, and the error is attached to ``first``.
+    def _put(self, pages: Mapping[int, Page], begun: set[int]) -> None:
+        """Map ``pages``, given by place (``cuMemUnmap``, ``cuMemMap``, ``cuMemSetAccess``). ``begun`` gets the places
+        of each run before its first call, because an error, also of a signal handler, is not undone here.
         """
-        wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self.broken}}
-        wrong = {
-            place: page for place, page in wanted.items() if place in self.broken or self.mapped[place] is not page
-        }
-        self.broken |= set(wrong)
-        try:
-            self.put(wrong)
-        except Exception as later:
-            attach(first, later)
-
-    def put(self, pages: Mapping[int, Page]) -> None:
-        """Map ``pages``, given by place (``cuMemUnmap``, ``cuMemMap``, ``cuMemSetAccess``). After an error, a
-        CudaError, the run of places that failed is :attr:`broken`, and earlier runs stay changed.
-        """
-        zero = self.physical.zero
+        size, start, session = self.physical.nbytes, int(self.reservation.raw), self.physical.session
+        map_page, zero = session.cuMemMap, self.physical.zero
         zeros = [place for place, page in pages.items() if page is zero]
         others = [place for place in pages if pages[place] is not zero] if zeros else pages
         for places, rights in ((zeros, self.physical.readable), (others, self.physical.writable)):
-            if places:
-                self._put(places, pages, rights)
-
-    def _put(self, places: Iterable[int], pages: Mapping[int, Page], rights: list[Any]) -> None:
-        size, start, session = self.physical.size, int(self.reservation.raw), self.physical.session
-        unmap, map_page, set_access = session.cuMemUnmap, session.cuMemMap, session.cuMemSetAccess
-        mapped, broken = self.mapped, self.broken
-        for run in adjacent(places):
-            at, nbytes = start + run.start * size, len(run) * size
-            refused: Any = 0
-            try:
-                if any(mapped[run.start : run.stop]):
-                    refused = unmap(at, nbytes)[0]
-                if not refused:
-                    mapped[run.start : run.stop] = [None] * len(run)
-                    for place in run:
-                        # Record the page before the call: the driver may have mapped it when a signal handler raises.
-                        page = mapped[place] = pages[place]
-                        result = map_page(start + place * size, size, 0, page.raw, 0)[0]
-                        if result:
-                            mapped[place] = None
-                            raise error_from(result, "cuMemMap")
-                    result = set_access(at, nbytes, rights, len(rights))[0]
+            for run in adjacent(places):
+                at, nbytes = start + run.start * size, len(run) * size
+                begun.update(run)
+                # The driver also accepts addresses without memory: of a new space, or after a failed call.
+                session.call("cuMemUnmap", at, nbytes)
+                for place in run:
+                    result = map_page(start + place * size, size, 0, pages[place].raw, 0)[0]
                     if result:
-                        raise error_from(result, "cuMemSetAccess")
-            except BaseException:
-                broken.update(run)
-                raise
-            if refused:
-                raise error_from(refused, "cuMemUnmap")
-            broken.difference_update(run)
+                        raise error_from(result, "cuMemMap")
+                session.call("cuMemSetAccess", at, nbytes, rights, len(rights))
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
         """Record that ``places`` are released and wait for ``parking``. After its work, :meth:`Parking.finish` keeps or
@@ -258,7 +270,7 @@ class Places(MappedBytes):
         listener = self.physical.session.listener
         if listener is not None:
             for run in adjacent(places):
-                listener.released(self._address(run.start), len(run) * self.physical.size, released)
+                listener.released(self._address(run.start), len(run) * self.physical.nbytes, released)
 
     def commit(self, places: Collection[int]) -> None:
         """Record ``places`` as committed with the pages that they hold. A place without a page is recorded as not
@@ -325,9 +337,10 @@ class Places(MappedBytes):
         """Queue zeros for ``places`` on ``stream``, by one call for each run of adjacent places (``cuMemsetD8Async``).
         Raises CudaError.
         """
+        size, session, raw = self.physical.nbytes, self.physical.session, raw_handle(stream)
         with stream.device.current():
             for run in adjacent(places):
-                self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
+                session.call("cuMemsetD8Async", self._address(run.start), 0, len(run) * size, raw)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return the parkings of these places; places that are not parked have none."""
@@ -348,7 +361,7 @@ class Places(MappedBytes):
         """Unmap all places by one ``cuMemUnmap``; idempotent. Call within :meth:`locked` or
         :meth:`PhysicalPages.try_changing`. Raises CudaError.
         """
-        if not self.gone and any(self.mapped):
+        if not self.gone:
             super().release()
         self.unmapped()
 
@@ -370,9 +383,7 @@ class Places(MappedBytes):
             if held is not None:
                 self._unkeep(place)
                 self._unwatch(place)
-        self.backing, self.mapped = [], []
-        for parking in self.parked.values():
-            self.physical.clearing.pop(parking, None)
+        self.backing = []
         self.parked.clear()
         return pages
 
@@ -412,7 +423,6 @@ class Parking(Deferred):
         """
         owner, physical = self._owner, self._owner.physical
         if owner.gone or owner.given_up:
-            physical.clearing.pop(self, None)
             return True  # The release of the space unmaps the pages.
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.fence.done():
@@ -422,7 +432,6 @@ class Parking(Deferred):
         if len(kept) < len(mine):
             owner.retire([place for place in mine if place not in set(kept)])
         owner.keep(kept)
-        physical.clearing.pop(self, None)
         return True
 
     def begin(self, behind: Stream | None = None) -> Parking | None:
@@ -474,17 +483,21 @@ class Parking(Deferred):
             finally:
                 ahead.fence.queueing = 0
             ahead.fence.record()
-            physical.clearing[ahead] = None
         return ahead
 
 
-class PhysicalPages(PageStock, Claimable):
+class PhysicalPages(Claimable):
     """The physical pages of an arena and its spaces. The object lives as long as any of these.
+
+    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it,
+    because finalisers' items and readers of statistics take it, too, and a call may take long.
 
     :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
     may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the claim and
-    the lock of :class:`PageStock` together, so a reader needs only one of the two.
+    the lock together, so a reader needs only one of the two.
     """
+
+    closed: bool = False
 
     def __init__(
         self,
@@ -494,38 +507,97 @@ class PhysicalPages(PageStock, Claimable):
         budget: PageBudget | None,
         patience: float | None,
     ) -> None:
+        self.device: Device = device
+        self.location: MemLocation = device.location
+        self.session: Session = session_of(device)
+        self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
+        self.nbytes: int = self.spec.checked(page_size, name="page_size")
+        """Size of a page in bytes."""
+        self.limit: int | None = None if limit is None else checked_size("limit", limit)
+        """Limit of the bytes of all pages; None: no limit."""
+        # A weak reference. The arena keeps the budget. The table of reservations keeps this object, so a strong
+        # reference would keep the budget, its function ``on_ask``, and an arena to which that function refers.
+        self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
+        """Function that returns the budget, a limit shared with other arenas and processes; None without a budget."""
+        self.allocations: Allocations = allocations_of(self.session)
+        self.spare: list[Page] = []
+        """Pages that no place holds."""
+        self.count: int = 0
+        """Number of pages that exist or are being created."""
+        self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
+        self.readable: list[Any] = structs_of({device.location: MemAccess.READ})
+        self._numbers: list[int] = []
+        """Numbers of released pages, for reuse."""
+        self._fresh = count()
+        """Numbers that no page has had so far."""
+        self.zero: Page = Page(self.session, -1)
+        """The page of zeros, which is mapped at places without a page. It does not count for the limit."""
         self.patience: float | None = patience
         """Limit in seconds of the wait of :meth:`changing` for parked pages; None: no limit."""
         self.kept: dict[Page, tuple[Places, int]] = {}
         """Released and cleared pages that are still mapped, each with its place, oldest first."""
         self.newly_watched: dict[int, None] = {}
         """Addresses of newly committed pages that watchers are not yet notified of."""
-        self.clearing: dict[Parking, None] = {}
-        """Parkings of released places for which zeros are queued."""
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
-        self._claim = None
         self.streams: dict[Stream, Fence] = {}
         """Streams that clear pages, each with a fence behind its last zeros."""
-        super().__init__(device, page_size, limit, budget)
-        self.allocations.arenas.add(self)
-        if budget is not None:
-            budget.join(self)
+        self._shut_after_fork()
+        self.session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        super()._shut_after_fork()
+        """Create locks anew, because a forked child lacks the threads that held the old ones."""
+        self.lock: contextlib.AbstractContextManager[bool] = RLock()
+        self._filling = RLock()
+        """Held while the page of zeros is created, so that a second space waits until it is all zeros."""
         self._background: ThreadPoolExecutor | None = None
         """Executor of the background thread; None before its first use."""
 
-    def usage(self) -> str:
-        """Describe how many pages are in use and how many are parked. A page counts as parked if all its places are."""
-        places = Counter(places.backing[place] for places in members(self.spaces) for place in list(places.parked))
-        parked = sum(page is not None and page.users == count for page, count in places.items())
-        used = self.count - self.available - parked
-        return f"{counted(used, 'page')} {'is' if used == 1 else 'are'} in use, and {parked} parked behind queued work"
+    def page_bytes(self, location: MemLocation) -> int:
+        """Return the bytes of all pages, also those of zeros, if ``location`` is that of the device; otherwise 0."""
+        return self.claimed + self.nbytes * (self.zero.raw is not None) if self.location == location else 0
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the pages that exist or are about to be created."""
+        return self.count * self.nbytes
+
+    def use_zero(self) -> None:
+        """Count one more space that uses :attr:`zero`. The first call creates that page and fills it (``cuMemCreate``,
+        ``cuMemsetD8Async``).
+
+        Raises
+        ------
+        ClosedError
+            The arena was closed.
+        OutOfMemoryError
+            The device has no memory for the page.
+        """
+        self._check_open()
+        self.add_users([self.zero])
+        with undoing(lambda: self.drop([self.zero])), self._filling:
+            if self.zero.raw is None:
+                self.spec.create(self.zero, self.nbytes)
+                with (
+                    undoing(self.zero.attempt),
+                    self.device.create_stream() as stream,
+                    mapped_apart(self, [self.zero], stream) as address,
+                ):
+                    self.session.call("cuMemsetD8Async", address, 0, self.nbytes, raw_handle(stream))
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"
+
+    @property
+    def available(self) -> int:
+        """Number of pages available without creating one."""
+        return len(self.spare) + len(self.kept)
+
+    @property
+    def clearing(self) -> list[Parking]:
+        """Parkings of released places for which zeros are queued."""
+        every = {parking for places in members(self.spaces) for parking in set(places.parked.values())}
+        return [one for one in every if one.before is not one.fence and not one.fence.queueing]
 
     @property
     def parked(self) -> int:
@@ -544,12 +616,7 @@ class PhysicalPages(PageStock, Claimable):
 
     def give(self, nbytes: int) -> int:
         """Release unused pages, of ``nbytes`` rounded up to whole pages if there are so many. Returns their bytes."""
-        return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
-
-    @property
-    def available(self) -> int:
-        """Number of pages available without creating one."""
-        return len(self.spare) + len(self.kept)
+        return self.trim(max(self.available - -(-nbytes // self.nbytes), 0)) * self.nbytes
 
     def idle_stream(self) -> Stream | None:
         """Return a stream without queued work, for zeros; None if all 16 streams of the arena are busy. Call within
@@ -666,30 +733,16 @@ class PhysicalPages(PageStock, Claimable):
         for places, group in groupby(by_space, lambda where: where[0]):
             places.retire([place for _, place in group])
 
-    def fill(self, count: int) -> int:
-        """Create pages until ``count`` are spare or kept (``cuMemCreate``). Returns the number of spare and kept pages.
-        Raises OutOfMemoryError.
-        """
-
-        def create() -> None:
-            if self.available < count:
-                self.drop(self._create(1))
-
-        while self.available < count and not self.closed:
-            # The claim keeps :meth:`take` on another thread from finding a page that is counted and not spare yet.
-            self.changing(create)
-        return self.available
-
     def finish_clearing(self) -> None:
         """Keep the pages that have been cleared. Call within :meth:`changing`."""
-        for parking in list(self.clearing):
+        for parking in self.clearing:
             parking.finish()
 
     def await_clearing(self) -> None:
         """Block the host until the zeros are written that no unfinished work precedes. Call without locks and outside
         of :meth:`changing`.
         """
-        for parking in list(self.clearing):
+        for parking in self.clearing:
             if parking.before.done():
                 parking.fence.synchronize()
 
@@ -701,13 +754,10 @@ class PhysicalPages(PageStock, Claimable):
 
         def vacate() -> None:
             self.finish_clearing()
-            self._vacate_most(keep)
+            self.vacate(dict(islice(self.kept.items(), max(len(self.kept) - keep, 0))))
 
         self.changing(vacate)
         return self._trim_spare(max(keep - len(self.kept), 0))
-
-    def _vacate_most(self, keep: int) -> None:
-        self.vacate(dict(islice(self.kept.items(), max(len(self.kept) - keep, 0))))
 
     def close(self) -> None:
         """Release all pages that no space uses, and keep no pages from now on; idempotent."""
@@ -744,13 +794,159 @@ class PhysicalPages(PageStock, Claimable):
                 self.finish_clearing()
                 if not any(parking.before.done() for parking in self.clearing):
                     break
-            self._vacate_most(0)
+            self.vacate(self.kept)
 
         with contextlib.suppress(CudaError):
             self.try_changing(vacate, None)
         with contextlib.suppress(CudaError):
             self._trim_spare(0)
-        return (before - self.count) * self.size
+        return (before - self.count) * self.nbytes
+
+    def add_users(self, pages: Iterable[Page]) -> None:
+        """Count one more user of each page."""
+        with self.lock:
+            for page in pages:
+                page.users += 1
+
+    def drop(self, pages: Iterable[Page]) -> None:
+        """Remove one user of each page. A page without users becomes spare, or is released if the arena was closed."""
+        dropped = [*pages]
+        with self.lock:
+            for page in dropped:
+                page.users -= 1
+            # No loop with an ``if`` in a block under a lock: see the module ``locks`` of the driver.
+            unused = [*filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
+            if not self.closed:
+                self.spare += unused
+                return
+        # Pages that the driver refuses to release are released later.
+        with contextlib.suppress(CudaError):
+            self._release(unused)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the arena was closed")
+
+    def _create(self, count: int) -> list[Page]:
+        """Create ``count`` pages with one user each (``cuMemCreate``). After an error, the pages created before it
+        become spare. Raises OutOfMemoryError if the limit, the budget or the device has no room.
+        """
+        with self.lock:
+            self._check_limit(count)
+            numbers = self._numbers[: -count - 1 : -1]
+            del self._numbers[-count:]
+            numbers += islice(self._fresh, count - len(numbers))
+            # Before the creation, so that the budget counts these pages, too, and other processes leave the bytes.
+            self.count += count
+        made: list[Page] = []
+
+        def undo() -> None:
+            self.drop(made)
+            self._forget(numbers[len(made) :])
+            self._tell_budget()
+
+        with undoing(undo):
+            budget = self.budget()
+            if budget is not None and not budget.settle(self):
+                raise self._no_room(count, "budget", "others were asked", budget.used, budget.limit)
+            for number in numbers:
+                page = Page(self.session, number)
+                self.spec.create(page, self.nbytes)
+                made.append(page)
+        return made
+
+    def _check_limit(self, missing: int) -> None:
+        """Raise OutOfMemoryError if the limit has no room for ``missing`` more pages."""
+        if self.limit is not None and missing > 0 and self.claimed + missing * self.nbytes > self.limit:
+            raise self._no_room(missing, "arena's limit", usage(self), self.claimed, self.limit)
+
+    def _no_room(self, missing: int, name: str, why: str, used: int, limit: int) -> OutOfMemoryError:
+        text = f"the {name} of {size_text(limit)} leaves no room for {missing} pages of {size_text(self.nbytes)}: {why}"
+        requested = missing * self.nbytes
+        return refused(OutOfMemoryError, "cuMemCreate", text, requested=requested, used=used, limit=limit)
+
+    def _release(self, pages: Sequence[Page]) -> None:
+        """Release pages (``cuMemRelease``). Raises the first CudaError, after all were attempted. Pages that the driver
+        refuses are released later.
+        """
+        later = deferred_queue(self.session)
+        self._forget([page.number for page in pages if page is not self.zero])
+        try:
+            undo_all(functools.partial(later.end, page) for page in pages)
+        finally:
+            self._tell_budget()
+
+    def _tell_budget(self) -> None:
+        """Tell the other processes, through the budget, that there are fewer pages."""
+        budget = self.budget()
+        if budget is not None and not budget.closed:
+            budget.settle()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Stop counting pages that were released, or were not created. New pages reuse the numbers."""
+        with self.lock:
+            self.count -= len(numbers)
+            self._numbers += numbers
+
+    def _trim_spare(self, keep: int) -> int:
+        with self.lock:
+            released = self.spare[keep:]
+            del self.spare[keep:]
+        self._release(released)
+        return len(released)
+
+
+def fill(physical: PhysicalPages, count: int) -> int:
+    """Create pages until ``count`` are spare or kept (``cuMemCreate``). Returns the number of spare and kept pages.
+    Raises OutOfMemoryError.
+    """
+
+    def create() -> None:
+        if physical.available < count:
+            physical.drop(physical._create(1))
+
+    while physical.available < count and not physical.closed:
+        # The claim keeps :meth:`take` on another thread from finding a page that is counted and not spare yet.
+        physical.changing(create)
+    return physical.available
+
+
+def usage(physical: PhysicalPages) -> str:
+    """Return a text for errors: how many pages are in use, and how many are parked. A page counts as parked if all its
+    places are.
+    """
+    places = Counter(places.backing[place] for places in members(physical.spaces) for place in list(places.parked))
+    parked = sum(page is not None and page.users == count for page, count in places.items())
+    used = physical.count - physical.available - parked
+    return f"{counted(used, 'page')} {'is' if used == 1 else 'are'} in use, and {parked} parked behind queued work"
+
+
+@contextlib.contextmanager
+def mapped_apart(physical: PhysicalPages, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
+    """Map ``pages`` side by side in a range of their own for a ``with`` block, which gets the address (``cuMemMap``).
+
+    At the end of the block the host waits for ``stream``; after an error, for the device. If that fails, pages and
+    addresses stay mapped, because queued work may use them.
+    """
+    size, session = physical.nbytes, physical.session
+    addresses = AddressRange(len(pages) * size, driver=session.driver)
+    # One node for all mappings: if the driver refuses to unmap them, the deferred queue tries again.
+    whole = MappedBytes(addresses._node, 0, addresses.nbytes, {physical.device.location: MemAccess.READWRITE})
+    addresses._node.add(whole)
+    try:
+        # After an error, the end of this block waits for the device: queued work may use the pages.
+        with addresses:
+            for place, page in enumerate(pages):
+                session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
+            addresses._node.grant((whole,), whole.rights)
+            yield addresses.address
+            with session.relaxed():
+                stream.synchronize()
+            addresses.unmap(after=())
+    finally:
+        if not whole.gone:
+            # The pages are still mapped. One more user keeps them from being used for other contents.
+            physical.add_users(pages)
 
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:

@@ -15,10 +15,8 @@ from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
 from streamalloc.core.internal import (
     PER_THREAD,
     CopySide,
-    Device,
     Event,
     Fence,
-    Memory,
     Stream,
     StreamLike,
     as_stream,
@@ -28,13 +26,10 @@ from streamalloc.core.internal import (
     raw_handle,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
-from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session
 from streamalloc.formats.html import Row, gauge
 from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
-from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.pages.physical import Page
-from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
+from streamalloc.vmm.address_range import OwnsRange
+from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places, mapped_apart
 from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents, ends_or_all
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
@@ -50,7 +45,7 @@ class _ParkedAgainError(Exception):
     """Another thread has parked some of the places since the wait. The caller must wait again."""
 
 
-class SpaceMemory(Memory, Closes):
+class SpaceMemory(OwnsRange):
     """The addresses of a :class:`PageSpace`, and the changes of its pages that wait for each other."""
 
     def __init__(self, arena: object, physical: PhysicalPages, nbytes: int | str, stream: StreamLike | None) -> None:
@@ -59,22 +54,17 @@ class SpaceMemory(Memory, Closes):
             raise ValueError("nbytes=0: a space has at least one byte")
         self._arena = arena
         self._physical = physical
-        self.device: Device = physical.device
-        """Device of the memory."""
-        self.page_size: int = physical.size
+        self.page_size: int = physical.nbytes
         """Size of a page in bytes."""
         self._nbytes_asked = size
-        self._given_stream = None if stream is None else as_stream(stream, physical.session)
-        whole = -(-size // physical.size) * physical.size
-        self._range = AddressRange(whole, driver=physical.device.driver)
-        self._range._owned = True
-        node = self._range._node
-        with undoing(self._range._free):
+        self._reserve(physical.device, -(-size // physical.nbytes) * physical.nbytes, stream)
+        node = self.range._node
+        with undoing(self.range._free):
             physical.use_zero()
         self._places = Places(node, physical)
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
-            self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
+            self._places.repair()
 
     def close(self, after: After = None) -> None:
         """Unmap all pages and free the addresses (``cuMemUnmap``, ``cuMemAddressFree``), after the host has waited for
@@ -82,12 +72,12 @@ class SpaceMemory(Memory, Closes):
 
         ``after``: events or streams whose work may use the pages; default: all work of the device.
         """
-        if self._range.closed:
+        if self.range.closed:
             return
         places = self._places
         wait_for_users(after, self._session, (places.rights,))
         self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
-        self._range._free()
+        self.range._free()
         self._physical.notify_watchers()
 
     @property
@@ -136,17 +126,6 @@ class SpaceMemory(Memory, Closes):
             return np.array([page is not None and page.users > 1 for page in found], np.bool_)
 
     @property
-    def address(self) -> int:
-        """Address of the space; constant until it is closed.
-
-        Raises
-        ------
-        ClosedError
-            The space was closed.
-        """
-        return self._range.address
-
-    @property
     def nbytes(self) -> int:
         """Size in bytes, as requested."""
         return self._nbytes_asked
@@ -155,11 +134,6 @@ class SpaceMemory(Memory, Closes):
     def owner(self) -> object:
         """The arena."""
         return self._arena
-
-    @property
-    def stream(self) -> Stream:
-        """Stream of operations that name none; default: the device's default stream."""
-        return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
@@ -174,11 +148,7 @@ class SpaceMemory(Memory, Closes):
     @property
     def closed(self) -> bool:
         """Whether the space was closed."""
-        return self._range.closed or self._places.gone
-
-    @property
-    def _session(self) -> Session:
-        return self._physical.session
+        return self.range.closed or self._places.gone
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -204,7 +174,7 @@ class SpaceMemory(Memory, Closes):
     def _about(self) -> Iterator[Row]:
         self._check_open()
         yield from super()._about()
-        yield "committed", gauge(len(self.committed) * self.page_size, self._range.nbytes)
+        yield "committed", gauge(len(self.committed) * self.page_size, self.range.nbytes)
         yield "pages", f"{self.page_count} of {size_text(self.page_size)}, {self.parked} parked"
 
     def _text(self) -> str:
@@ -804,7 +774,7 @@ class PageSpace(SwapSpace):
         Blocks the host. Raises CudaError.
         """
         nbytes = len(sources) * self.page_size
-        with self._physical.mapped([*sources, *targets], stream) as address:
+        with mapped_apart(self._physical, [*sources, *targets], stream) as address:
             ordinal = self.device.ordinal
             source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
             copy_bytes(target, source, stream)

@@ -22,6 +22,8 @@ CLASSES: list[type] = [vmm.PageArena, vmm.PageSpace, vmm.HostTier, vmm.PageTable
 class Paged(Faults):
     """An arena, a space with pages of each state, and a tier."""
 
+    needless = ("cuMemUnmap",)  # of addresses without memory, before pages are mapped there
+
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         keep = self.made.enter_context
