@@ -87,7 +87,9 @@ class _Inside:
         return found
 
     def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Check a node in a stream of this timeline. The returned function undoes a free that the driver refuses."""
+        """Check ``node`` in the order of ``stream``, a stream of this timeline. Returns a function that undoes the free
+        of a free node, for a free that the driver refuses; it does nothing for other nodes.
+        """
         undo: list[Callable[[], None]] = []
 
         def take_back() -> None:

@@ -177,9 +177,10 @@ class QueuedSources:
         """By stream: the end of its kernels without declared uses, and the memory that they may write (None: any)."""
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """Record the host memory that the latest operation of a stream reads.
+        """Watch the host memory that the latest operation of ``stream`` reads, if the host may change it unseen.
 
-        ``what``, ``stack``: its name and place.
+        Of operations on streams of other code a note is kept only. ``pieces``: parts of memory, each with whether the
+        operation writes it. ``what``, ``stack``: name and place of the operation.
         """
         viewed = self.followed(pieces)
         if all(write for _, write in viewed):

@@ -29,7 +29,7 @@ _SHORTEST, _LONGEST = 0.001, 0.02
 """Shortest and longest time in seconds between two attempts of :meth:`Allocator.allocate_async`."""
 _OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
-    "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
+    "an allocation in a capture becomes memory of the graph, and the driver accepts only pools of device memory that "
     "were made without handle_types: allocate before the capture, or from such a pool. The capture goes on"
 )
 

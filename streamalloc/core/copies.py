@@ -116,9 +116,9 @@ class Copyable(MemoryBase):
     def copy_from(self, source: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
 
-        A pageable host source may be changed or freed once the call returns: the driver has read it. A source in pinned
-        or pool memory is read in stream order. In a capture each launch reads the source and writes the target; the
-        graph keeps both alive.
+        Outside of a capture, a pageable host source may be changed or freed once the call returns: the driver has read
+        it. A source in pinned or pool memory is read in stream order. In a capture each launch reads the source and
+        writes the target; the graph keeps both alive.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [source], [self], options=options)

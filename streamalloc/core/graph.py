@@ -321,9 +321,7 @@ class GraphMemory:
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:
-        """Return the bytes reserved and used, now and at most since the last reset
-        (``cuDeviceGetGraphMemAttribute`
-        """
+        """Return bytes reserved and used, now and at most since the last reset (``cuDeviceGetGraphMemAttribute``)."""
         return GraphMemoryStatistics(self.reserved, self.reserved_high, self.used, self.used_high)
 
     def reset_peaks(self) -> None:

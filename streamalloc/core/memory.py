@@ -179,8 +179,8 @@ class Memory(Copyable, Migrating):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # The plain case, which reads no property. A stream that is not `capturable` yet was never lent: `handle`,
-            # below, marks it. It also notifies a listener, which must hear of each export.
+            # The plain case, which reads no property: other code has the stream's handle already (`capturable`), and no
+            # listener must be notified. Otherwise the property `handle`, below, marks the stream as lent, and notifies.
             if (
                 stream.direct is not None
                 and stream.capturable

@@ -68,9 +68,10 @@ def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
 
 
 def parts_of(launch: DriverCall) -> tuple[Part, ...]:
-    """Return the memory that a launch uses, as parts that do not overlap, written parts first.
+    """Return the parts of memory that a launch uses: start, end, and whether the kernel writes it (None: unknown).
 
-    A part is a tensor of the operator that has one of the addresses, or one byte at an address without a tensor.
+    A part is a tensor of the operator at one of the addresses, or one byte at an address outside of all tensors. Of
+    parts that overlap only the first is returned; written parts come before others.
     """
     return _parts(kernel_of(launch), addresses_of(launch) or (), tuple(launch.operands))
 
@@ -278,8 +279,9 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                # Skip a further address of the same launch in this block that belongs to no tensor, so that a launch
-                # counts once. Written parts come first, so the part that has counted is a write if any part is.
+                # A part of one byte is an address that lies in no tensor. A launch that has counted in this block skips
+                # it, so that a launch counts once. Written parts come first, so the part that counted is a write if any
+                # part is.
                 continue
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):

@@ -321,7 +321,9 @@ class SleepModeBackend:
             self._state = before
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release memory and lose its bytes, as :meth:`CuMemAllocator.discard` does; errors as there."""
+        """Release the memory with one of ``tags``, and discard its bytes. :attr:`state` is ``"SUSPENDED"`` then. Raises
+        as :meth:`CuMemAllocator.discard`.
+        """
         CuMemAllocator.get_instance().discard(tags)
         self._state = "SUSPENDED"
 

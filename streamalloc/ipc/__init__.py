@@ -23,10 +23,11 @@ In the process that opens it:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
-   ``_open`` ends the hold.
+   the hold ends: ``_open`` clears its mark, or ``open`` closes its pipe.
 9. *Close.* ``importer.imported.ImportedBuffer.close`` ends the use. The last one calls ``Import.end``: it frees the
    import in stream order (``cuMemFreeAsync``).
-10. *Closed.* Behind that free the stream writes the word ``closed``. Then the host writes ``closing``.
+10. *Closed.* Behind that free the stream writes the word ``closed``; if the stream is idle, the host does. Then the
+    host writes ``closing``.
 
 In the owner again:
 

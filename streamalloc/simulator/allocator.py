@@ -21,7 +21,9 @@ block that is large enough from
    allocating stream is ordered after;
 4. with the policy ALLOW_OPPORTUNISTIC: the blocks that other streams left and whose free has run. If none is large
    enough, all of them become free for all streams;
-5. the blocks that are free for all streams, with or without chunks, and last the end of the line.
+5. the blocks that are free for all streams, with or without chunks, and last the end of the line;
+6. with the policy ALLOW_INTERNAL_DEPENDENCIES, if there is no memory for the block of rule 5: the blocks that other
+   streams left. The allocating stream then waits for that free.
 
 Within each group the smallest sufficient block is taken; of equal sizes, the one that has been free longest. Rules 3
 and 4 visit the streams in the order of their ranks (:meth:`.scheduler.Scheduler.rank`). Missing chunks are first taken

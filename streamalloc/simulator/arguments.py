@@ -194,7 +194,11 @@ takes the lock. The second looks up or checks the object under the lock.
 
 
 def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
-    """Return the steps of a parameter of the bindings. ``others``: kinds by name, which come first."""
+    """Return the two functions (:data:`Steps`) that convert and look up an argument for ``parameter``, which is of a
+    function of the bindings.
+
+    The kind of the parameter is that in ``others`` for its name, else that of its C type, else that of its name.
+    """
     name, c_type = parameter.name, parameter.annotation
     cls = getattr(cuda, c_type, None)
     if isinstance(cls, type) and not issubclass(cls, int):

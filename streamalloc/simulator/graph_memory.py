@@ -229,10 +229,11 @@ class GraphHeap:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
-        """Choose the chunks of a launch that is ordered after ``clock``. Returns them with their places.
+        """Choose the chunks of memory for a launch that is ordered after ``clock``. Returns the place of each: place n
+        is the n-th range of ``CHUNK`` bytes among the addresses of the heap.
 
-        ``outlives``: allocations of the launch outlive it, so it owns the chunks. ``moved``: the latest launch was in
-        another stream.
+        ``outlives``: whether an allocation outlives the launch; the heap then owns the chunks. ``moved``: whether the
+        launch before was in another stream.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)

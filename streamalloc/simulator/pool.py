@@ -117,9 +117,8 @@ class Pool(Accessible):
         return self.space.base + block.start, block
 
     def _find_further(self, size: int, stream: Queue) -> Block:
-        """Find a block with memory under its first ``size`` bytes, by rules 3 to 5.
-
-        If these find none, ``stream`` waits for the free of another stream, if the policy allows that.
+        """Find a block with memory under its first ``size`` bytes, by rules 3 to 6. ``stream`` waits for the free of
+        another stream by rule 6. Raises OUT_OF_MEMORY if no rule finds one.
         """
         line, scheduler, ordered = self.line, self._scheduler, None
         if self.follow_events:  # else the legacy stream's order is not merged (observed on H200: test_placements)

@@ -233,7 +233,9 @@ def _classes(kind: Any) -> Iterator[type]:
 
 
 class Watch(Leaves):
-    """Record, for a ``with`` block, of the objects, descriptors and threads that it leaves."""
+    """Remember, at the begin of a ``with`` block, which objects, descriptors and threads exist. :meth:`found` returns
+    those that the block leaves.
+    """
 
     def __enter__(self) -> Watch:
         _places.begin()

@@ -267,7 +267,16 @@ def loading(seed: int = 0, *, batches: int = 200) -> Trace:
 
 
 def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
-    """Make a trace of random sizes from 256 bytes to 256 MiB on 1 stream, with up to 24 live allocations.
+    """Make a trace on 1 stream with at most 24 live allocations, whose sizes are random.
+
+    Parameters
+    ----------
+    seed
+        Seed of the random numbers.
+    events
+        Number of allocations and frees.
+    most
+        Largest size in bytes; the smallest is 256. The logarithm of the size is uniform.
 
     Examples
     --------

@@ -1,4 +1,29 @@
-"""Groups of buffers whose physical memory is released and restored together."""
+"""Groups of buffers whose physical memory is released and restored together.
+
+The way of a sleep begins in :meth:`SleepGroup.sleep`. ``Votes.run`` lets all ranks take part, and ``_alone`` claims the
+group, so that no other call changes it. ``_put_to_sleep`` then does these steps by ``run_steps``. If one fails, the
+steps before it are undone, the last first:
+
+1. *Hooks* of :meth:`SleepGroup.before_sleep`. Undo: their undo hooks.
+2. *Claim and wait.* The buffers are claimed, and the host waits for their users. There is nothing to undo.
+3. *Room.* ``_reserve_all`` takes room in the tiers. Undo: drop it.
+4. *Copies.* ``queue_copies`` queues them. They change no buffer, so there is nothing to undo.
+5. *Unmap.* ``VirtualBuffer._unmap`` unmaps each buffer behind its copy (``cuMemUnmap``). Undo: map it again.
+6. *Vote* of the ranks. It is the last step that a rank can refuse.
+
+Then ``release_all`` releases the memory (``cuMemRelease``), which is not undone.
+
+A wake (:meth:`SleepGroup.wake`) does these steps in the same way:
+
+1. *Memory.* ``restore_steps`` creates and maps memory, a buffer at a time, and queues its copy (``cuMemCreate``,
+   ``cuMemMap``, ``cuMemSetAccess``). Undo: wait for the copies, and release it.
+2. *Protect.* Behind the copies, buffers that were frozen get reads only. Step 1 undoes this, too.
+3. *Held memory.* A buffer whose sleep and its undo failed still has its memory (``Eviction.held``): map it again.
+4. *Awake.* The buffers count as awake, and the hooks of :meth:`SleepGroup.after_wake` are called. Undo of both.
+5. *Vote* of the ranks.
+
+Then ``drop_woken`` drops the backups.
+"""
 
 from __future__ import annotations
 
@@ -836,6 +861,7 @@ class SleepGroup(_Backups):
             for buffer in going if resumed else ():
                 buffer._check_thawed()
             entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
+            # Not a step: a wait changes nothing.
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
             lacking = {one: tag for one, tag in going.items() if not one.frozen}
             yield functools.partial(_reserve_all, lacking, reserve, saved), functools.partial(drop_all, saved)

@@ -173,9 +173,9 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
-    """Rule for an allocation. ``kind``: that of the memory. ``size``: returns its bytes.
+    """Return the rule for a call that allocates memory of ``kind``. ``size``: function that returns its bytes.
 
-    ``of_device``: other devices reach the memory only by peer access to its context.
+    ``of_device``: whether other devices reach the memory only by peer access to its context.
     """
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:

@@ -99,10 +99,10 @@ class Announcement(NamedTuple):
             while not self.written:
                 time.sleep(_PAUSE)
 
-    # -- memory that was opened without a stream ------------------------------------------------------------- After an
-    # open without a stream, the device's default stream waits for the contents. Every other stream waits before it
-    # first uses the memory. The host waits before it returns an address, because nobody sees the uses by address; and
-    # before a use in a capture, because graphs cannot wait for other processes.
+    # -- memory that was opened without a stream -------------------------------------------------------------
+    # The default stream of the device waits for the contents, and every other stream before it first uses the memory.
+    # The host waits before it returns an address, because nobody sees the uses by address; and before a use in a
+    # capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
         """Have ``stream`` wait for the contents of ``memory``; with None, the host. Notifies the listener. Raises as

@@ -301,7 +301,9 @@ class ControlBlock:
     # -- words and streams -----------------------------------------------------------------------------------
 
     def word(self, kind: str, slot: int, importer: int = 0) -> Word:
-        """Return the word of a ``kind``, by its slot or mark, and for words of importers by the importer's index."""
+        """Return the word ``kind`` of slot ``slot``, or the mark with this number for the kinds ``pool`` and ``hold``.
+        ``importer``: column of ``opened``, ``closing`` and ``closed``. The numbers are not checked.
+        """
         begin, step = _LAYOUT[kind]
         address = self._address + begin + step * slot + 4 * importer
         word = Word.from_address(address)
@@ -463,10 +465,10 @@ class ControlBlock:
         self._watch(1 + importer)
 
     def expect(self, slot: int, wanted: int) -> None:
-        """Begin to wait for the exporter's death, on a thread, which then sets ``ready`` to ``wanted`` if it is lower.
+        """Start a thread that waits for the exporter's death, and then sets ``ready`` of the slot to ``wanted`` unless
+        ``ready`` has reached it. Call this before a stream waits for ``wanted``.
 
-        Call this before a stream waits for that value. It applies until ``ready`` has reached the value, even if the
-        memory is closed before.
+        The thread does so also if the memory was closed here meanwhile: a stream may still wait for the value.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()

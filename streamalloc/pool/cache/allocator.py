@@ -358,7 +358,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return True
 
     def _free_cached(self, buffer: CachedBuffer, ordered: Stream) -> None:
-        """Free a buffer on a checked stream: to its free list, behind an event to its own stream, or to the pool."""
+        """Free a buffer on ``ordered``, a checked stream. On the block's own stream the block goes to the free list.
+        Otherwise it returns to its own stream behind an event of ``ordered``, or, if that is not possible, to the pool.
+        """
         state = self._state
         block, watchers = buffer._ptr, state.watchers
         cache: StreamCache = block.size_class.owner
