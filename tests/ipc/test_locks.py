@@ -426,7 +426,7 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
 
 class TestEnds:
     def test_imports_come_while_ended_pools_are_released(self, importer: Imports) -> None:
-        held: Any = SimpleNamespace(block=None, pool=None)
+        held: Any = SimpleNamespace(block=None, from_pool=None)
 
         def make() -> None:
             importer.handles[1] = imports.PoolHandle(importer)

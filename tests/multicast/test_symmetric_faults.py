@@ -13,7 +13,6 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.session import Session
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup import steps
@@ -152,15 +151,14 @@ class TestInterrupts:
     def test_are_told_to_the_others(self, crew: Crew) -> None:
         def interrupted(rank: Rank) -> SymmetricMemory:
             if rank.number == 2:
-                # Where it was bound beforehand.
-                session = Session.of(rank.driver)
-                wrapped = session.cuMemSetAccess
+                driver: Any = rank.driver
+                wrapped = driver.cuMemSetAccess
 
                 def once(*args: Any) -> Any:
-                    session.cuMemSetAccess = wrapped
+                    driver.cuMemSetAccess = wrapped
                     raise KeyboardInterrupt
 
-                session.cuMemSetAccess = once
+                driver.cuMemSetAccess = once
             return rank.memory(multicast=True)
 
         outcomes = crew.outcomes(interrupted)
