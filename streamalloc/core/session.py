@@ -52,8 +52,6 @@ class _Direct:
     cuMemPoolExportPointer: Any
     cuMemPoolGetAttribute: Any
     cuMemPoolImportPointer: Any
-    cuMemSetAccess: Any
-    cuMemUnmap: Any
     cuMemcpyAsync: Any
     cuMemcpyDtoHAsync: Any
     cuMemcpyHtoDAsync: Any
