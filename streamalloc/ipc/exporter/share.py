@@ -383,7 +383,7 @@ def serve(driver: Driver | None = None) -> None:
 
 
 class _Thing(NamedTuple):
-    """What is shared: the result of the function of its kind."""
+    """Thing that is shared, as the function of its kind returns it."""
 
     described: Descriptor
     """Descriptor with the fields of the memory. :func:`_published` adds those of the exporter."""
