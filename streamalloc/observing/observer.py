@@ -201,10 +201,9 @@ class Account:
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
-        error = refused(OutOfMemoryError, call, f"{why}: {size_text(self.nbytes)} are allocated")
-        error.requested, error.used, error.limit = nbytes, self.nbytes, limit
-        error.holders = tuple(largest(self.live.values()))
-        return error
+        why = f"{why}: {size_text(self.nbytes)} are allocated"
+        figures = {"requested": nbytes, "used": self.nbytes, "limit": limit}
+        return refused(OutOfMemoryError, call, why, **figures, holders=tuple(largest(self.live.values())))
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
         """Return the lines of the program that hold memory in a location, most bytes first.
