@@ -8,9 +8,9 @@ from pathlib import Path
 
 import streamalloc as sa
 from streamalloc import driver as sd
-from streamalloc.cli.terminal import plural
 from streamalloc.driver import Driver, simulated
 from streamalloc.driver.internal import default_or_simulated, read_choice
+from streamalloc.formats.sizes import counted
 
 KEEP_ALL = 2**64 - 1
 """Release threshold (bytes) with which a pool keeps all its memory."""
@@ -46,7 +46,7 @@ class Chosen:
         if not self.is_simulated:
             several = f" ({len(devices)} GPUs)" if len(devices) > 1 else ""
             return f"running on a GPU: {names}{several}, driver {self.version}"
-        machine = f"running on the simulated driver ({plural(len(devices), 'device')} like the {names})"
+        machine = f"running on the simulated driver ({counted(len(devices), 'device')} like the {names})"
         return f"no CUDA driver found: {machine}" if self.not_found else machine
 
     @property

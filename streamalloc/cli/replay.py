@@ -15,8 +15,9 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import traces
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, plural
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
 from streamalloc.core.errors import size_text
+from streamalloc.formats.sizes import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +78,9 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> di
 
 def _show_trace(chosen: Chosen, terminal: Terminal, name: str, trace: traces.Trace) -> None:
     terminal.paragraph(terminal.bold(chosen.headline), 0)
-    frees = plural(len(trace.events) - trace.allocations, "free")
-    streams, threads = plural(trace.streams, "stream"), plural(trace.threads, "thread")
-    about = f"{name}: {plural(trace.allocations, 'allocation')} and {frees} on {streams}, by {threads}"
+    frees = counted(len(trace.events) - trace.allocations, "free")
+    streams, threads = counted(trace.streams, "stream"), counted(trace.threads, "thread")
+    about = f"{name}: {counted(trace.allocations, 'allocation')} and {frees} on {streams}, by {threads}"
     terminal.paragraph(terminal.dim(f"{about}; at most {trace.peak / 2**20:,.1f} MiB at once"), 0)
     for what, number in trace.skipped.items():
         terminal.line(terminal.dim(f"left out: {number:,} {what}"))

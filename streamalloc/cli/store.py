@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.machine import choose
-from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, plural
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverNotFoundError
+from streamalloc.formats.sizes import counted
 from streamalloc.ipc import Store, StoreEntry, StoreError
 from streamalloc.ipc.internal import store_names
 
@@ -54,7 +55,7 @@ def _list(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
         with Store(name) as store:
             about, entries = store.statistics(), store.list()
         limit = "" if about.limit is None else f" of {size_text(about.limit)} a device"
-        head = f"{name}: {plural(about.keys, 'key')}, {size_text(about.nbytes)}{limit}, process {about.pid}"
+        head = f"{name}: {counted(about.keys, 'key')}, {size_text(about.nbytes)}{limit}, process {about.pid}"
         terminal.paragraph(terminal.bold(head), 0)
         terminal.table(map(_row, entries))
         for key, reason in about.lost.items():
@@ -69,7 +70,7 @@ def _row(entry: StoreEntry) -> tuple[str, ...]:
     users = [*(f"read by {pid}" for pid in entry.readers), *([f"written by {entry.writer}"] if entry.writer else [])]
     users += [f"epoch {number} read by {', '.join(map(str, pids))}" for number, _, pids in entry.older]
     users += [f"{size_text(entry.spare)} kept for the next epoch"] if entry.spare else []
-    counts = plural(entry.tensors, "tensor")
+    counts = counted(entry.tensors, "tensor")
     return entry.key, f"epoch {entry.epoch}", counts, size_text(entry.nbytes), "; ".join(users)
 
 
@@ -108,7 +109,7 @@ def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
     with Store(options.name) as store:
         store.remove(options.key)
     readers = len(entry.readers) + sum(len(pids) for _, _, pids in entry.older)
-    waits = f", once {plural(readers, 'reader')} {'has' if readers == 1 else 'have'} closed it" if readers else ""
+    waits = f", once {counted(readers, 'reader')} {'has' if readers == 1 else 'have'} closed it" if readers else ""
     terminal.line(f"removed {options.key}: {size_text(entry.nbytes)} go back{waits}")
     return {"removed": options.key, "nbytes": entry.nbytes, "readers": readers}
 
@@ -123,7 +124,7 @@ def _load(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
         with store.load(*options.files, key=options.key, device=options.on, replace=options.replace, progress=copied):
             pass
     entry = _entry(options)
-    terminal.line(f"loaded {options.key}: {plural(entry.tensors, 'tensor')}, {size_text(entry.nbytes)}")
+    terminal.line(f"loaded {options.key}: {counted(entry.tensors, 'tensor')}, {size_text(entry.nbytes)}")
     return dataclasses.asdict(entry)
 
 

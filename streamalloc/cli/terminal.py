@@ -39,11 +39,6 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun, such as ``"1 device"`` or ``"2 devices"``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def write_file(path: str, text: str) -> None:
     """Write a file that an option names. Raises :class:`UsageError` if that is not possible."""
     try:

@@ -20,9 +20,10 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli import machine
 from streamalloc.cli.machine import POSIX, Chosen, Unavailable
-from streamalloc.cli.terminal import OutputError, Terminal, plural
+from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.cli.worker import Worker
 from streamalloc.driver import checked, use
+from streamalloc.formats.sizes import counted
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.testing import Gate
 
@@ -306,12 +307,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()
-    skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
+    skipped = f", {counted(tour.skipped, 'part')} skipped" if tour.skipped else ""
     if tour.failed:
-        checks = plural(tour.passed + tour.failed, "check")
+        checks = counted(tour.passed + tour.failed, "check")
         terminal.line(terminal.bad(f"{tour.failed} of {checks} failed") + skipped)
         return 1
-    terminal.line(terminal.good(f"All {plural(tour.passed, 'check')} held") + f"{skipped}. Next:")
+    terminal.line(terminal.good(f"All {counted(tour.passed, 'check')} held") + f"{skipped}. Next:")
     terminal.table(_NEXT)
     return 0
 

@@ -13,6 +13,7 @@ from streamalloc.core.stream import OwnStream, Stream, draining, legacy_stream, 
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, enum_member
 from streamalloc.formats.html import escape, gauge
+from streamalloc.formats.sizes import counted
 
 if TYPE_CHECKING:
     import uuid
@@ -63,9 +64,7 @@ class Device:
         self._session = session_for(None, driver)
         count = int(self._session.call("cuDeviceGetCount"))
         if not 0 <= ordinal < count:
-            raise ValueError(
-                f"ordinal={ordinal}: this driver has {count} device{'' if count == 1 else 's'}, numbered from 0"
-            )
+            raise ValueError(f"ordinal={ordinal}: this driver has {counted(count, 'device')}, numbered from 0")
         self.ordinal: int = ordinal
 
     @classmethod
@@ -314,7 +313,7 @@ def check_location(session: Session, location: MemLocation) -> None:
     if location.type is MemLocationType.DEVICE:
         count = int(session.call("cuDeviceGetCount"))
         if location.id >= count:
-            raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")
+            raise ValueError(f"location id={location.id}: this driver has {counted(count, 'device')}")
 
 
 def known_location(session: Session, name: str, where: object) -> MemLocation:

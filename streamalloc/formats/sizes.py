@@ -37,4 +37,4 @@ def size_text(nbytes: int) -> str:
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"
-    return f"{nbytes:,} byte{'' if nbytes == 1 else 's'}"
+    return counted(nbytes, "byte")

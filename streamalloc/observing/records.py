@@ -13,6 +13,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.properties import MemLocation
 from streamalloc.driver.internal import here, line_of, place_of
 from streamalloc.formats.html import code, mib, table
+from streamalloc.formats.sizes import counted
 
 Kind = Literal["pool", "cache", "mapping"]
 Action = Literal["allocate", "free", "failure"]
@@ -224,8 +225,7 @@ def largest(allocations: Iterable[Allocation]) -> list[str]:
 
 
 def _amount(allocations: Sequence[Allocation]) -> str:
-    count = len(allocations)
-    return f"{size_text(sum(one.nbytes for one in allocations))} in {count} allocation{'s' if count > 1 else ''}"
+    return f"{size_text(sum(one.nbytes for one in allocations))} in {counted(len(allocations), 'allocation')}"
 
 
 class LeakReport:

@@ -27,6 +27,7 @@ from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.formats.html import Html, Row, mib, place, strip, table
+from streamalloc.formats.sizes import counted
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.ownership import GenericAllocation, OwnsNode
 from streamalloc.vmm.physical_memory import spec_of
@@ -276,7 +277,7 @@ class AddressRange(OwnsNode):
     def _free(self) -> None:
         entries = self._node.table()
         if entries:
-            raise ValueError(f"{self!r} has {mappings_text(len(entries))}: unmap() before addresses are freed")
+            raise ValueError(f"{self!r} has {counted(len(entries), 'mapping')}: unmap() before addresses are freed")
         self._node.allocations.end(self._node)
 
     def draw(self, width: int = 64) -> str:
@@ -645,11 +646,6 @@ class OwnsRange(Memory, Closes):
     def _session(self) -> Session:
         # Not by ``self.stream``: to name the default stream would count it as a stream in use.
         return session_of(self.device)
-
-
-def mappings_text(count: int) -> str:
-    """Return ``1 mapping`` or ``2 mappings``, for messages."""
-    return f"{count} mapping{'' if count == 1 else 's'}"
 
 
 granularity: PerDriver[int] = PerDriver(

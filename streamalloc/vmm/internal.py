@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from streamalloc.core.errors import undoing
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
-from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text, rights_text
+from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, rights_text
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.ownership import (
     AllocationHandle,

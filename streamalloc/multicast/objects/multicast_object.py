@@ -29,6 +29,7 @@ from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, mib, place, table
+from streamalloc.formats.sizes import counted
 from streamalloc.multicast.objects.bindings import BindingNode, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
@@ -40,7 +41,6 @@ from streamalloc.vmm.internal import (
     Rights,
     Team,
     map_alone,
-    mappings_text,
     rights_of,
     wait,
 )
@@ -449,7 +449,7 @@ class MulticastObject(GenericAllocation):
         # Dropped address ranges may still have mappings of the object. Unmap these first: they must not count below.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
-            raise ValueError(f"{self!r} has {mappings_text(self.mapping_count)}: unmap before it is closed")
+            raise ValueError(f"{self!r} has {counted(self.mapping_count, 'mapping')}: unmap before it is closed")
         self._end(after)
 
     def end(self, after: After = None) -> None:
@@ -626,8 +626,7 @@ def _check_supported(session: Session) -> None:
     """
     devices = Device.all(session.driver)
     if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):
-        count = len(devices)
-        raise _unsupported("cuMulticastCreate", f"{count} device{'' if count == 1 else 's'} without that support")
+        raise _unsupported("cuMulticastCreate", f"{counted(len(devices), 'device')} without that support")
 
 
 def _unsupported(call: str, found: str) -> NotSupportedError:
