@@ -207,7 +207,9 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
         raise
     except (ValueError, RecursionError) as error:
         raise TraceFormatError(str(error), file, len(events) + 2) from None
-    return Trace(tuple(events), **header)
+    trace = Trace.__new__(Trace)  # Not by the constructor, which would check all events a second time.
+    vars(trace).update(events=tuple(events), **header)
+    return trace
 
 
 def _event(line: str) -> Event:
