@@ -1,10 +1,10 @@
-"""Streams of other libraries: types of their objects, their handles and devices, and the table of the streams in use.
+"""Streams of other libraries: the types of their objects, their handles and devices, and a table of their streams.
 
-A library's stream is resolved once, which takes several driver calls. The table keeps the latest ones, each with its
-object: while the object lives, no other stream gets its handle, and no other object its ``id``. So an entry that is
-found is valid. PyTorch makes a new object at each call and never destroys its own streams, so those are found by handle
-and device. PyTorch's objects are never referenced weakly: PyTorch 2.x frees them without clearing weak references, and
-the interpreter crashes at exit.
+It takes several driver calls to find the device of a library's stream and make a ``Stream`` for it. So the table keeps
+the latest results, each with the library's object. While that object lives, no other stream gets its handle, and no
+other object its ``id``: an entry that is found is valid. PyTorch makes a new object at each call and never destroys its
+own streams, so its entries are found by handle and device. No weak references refer to PyTorch's objects: PyTorch 2.x
+frees its objects without clearing weak references, and the interpreter crashes at exit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class SupportsCudaStream(Protocol):
 
 
 class TorchStreamLike(Protocol):
-    """A stream of PyTorch."""
+    """Type of PyTorch's streams; ``cuda_stream`` is the handle."""
 
     @property
     def cuda_stream(self) -> int: ...
 
 
 class CuPyStreamLike(Protocol):
-    """A stream of CuPy."""
+    """Type of CuPy's streams; ``ptr`` is the handle."""
 
     @property
     def ptr(self) -> int: ...
 
 
 class NumbaStreamLike(Protocol):
-    """A stream of Numba."""
+    """Type of Numba's streams; ``handle`` is a ctypes pointer with the handle as its ``value``."""
 
     @property
     def handle(self) -> Any: ...
@@ -63,7 +63,7 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
-# Ways to read the handle of a library's stream, in the order in which they are tried. Each has a name for error
+# Ways to read the handle of a library's stream, in the order in which they are tried. Each entry has a name for error
 # messages, and a function that returns the handle, or None if the object has no such attribute.
 _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
@@ -102,7 +102,9 @@ def handle_of_library_stream(stream: object) -> int:
 
 
 class _Named:
-    """An object of a library whose ``__cuda_stream__`` returns another handle, or raises, once the stream is closed."""
+    """Wrapper that gives a library's stream object an attribute ``is_closed``. The stream counts as closed once the
+    object's ``__cuda_stream__`` returns another handle or raises.
+    """
 
     __slots__ = ("_number", "stream")
 
@@ -119,11 +121,11 @@ class _Named:
 
 
 def closable(stream: Any, number: int) -> Any | None:
-    """Return the object whose attribute ``is_closed`` says whether stream ``number`` of a library is closed; None if
-    users cannot close the stream.
+    """Return an object whose attribute ``is_closed`` says whether a library's stream with handle ``number`` is closed;
+    None if users of the library cannot close the stream.
 
-    CuPy and PyTorch keep a stream open while its object lives. For other libraries with ``__cuda_stream__`` this is not
-    certain.
+    CuPy and PyTorch keep a stream open while its object lives. Other libraries with ``__cuda_stream__`` may close a
+    stream earlier.
     """
     if getattr(type(stream), "__cuda_stream__", None) is None:
         return None
@@ -131,12 +133,12 @@ def closable(stream: Any, number: int) -> Any | None:
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    return stream if tells else _Named(stream, number)  # Streams of cuda.core have ``is_closed`` themselves.
+    return stream if tells else _Named(stream, number)  # Streams of cuda.core have ``is_closed``.
 
 
 def device_of_library_stream(stream: object) -> int | None:
-    """Return the device ordinal of a PyTorch or CuPy stream; None for streams of other libraries, whose device the
-    driver tells.
+    """Return the device ordinal of a PyTorch or CuPy stream; None for streams of other libraries, whose objects do not
+    name their device.
     """
     for name in ("device_index", "device_id"):
         number = getattr(stream, name, None)
@@ -146,8 +148,8 @@ def device_of_library_stream(stream: object) -> int | None:
 
 
 def only_names(stream: Any, number: int) -> bool:
-    """Whether a library's object only names stream ``number`` and does not own it, so that other code may destroy the
-    stream.
+    """Whether a library's object only refers to the stream with handle ``number`` and does not own it, so that other
+    code may destroy the stream.
 
     Such objects are CuPy's and PyTorch's ``ExternalStream``, the bindings' ``CUstream``, Numba's external streams, and
     PyTorch's objects for an external stream, whose id is its handle.
@@ -164,10 +166,10 @@ _OWNERS = ("cuda", "cupy", "numba", "torch")
 
 
 def closes_itself(stream: Any) -> bool:
-    """Whether a library's object that owns its stream is the only one to destroy it, and then says that it is closed.
+    """Whether only the library's object itself destroys the stream that it owns, and then reports the stream as closed.
 
-    An object of another class may be a wrapper, whose stream its maker destroys. A call with the handle of a destroyed
-    stream ends the process.
+    True for classes of cuda.core, CuPy, Numba and PyTorch. An object of another class may be a wrapper around a stream
+    that other code destroys. A call with the handle of a destroyed stream crashes the process.
     """
     return any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
 
@@ -175,7 +177,7 @@ def closes_itself(stream: Any) -> bool:
 # -- the table -------------------------------------------------------------------------------------------------
 
 MOST_KEPT = 64
-"""Largest number of entries of the table. It is limited, because each entry keeps a library's stream from being
+"""Largest number of entries of the table. The number is limited, because each entry keeps a library's stream from being
 destroyed.
 """
 
@@ -183,26 +185,32 @@ _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("torch.cuda.streams", "Stream"): attrgetter("cuda_stream", "device_index"),
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
 }
-"""Functions that return the key of a PyTorch stream, by module and name of its class. The key is the handle and the
-device, because PyTorch makes a new object at each call.
+"""Functions that return the key of a PyTorch stream in the table, by module and name of the stream's class. The key is
+the tuple of handle and device, because PyTorch makes a new object at each call.
 """
 _keys: dict[type, Callable[[Any], Hashable]] = {}
-"""Functions that return the key of an object in the table, by the object's type; for other types ``id`` does."""
+"""Functions that return the key of an object in the table, by the object's type. For a type that is not listed, the key
+is the object's ``id``.
+"""
 
 
 class LibraryStreams:
-    """The table of one driver: ``Session.library_streams``."""
+    """Table of the latest streams of other libraries, one per driver (``Session.library_streams``)."""
 
     __slots__ = ("entries", "latest")
 
     def __init__(self) -> None:
         self.entries: dict[Hashable, tuple[object, Any]] = {}
-        """A library's object and its ``Stream``, by key. The latest entry comes last."""
+        """Tuples of a library's object and the ``Stream`` for it, by key. The entry that was added last comes last."""
         self.latest: tuple[object, Any] = object(), None
-        """The entry that was found or kept last. Callers compare its object before they call :meth:`find`."""
+        """The object and ``Stream`` that were found or kept last. Callers compare this object before they call
+        :meth:`find`.
+        """
 
     def find(self, stream: Any) -> Any | None:
-        """Return the ``Stream`` kept for a library's object, and make it :attr:`latest`; None if there is none."""
+        """Return the ``Stream`` that is kept for a library's object, and store both as :attr:`latest`; None if none is
+        kept.
+        """
         entry = self.entries.get(_keys.get(type(stream), id)(stream))
         if entry is None:
             return None
@@ -210,8 +218,8 @@ class LibraryStreams:
         return entry[1]
 
     def keep(self, stream: Any, found: T) -> list[T]:
-        """Keep ``found``, the ``Stream`` of a library's object, as the latest entry. Returns the ``Stream`` of each
-        entry that it displaces.
+        """Keep ``found``, the ``Stream`` of a library's object, as the latest entry. Returns a list of the ``Stream``
+        objects of entries that were removed for it.
         """
         kind = type(stream)
         of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))

@@ -1,8 +1,9 @@
 """Streams: queues of work that one device runs in order.
 
 There are three kinds: streams of :meth:`Device.create_stream` (:class:`OwnStream`), default streams
-(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind answers in one method,
-:meth:`Stream.ready`, whether this thread may call the driver at once, and with which handle. It asks:
+(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind has a method
+:meth:`Stream.ready`, which returns the handle if this thread may queue work by a direct driver call now, else None. To
+find out, the method asks:
 
 ====================  =====================================================  ==========================================
 kind                  before any call                                        before an allocation, too
@@ -14,19 +15,19 @@ per-thread default    the driver, for the current context; the thread's id   the
 another library's     the library's object, if its users can close it        the driver, for a capture
 ====================  =====================================================  ==========================================
 
-* *The current context and the thread:* the handle of a default stream names a stream of the current context, and that
-  of the per-thread stream another one on each thread. On the wrong one, a free does not come after the work that uses
-  the memory.
+* *The current context and the thread:* the handle of a default stream names a stream of the current context, and the
+  handle of the per-thread stream names another stream on each thread. On the wrong stream, a free would not come after
+  the work that uses the memory.
 * *The library's object:* the driver crashes on the handle of a destroyed stream.
-* *A capture by other code:* memory allocated in it belongs to the graph, and each launch writes it again. If it were
-  handed out as memory of a pool, each launch would overwrite the bytes of a later owner. ``cuStreamIsCapturing`` is the
-  only question that tells of a capture and leaves it valid (``cuStreamGetId`` and ``cuStreamGetFlags`` end it). A free
-  need not ask: in a capture the driver refuses to free other memory, and the capture goes on.
+* *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
+  again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
+  ``cuStreamIsCapturing`` tells of a capture and leaves the capture valid (``cuStreamGetId`` and ``cuStreamGetFlags``
+  end it). A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
-Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
-allocation. So callers write ``stream.direct or stream.ready()`` and ``stream.unlent or stream.ready(True)``. A third,
-``caller``, tells :meth:`Stream.ready` which thread may call. :meth:`Stream._allow_direct` and
-:meth:`Stream._forbid_direct` set all three:
+Two attributes hold the handle while nothing must be asked: ``direct`` for any call, ``unlent`` for an allocation. They
+save the call of the method: callers write ``stream.direct or stream.ready()`` and ``stream.unlent or
+stream.ready(True)``. A third attribute, ``caller``, tells :meth:`Stream.ready` which thread may call.
+:meth:`Stream._allow_direct` and :meth:`Stream._forbid_direct` set all three attributes:
 
 ===============================================  ==========  ==========  =================================
 state of the stream                              ``direct``  ``unlent``  ``caller``
@@ -41,13 +42,14 @@ closed, or captured by this package              None        None        False
 with an item to attempt before more work         None        None        False
 ===============================================  ==========  ==========  =================================
 
-If the result is None, callers take the checked way, which repairs what it can, and raises otherwise:
+If the result is None, callers make a checked call, which repairs what it can, and raises an error otherwise:
 
-* :meth:`Stream._checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
-* :func:`of_this_thread` replaces a per-thread default stream of another thread by that of this thread.
+* :meth:`Stream._checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the deferred releases
+  (items) that must come before more work.
+* :func:`of_this_thread` replaces a per-thread default stream of another thread by the per-thread stream of this thread.
 * :meth:`Stream._in_context` makes the context current, and protects captures of other threads.
-* :meth:`Stream._captured` asks for a capture: memory is then allocated for the graph, and other calls raise
-  :class:`CaptureError`.
+* :meth:`Stream._captured` tells whether the stream is being captured. If so, memory is allocated for the graph, and
+  calls that a capture cannot contain raise :class:`CaptureError`.
 """
 
 from __future__ import annotations
@@ -99,22 +101,23 @@ StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuP
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
 
 
-# Handles that name a stream of the current context, whichever that is (driver API, "Stream handles").
+# Handles that name a default stream of whichever context is current at the call.
 LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
 _NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-"""Status of a stream that is not being captured. In place of a status, a refused question gives None."""
+"""Status of a stream that is not being captured. If the driver refuses the query, it returns None in place of a status.
+"""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _host_functions: dict[int, Any] = {}
-"""Callbacks of host functions, by address, until the driver has called them."""
+"""Ctypes callbacks by address. Each is kept alive until the driver has called it."""
 
 
 def _host_function(function: Callable[[], object]) -> int:
-    """Return the address of a callback that calls ``function`` once. The driver passes this address to the callback as
-    its argument, so that the callback can remove itself from the table.
+    """Return the address of a new C callback that calls ``function`` once. The driver also gets this address as the
+    callback's argument, by which the callback removes itself from ``_host_functions``.
     """
 
     def run(token: int | None) -> None:
@@ -167,19 +170,21 @@ class Stream(Closes, Shown):
     _sees_all: bool = False
     """Whether a query of the stream covers all work that the stream's later work waits for."""
     _last: Sequence[Event] = ()
-    """After the end of a stream of ours: an event after all its work, unless the driver refused its record."""
+    """One event after all work of a closed or dropped stream of ours. Empty if the stream is open or the record
+    failed.
+    """
     _dropping: list[None] = []  # noqa: RUF012 (of streams that we never destroy, so nobody reads it)
-    """One entry per finaliser that frees memory on the stream, which is not destroyed while there is one."""
+    """One entry per finaliser that is freeing memory on the stream; an entry prevents the stream's destruction."""
     direct: Any
-    """``CUstream`` if work may be queued now without a question, else None."""
+    """``CUstream`` if work may be queued now without a check, else None."""
     unlent: Any
-    """:attr:`direct` while no other code has the handle, else None: memory is allocated without a question, too."""
+    """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     caller: int
-    """Identifier (``get_ident``) of the one thread that may make direct calls now, and use memory again in the order of
-    the stream; True for every thread, False for none.
+    """Identifier (``get_ident``) of the one thread that may make direct calls now, and reuse freed memory in the order
+    of the stream. True means every thread, False no thread.
     """
     free_lists: dict[object, dict[int, Any]]
-    """Free lists of caches on this stream, by the cache's key: lists of blocks by requested size."""
+    """Free lists of caches on this stream, by the cache's key: a dict of free blocks by requested size in bytes."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
@@ -190,20 +195,20 @@ class Stream(Closes, Shown):
         self._capture: Capture | None = None
         """The capture by this package that the stream takes part in."""
         self.capturable = capturable
-        """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
+        """Whether other code may capture the stream: only the driver then tells whether a capture is under way."""
         self._closed = True
         self._spare = Spares()
         self._in_use = RLock()
-        """Held while the stream is closed, a capture begins, or another thread uses it."""
+        """Lock held while the stream is being closed, a capture begins, or a deferred item uses the stream."""
         self._endings: list[Deferred] = []
-        """Items that end before the stream is closed."""
+        """Deferred releases that are attempted right before the stream is closed."""
         self._before_work: list[Deferred] = []
-        """Items to attempt before more work, see :func:`queue_behind`."""
+        """Deferred releases to attempt before more work is queued, see :func:`queue_behind`."""
         self._attempting: list[int] = []
         """Identifiers of threads that are attempting ``_before_work``."""
         self.free_lists = {}
         self._forbid_direct()
-        # Last: the finaliser takes an object without a handle for one that was not made.
+        # Set last, because the finaliser does nothing for an object without a handle.
         self._raw = raw
 
     def _open(self) -> None:
@@ -232,12 +237,12 @@ class Stream(Closes, Shown):
     # -- direct calls ------------------------------------------------------------------------------------------
 
     def ready(self, allocates: bool = False) -> Any | None:
-        """Return ``CUstream`` if this thread may queue work by a direct call now, or None: the caller then takes the
-        checked way (see the module). With ``allocates`` the work is an allocation; the result is then also None if the
-        stream is being captured (``cuStreamIsCapturing``).
+        """Return ``CUstream`` if this thread may queue work by a direct driver call now. Otherwise return None: the
+        caller then makes a checked call (see the module). With ``allocates`` the work is an allocation, and the result
+        is also None if the stream is being captured (``cuStreamIsCapturing``).
         """
-        # Each kind of stream has this method, and repeats the question for a capture: a shared function would cost each
-        # allocation another call. So whoever changes the question changes it in all three methods.
+        # Each kind of stream has this method, and repeats the query for a capture: a shared function would cost each
+        # allocation another Python call. If you change the query, change it in all three methods.
         handle = self.direct
         if allocates and handle is not None:
             is_capturing = self._session.cuStreamIsCapturing
@@ -246,11 +251,13 @@ class Stream(Closes, Shown):
         return handle
 
     def _ready_to_drop(self) -> Any | None:
-        """Return the ``CUstream`` as :meth:`ready` does, for a finaliser that frees memory: it takes no lock."""
+        """Return the ``CUstream`` or None as :meth:`ready` does, without a lock: finalisers that free memory call
+        it.
+        """
         return self.direct or self.ready()
 
     def _forbid_direct(self) -> None:
-        """Make every call take the checked way."""
+        """Make every later call on the stream a checked call."""
         self.direct = self.unlent = None
         self.caller = False
 
@@ -258,19 +265,21 @@ class Stream(Closes, Shown):
         self._forbid_direct()
 
     def _allow_direct(self) -> None:
-        """Allow direct calls, unless something forbids them now."""
+        """Allow direct calls, unless the stream is closed, is captured, has items to attempt, or a capture forbids
+        them.
+        """
         if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
             self.caller = True
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
 
     def _lend(self) -> None:
-        """Note that other code has the handle and may capture the stream: later allocations ask the driver."""
+        """Mark the stream as one that other code may capture: later allocations ask the driver."""
         self.capturable = True
         self.unlent = None
 
     def _notice_joining(self) -> None:
-        """Ask the driver whether a wait has made the stream part of a capture by other code, and note it."""
+        """Ask the driver whether a wait made the stream part of a capture by other code; if so, mark the stream."""
         if not self.capturable and not self.is_default and self.capturing:
             self._lend()
 
@@ -280,7 +289,7 @@ class Stream(Closes, Shown):
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number.
 
-        Other code with the handle may capture the stream, so later allocations ask the driver for a capture.
+        Code with the handle may capture the stream, so later allocations ask the driver whether a capture is under way.
 
         Raises
         ------
@@ -291,7 +300,7 @@ class Stream(Closes, Shown):
         return self._number
 
     def _notify_lent(self, raw: Any, used: bool) -> None:
-        """Record that other code gets the handle, or (``used``) queues work on the stream."""
+        """Record that other code gets the handle ``raw``, or (with ``used``) that it queues work on the stream."""
         if not self.is_default:
             self._lend()
         if self._session.listener is not None:
@@ -308,12 +317,12 @@ class Stream(Closes, Shown):
         return int(self._call("cuStreamIsCapturing")) != 0
 
     def _captured(self) -> bool:
-        """Whether the stream is being captured. This needs no driver call if only this package knows the stream."""
+        """Whether the stream is being captured. Calls the driver only if other code may capture the stream."""
         return self._capture is not None or (self.capturable and self.capturing)
 
     @property
     def priority(self) -> int:
-        """The stream's priority; lower numbers run first (``cuStreamGetPriority``)."""
+        """The stream's priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first."""
         return int(self._call("cuStreamGetPriority"))
 
     # -- work --------------------------------------------------------------------------------------------------
@@ -326,12 +335,14 @@ class Stream(Closes, Shown):
         return self._raw
 
     def _attempt_before_work(self, *items: Deferred) -> None:
-        """Attempt ``items``, by default all of ``_before_work``. If none is left, allow direct calls again."""
+        """Attempt ``items``, by default all of ``_before_work``. Allow direct calls again if ``_before_work`` gets
+        empty.
+        """
         me = get_ident()
         try:
             self._attempting.append(me)
             for item in items or tuple(self._before_work):
-                # If the driver refuses, the item is attempted again.
+                # If the driver refuses, the item stays in the list, and the next call attempts it again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if item.attempt():
                         with contextlib.suppress(ValueError):  # Another thread has removed the item meanwhile.
@@ -344,8 +355,8 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Call ``act`` on the checked way, and return its result: with the context that the handle needs current, and
-        in a capture mode in which the call breaks no capture of another thread.
+        """Call ``act`` and return its result. During the call the context that the handle needs is current, and the
+        capture mode is one in which ``act`` invalidates no capture of another thread.
         """
         with self._session.beside_captures():
             return act(*args, **named)
@@ -364,8 +375,9 @@ class Stream(Closes, Shown):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        Without ``event`` it is a new :class:`Event`, which measures time if ``timing``. Raises TypeError if ``event``
-        is no :class:`Event`, ValueError if it is of another driver, ClosedError if it or the stream was closed.
+        Without ``event`` a new :class:`Event` is recorded, which measures time if ``timing``. Raises TypeError if
+        ``event`` is no :class:`Event`, ValueError for another driver's event, ClosedError if the event or stream was
+        closed.
         """
         session = self._session
         handle = self.direct or self.ready()
@@ -384,7 +396,7 @@ class Stream(Closes, Shown):
             result = session.cuEventRecord(recorded, raw)[0]
         if result:
             if reused:
-                # Without its list, the finaliser destroys the driver's event instead of offering it to a later record.
+                # Without `_spare`, the finaliser destroys the driver's event instead of keeping it for a later record.
                 event._spare = None
                 if result == _INVALID_HANDLE:
                     return self.record()  # The reused event belonged to a context that was reset: record another event.
@@ -425,8 +437,8 @@ class Stream(Closes, Shown):
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
-        The driver then makes the memory of completed frees available to every stream, and releases memory above the
-        release threshold.
+        The driver then makes the memory of completed frees available to every stream, and releases memory of pools
+        above their release thresholds.
         """
         result = self._result(self._session.cuStreamSynchronize)
         if result:
@@ -436,7 +448,7 @@ class Stream(Closes, Shown):
     def __await__(self) -> Generator[Any, None, None]:
         """Wait in a coroutine of :mod:`asyncio` for the work queued so far. The loop runs other tasks meanwhile.
 
-        Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work queued during the wait is not included.
+        Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued later is not waited for.
         """
         refuse_capture(self, "cuEventQuery", "await it after the capture")
 
@@ -447,7 +459,7 @@ class Stream(Closes, Shown):
         return is_done(self._result(self._session.cuStreamQuery), "cuStreamQuery")
 
     def launch_host_func(self, function: Callable[[], object]) -> None:
-        """Queue a Python function in stream order; the driver calls it on its own thread (``cuLaunchHostFunc``).
+        """Queue a call of a Python function in stream order, on a thread of the driver (``cuLaunchHostFunc``).
 
         The function must not call the driver. Its exceptions go to ``sys.unraisablehook``, and the stream continues.
 
@@ -456,13 +468,13 @@ class Stream(Closes, Shown):
         TypeError
             ``function`` is not callable.
         CaptureError
-            The stream is being captured. The bindings let a Python function run once, and a graph may run more often.
+            The stream is being captured. The callback can run only once, and a graph may be launched more often.
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         why = "the bindings let a Python function run once, and a graph may be launched more often"
         refuse_capture(self, "cuLaunchHostFunc", why)
-        # Before the callback is made, which only its call by the driver ends.
+        # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
         launch = self._session._function("cuLaunchHostFunc")
         self._checked_raw()
         pointer = _host_function(function)
@@ -474,9 +486,9 @@ class Stream(Closes, Shown):
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
-        Yields the :class:`Graph`, which is complete when the block ends. Allocations and frees become nodes of the
-        graph. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
-        thread with ``"thread_local"``, on none with ``"relaxed"``.
+        ``with`` gives the :class:`Graph`, which is complete when the block ends. Allocations and frees become its
+        nodes. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
+        thread with ``"thread_local"``, on no thread with ``"relaxed"``.
         """
         from streamalloc.core.graph import Capture
 
@@ -487,22 +499,22 @@ class Stream(Closes, Shown):
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
-        Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
+        Queued work still runs. Buffers allocated on the stream stay valid. Idempotent. Default streams stay open.
         """
-        # The kinds override `_close` instead, so that Stream.close(stream), which programs call too, works for all.
+        # Subclasses override `_close` instead, so that `Stream.close(stream)` works for streams of every kind.
         self._close()
 
     def _close(self) -> None:
-        """Close this kind of stream (:meth:`close`). Default streams do nothing."""
+        """Do what :meth:`close` does for this kind of stream: nothing for default streams."""
 
     def _submit_endings(self) -> None:
-        """Submit the items that end with the stream to the queue of ends. Takes no lock, so finalisers may call it."""
+        """Submit the items of ``_endings`` to the deferred queue. Takes no lock, so finalisers may call this method."""
         for item in tuple(self._endings):
             deferred_queue(self._session).submit(item)
         self._endings.clear()
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Protocol version 0 and the handle, for other libraries' use."""
+        """Return the protocol's version, 0, and the handle, for other libraries."""
         self._notify_lent(self._checked_raw(), used=True)
         return (0, self._number)
 
@@ -526,11 +538,11 @@ class Stream(Closes, Shown):
 
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
-    """Return an event to record on ``stream``, and whether it is a closed event of the stream that is used again. A new
-    event is made if there is none, for a capture, and for ``timing``.
+    """Return an event to record on ``stream``, and whether it reuses a closed event of the stream. A new event is made
+    if the stream has no closed event, during a capture, and with ``timing``.
     """
     spare = None if timing or stream._capture else stream._spare
-    # Test and pop are in one line, within which threads are not switched: no other thread can empty the list in
+    # Python switches no threads between the test and the pop in this line, so no other thread can empty the list in
     # between.
     raw = spare.pop() if spare else None
     if raw is None:
@@ -566,10 +578,10 @@ class OwnStream(Stream):
         stream.name = name
         stream._dropping = []
         stream._last = []
-        # Later work of a blocking stream waits for the legacy stream, but a query of it does not cover the legacy
-        # stream.
+        # Later work of a blocking stream waits for the legacy stream, but a query of the blocking stream does not cover
+        # the legacy stream's work.
         stream._sees_all = not blocking
-        # No other code knows the stream until its handle leaves us.
+        # No other code can capture the stream before it gets the handle.
         stream._prepare(device, None, capturable=False)
         stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
@@ -588,22 +600,22 @@ class OwnStream(Stream):
             if self.closed:  # Another thread has closed the stream meanwhile.
                 return
             for item in tuple(self._endings):
-                # If the driver refuses, a later point of work attempts the item again.
+                # If the driver refuses, the deferred queue attempts the item again later.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
             self._endings.clear()
-            # Remaining buffers are freed after this event.
+            # Buffers of this stream that are freed later are freed after this event.
             self._record_end(self._checked_raw())
             result = self._destroy(self._raw)
         if result:
             raise error_from(result, "cuStreamDestroy")
 
     def _destroy(self, raw: Any, *, later: bool = False) -> Any:
-        """Destroy the driver's stream (``cuStreamDestroy``), or have an item do so: with ``later``, and while
-        finalisers free memory on it. Returns the ``CUresult``, or None for an item.
+        """Destroy the driver's stream (``cuStreamDestroy``). With ``later``, or while finalisers are freeing memory on
+        the stream, submit an item that destroys it later. Returns the ``CUresult``, or None for an item.
         """
-        # A finaliser adds its entry to `_dropping` before it reads the handle. So after the next two lines no further
-        # finaliser uses the handle.
+        # A finaliser adds its entry to `_dropping` before it reads the handle. So after the next two lines, only
+        # finalisers that have an entry may use the handle.
         self._forbid_direct()
         self._closed = True
         self._spare.end(self._session)
@@ -613,8 +625,8 @@ class OwnStream(Stream):
         return end_handle(self._session, "cuStreamDestroy", raw)
 
     def _record_end(self, raw: Any) -> None:
-        """Record an event after all work of the stream, which is ending (``cuEventRecord``): buffers that are left are
-        freed after it.
+        """Record an event after all work of the stream, which is ending (``cuEventRecord``). Buffers of the stream that
+        are freed later are freed after this event.
         """
         last = Event(self.device)
         self._in_context(self._session.call, "cuEventRecord", last._raw, raw)
@@ -622,11 +634,13 @@ class OwnStream(Stream):
         defer_end(self._session, last)
 
     def __del__(self) -> None:
-        # A stream whose construction was interrupted may have a handle; it counts as closed.
+        # A stream whose construction was interrupted has a handle and `_closed`, but no `_last`: its handle must be
+        # destroyed.
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or (self._closed and self._last):
             return
-        # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
+        # Buffers of the same garbage cycle may be finalised later, and are freed after an event after the stream's
+        # work.
         is_capturing = self._session.driver.cuStreamIsCapturing
         captured = self.capturable and is_capturing(raw)[1] is not _NOT_CAPTURED
         if self._capture is None and not captured:
@@ -639,8 +653,8 @@ class OwnStream(Stream):
 
 
 class _LateEnd(HandleEnd):
-    """Destruction of a stream that was closed while finalisers on other threads freed memory on it, or dropped while
-    other code captured it.
+    """Queue item that destroys a stream later, because the stream was closed while finalisers on other threads freed
+    memory on it, or was dropped while other code captured it.
     """
 
     __slots__ = ("_dropping",)
@@ -661,7 +675,7 @@ _numbers = itertools.count(1)
 
 
 class _ThisThread(ThreadLocal, number=_numbers.__next__):
-    """Attributes with a value of their own on each thread."""
+    """Thread-local attributes."""
 
     number: int
     """Number of the thread, never reused, unlike ``threading.get_ident``."""
@@ -674,18 +688,20 @@ class DefaultStream(Stream):
     """A default stream of a device, which no code destroys.
 
     Its handle names a stream of the current context. Any library may have made another context current since the last
-    call, so each direct call reads the current one (``cuCtxGetCurrent``); no cheaper call does. An allocation with its
-    free makes two such reads, which take 24 % of its time. On the per-thread stream the allocation also asks for a
-    capture, which takes 25 % (H200, driver 580).
+    call, so each direct call reads the current context (``cuCtxGetCurrent``, the cheapest call for this). An allocation
+    with its free makes two such reads, which take 24 % of their time. On the per-thread stream the allocation also asks
+    whether the stream is being captured, which takes 25 % (H200, driver 580).
     """
 
     __slots__ = ("_current",)
 
     is_default = True
     _ident: int = True
-    """:attr:`caller` while nothing forbids direct calls."""
+    """Value of :attr:`caller` while direct calls are allowed."""
     _current: Any
-    """Answer of ``cuCtxGetCurrent`` with which direct calls are allowed; None while something forbids them."""
+    """The tuple that ``cuCtxGetCurrent`` returns while the stream's context is current; None while direct calls are
+    forbidden.
+    """
 
     @classmethod
     def _make(cls, device: Device, handle: int) -> Self:
@@ -699,7 +715,7 @@ class DefaultStream(Stream):
         self._current = None
 
     def _allow_direct(self) -> None:
-        # During a capture by this package the checked way finds out whether a blocking stream is captured.
+        # During a capture by this package, a checked call finds out whether a blocking stream is being captured.
         if self._capture or self._before_work or deferred_queue(self._session).captures:
             self._forbid_direct()
         else:
@@ -719,32 +735,34 @@ class LegacyStream(DefaultStream):
     _sees_all = True
 
     def ready(self, allocates: bool = False) -> Any | None:
-        current = self._session.cuCtxGetCurrent  # A function in a slot is called faster by a local name.
+        current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
         return self._raw if current() == self._current else None
 
     def _ready_to_drop(self) -> Any | None:
-        # A free on the legacy stream would invalidate captures of blocking streams. During such a capture the driver
-        # refuses to answer for this stream, so the free is left to an item.
+        # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
+        # cuStreamIsCapturing returns an error for the legacy stream. The caller then leaves the free to a deferred
+        # item.
         handle = self.ready()
         return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
 
     def _captured(self) -> bool:
-        # This raises while a blocking stream is captured.
+        # `capturing` raises CudaError while a blocking stream is being captured.
         return self._capture is not None or self.capturing
 
 
 class PerThreadStream(DefaultStream):
     """The per-thread default stream of one thread.
 
-    Its handle names another stream on each thread, so only its thread queues work on it directly. Elsewhere what was
-    allocated on it is freed on the legacy stream, which is ordered after the per-thread streams of all threads.
+    The handle names another stream on each thread, so only the stream's own thread queues work on it directly. If
+    another thread frees memory of the stream, the free is queued on the legacy stream, which is ordered after the
+    per-thread streams of all threads.
     """
 
     __slots__ = ("_ident",)
 
     _ident: int
-    """Identifier of the stream's thread; False after the end of the thread, because a new thread may get the identifier
-    of an ended one.
+    """Identifier of the stream's thread; False after the end of that thread, because a new thread may get the same
+    identifier.
     """
 
     def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
@@ -771,8 +789,8 @@ class _ThreadStreams(ThreadLocal, streams=dict):
 
 
 class _OfThread:
-    """Owner of one thread's per-thread default stream. It is dropped when the thread ends, and then marks the stream as
-    one that no thread uses.
+    """Owner of one thread's per-thread default stream. When the thread ends, this object is dropped, and its finaliser
+    marks the stream as one that no thread uses.
     """
 
     __slots__ = ("stream",)
@@ -800,15 +818,15 @@ def legacy_stream(device: Device) -> LegacyStream:
 
 
 def per_thread_stream(device: Device) -> PerThreadStream:
-    """Return the calling thread's default stream of a device; on the same thread the same object each time."""
+    """Return the calling thread's per-thread default stream of a device: on one thread the same object each time."""
     streams = _thread_streams(device._session).streams
     found = streams.get(device.ordinal) or streams.setdefault(device.ordinal, _OfThread(device))
     return found.stream
 
 
 def default_stream(device: Device, handle: int) -> DefaultStream:
-    """Return the default stream of a device for a handle: the legacy stream for 0 and 1, the calling thread's stream
-    for 2.
+    """Return the default stream of a device that ``handle`` names: the legacy stream for 0 and 1, the calling thread's
+    per-thread stream for 2.
     """
     return per_thread_stream(device) if handle == PER_THREAD else legacy_stream(device)
 
@@ -825,19 +843,20 @@ def _gone(_: object) -> None:
 class LibraryStream(Stream):
     """A stream that other code made, and destroys.
 
-    It keeps the library's object alive, and so the driver's stream. A library may still close the stream. Calls on it
-    are then refused, because the handle of a destroyed stream crashes the process. Nothing can be ordered after its
-    work any more, so memory that was allocated on it is released once the device is idle (:func:`ordered_after`).
+    This object keeps the library's object alive, which keeps the driver's stream alive. If the library still closes the
+    stream, calls on it are refused, because the handle of a destroyed stream crashes the process. Nothing can then be
+    ordered after the stream's work. So memory that was allocated on it is freed once the device was idle
+    (:func:`ordered_after`).
     """
 
     __slots__ = ("_alive", "_asks", "drained", "owned", "owner")
 
     owner: Any
-    """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` does that."""
+    """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
     owned: bool
-    """Whether the owner is known to do so, as a library's own stream object is."""
+    """Whether ``owner`` certainly keeps the driver's stream alive, as a library's own stream object does."""
     drained: bool
-    """Whether the stream was closed and the device was idle since then, so that the stream has no work."""
+    """Whether the stream was closed and the device was idle since the close, so that the stream has no work left."""
     _asks: bool
     """Whether users of the library can close the stream, so that ``owner.is_closed`` is asked before each call."""
     _alive: weakref.ref[Stream]
@@ -860,7 +879,8 @@ class LibraryStream(Stream):
     def ready(self, allocates: bool = False) -> Any | None:
         handle = self.direct
         if handle is None:
-            # It is also None if the owner has to be asked. Then ``caller`` tells whether something forbids the call.
+            # `direct` is also None if the owner has to be asked. Then `caller` tells whether direct calls are
+            # forbidden.
             if not self.caller or self.owner.is_closed:
                 return None
             handle = self._raw
@@ -871,11 +891,13 @@ class LibraryStream(Stream):
         return handle
 
     def _ready_to_drop(self) -> Any | None:
-        # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This
-        # LibraryStream is then garbage, too: its weak reference `_alive` is cleared, and its handle must not be used.
+        # If the library's object is in the same garbage cycle, it may have been finalised before, and may have
+        # destroyed its stream. This LibraryStream is then garbage, too, and its weak reference `_alive` is cleared: the
+        # handle must not be used.
         if self._alive() is None:
             self._end_use()
-            # The item that frees the memory keeps this object, which is in no set of weak references any more.
+            # The item that frees the memory keeps this object alive. The collector has removed the object from the weak
+            # set.
             known_streams(self._session).add(self)
             return None
         return self.direct or self.ready()
@@ -901,8 +923,8 @@ class LibraryStream(Stream):
 
 @contextlib.contextmanager
 def draining(session: Session, ordinal: int) -> Iterator[None]:
-    """Wrap a call that waits for all work of device ``ordinal``: afterwards the streams that their libraries had closed
-    before it count as drained.
+    """Return a context manager for a call that waits for all work of device ``ordinal``. At its end, streams that their
+    libraries had closed before the call are marked as ``drained``.
     """
     several = [one for one in members(known_streams(session)) if isinstance(one, LibraryStream) and one.closed]
     yield
@@ -936,22 +958,22 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
             "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
         )
     if found is not stream and found.closed:
-        # The library closed the known stream. Its object may have a new stream by now.
+        # The library has closed the stream that was found. The library's object may have a new stream by now.
         found = _resolve(stream, session)
     found._checked_raw()
     return of_this_thread(found)
 
 
 def of_this_thread(stream: Stream) -> Stream:
-    """Return the calling thread's object for a per-thread default stream. Other streams are returned as they are."""
+    """Return the calling thread's stream in place of a per-thread default stream. Return any other stream unchanged."""
     return per_thread_stream(stream.device) if isinstance(stream, PerThreadStream) else stream
 
 
 def library_stream(stream: Any, session: Session) -> Stream:
-    """Return the :class:`Stream` for a library's object. It may be closed. Raises TypeError, ValueError if the object
-    is not a stream.
+    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError, ValueError
+    if the object is not a stream.
 
-    An object is resolved once, see :mod:`streamalloc.core.library_streams`.
+    The result is kept in a table for the next call, see :mod:`streamalloc.core.library_streams`.
     """
     found: Stream
     owner, found = session.library_streams.latest
@@ -966,14 +988,15 @@ def _resolve(stream: Any, session: Session) -> Stream:
     number = handle_of_library_stream(stream)
     found: Stream
     if number in DEFAULT_HANDLES:
-        # A default stream's handle names no device. Use the library's device, or the current context's.
+        # A default stream's handle names no device. Use the device that the library's object names, or that of the
+        # current context.
         named = device_of_library_stream(stream)
         ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
         found = default_stream(Device._of(ordinal, session), number)
-        # Nothing is kept if the same object names another stream on another thread or device.
+        # The result is not kept if the same object can name another stream on another thread or device.
         keeps = number != PER_THREAD and (named is not None or session.call("cuDeviceGetCount") == 1)
     else:
-        # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
+        # cuStreamGetDevice would be one call, but on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
         asked = closable(stream, number)
         found = LibraryStream._borrow(Device._of(ordinal, session), number, asked or stream, asks=asked is not None)
@@ -981,7 +1004,7 @@ def _resolve(stream: Any, session: Session) -> Stream:
         found.owned = keeps and closes_itself(stream)
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
-    # A listener must be notified of each use of a library's stream.
+    # With a listener nothing is kept: the listener must be notified of each use of a library's stream.
     if keeps and session.listener is None:
         for ended in session.library_streams.keep(stream, found):
             ended._submit_endings()
@@ -989,31 +1012,32 @@ def _resolve(stream: Any, session: Session) -> Stream:
 
 
 def _current_ordinal(session: Session) -> int:
-    """Return the ordinal of the current context's device (``cuCtxGetDevice``); without a context 0, as in the runtime
-    API. Raises InvalidContextError for a destroyed context.
+    """Return the ordinal of the current context's device (``cuCtxGetDevice``); 0 if no context is current, as in the
+    runtime API. Raises InvalidContextError if the current context was destroyed.
     """
     try:
         return int(session.call("cuCtxGetDevice"))
     except InvalidContextError as error:
-        # For a destroyed context, 0 would be a guess, because the context may have been of another device.
+        # The error has another name for a destroyed context. 0 would then be a guess, because the context may have been
+        # of another device.
         if error.name != "CUDA_ERROR_INVALID_CONTEXT":
             raise
         return 0
 
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
-    """Return the ``CUstream`` if this thread may queue work on ``stream``, ours or a library's, by a direct call; None
-    for the checked way, also if the stream is of another driver.
+    """Return the ``CUstream`` if this thread may queue work on ``stream``, ours or a library's, by a direct driver
+    call. Return None if a checked call is needed, also if the stream is of another driver.
     """
     found = stream if isinstance(stream, Stream) else library_stream(stream, session)
     return (found.direct or found.ready()) if found._session is session else None
 
 
 def direct_handle(stream: object, session: Session) -> Any | None:
-    """Return the ``CUstream`` for direct calls of any kind, allocations included; None if they are not allowed.
+    """Return the ``CUstream`` if all direct driver calls are allowed now, allocations included; else None.
 
-    They are allowed for an open stream of ``session``'s driver that is not being captured and that no other code
-    knows.
+    Such calls are allowed for an open stream of ``session``'s driver that is not being captured and whose handle no
+    other code has.
     """
     return stream.unlent if isinstance(stream, Stream) and stream._session is session else None
 
@@ -1022,12 +1046,12 @@ def direct_handle(stream: object, session: Session) -> Any | None:
 
 
 known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Streams of all kinds, open or closed."""
+"""Streams of all kinds whose Python objects exist, open or closed."""
 
 
 def captures_changed(session: Session) -> None:
-    """Forbid or allow direct calls again, after a capture by this package was listed or has ended. During one they are
-    forbidden on default streams, and in the mode ``"global"`` on all streams.
+    """Forbid direct calls after a capture by this package was listed, or allow them again after its end. During a
+    capture, direct calls are forbidden on default streams, and in the mode ``"global"`` on all streams.
     """
     forbidding = deferred_queue(session).forbidding
     for stream in members(known_streams(session)):
@@ -1047,40 +1071,42 @@ SETTLERS.append(_destroy_spare_events)
 
 
 def raw_handle(stream: Stream) -> Any:
-    """Return the stream's ``CUstream``, after the items that come before more work were attempted. Raises
-    :class:`ClosedError`.
+    """Return the stream's ``CUstream`` for a checked call, after the items of :func:`queue_behind` were attempted.
+    Raises :class:`ClosedError`.
     """
     return stream._checked_raw()
 
 
 def in_context(stream: Stream, act: Callable[..., T], *args: Any) -> T:
-    """Call ``act``, which queues work on ``stream``, on the checked way (:meth:`Stream._in_context`). Returns its
-    result.
+    """Call ``act``, which queues work on ``stream``, with the stream's context current, so that no capture of another
+    thread is invalidated (:meth:`Stream._in_context`). Returns the result of ``act``.
     """
     return stream._in_context(act, *args)
 
 
 def stream_call(stream: Stream, name: str, *args: Any) -> Any:
-    """Call driver function ``name`` with the stream as its first argument, on the checked way. Raises ClosedError,
+    """Call driver function ``name`` with the stream as its first argument, and return its results. Raises ClosedError,
     CudaError.
     """
     return stream._call(name, *args)
 
 
 def is_captured(stream: Stream) -> bool:
-    """Whether a stream is being captured (``cuStreamIsCapturing`` if other code may do so)."""
+    """Whether a stream is being captured. Calls the driver (``cuStreamIsCapturing``) only if other code may capture the
+    stream.
+    """
     return stream._captured()
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
-    """Have ``item`` attempted right before the stream is closed, or after it was dropped."""
+    """Have ``item`` attempted right before the stream is closed, or after the stream was dropped."""
     deferred_queue(stream._session).end_with(stream, item)
     stream._endings.append(item)
 
 
 def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
-    """Remove the free lists of the cache with this ``key`` from a stream, and ``item``, which would release them when
-    the stream ends.
+    """Remove the free lists of the cache with this ``key`` from a stream. Also remove ``item``, which would release
+    these lists when the stream ends.
     """
     with contextlib.suppress(ValueError):
         stream._endings.remove(item)
@@ -1088,9 +1114,10 @@ def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
 
 
 def end_of(stream: Stream) -> Sequence[Event]:
-    """Return the list that gets an event after all work of a stream of ours, once the stream is closed or dropped.
+    """Return a list that stays the same object. When a stream of ours is closed or dropped, the list gets an event
+    after all work of the stream.
 
-    It stays empty if the driver refuses the record.
+    The list stays empty if the driver refuses the record, and for default streams and libraries' streams.
     """
     return stream._last
 
@@ -1101,8 +1128,8 @@ def sees_all_work(stream: Stream) -> bool:
 
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
-    """Raise :class:`CaptureError` if the stream is being captured. ``call``: the driver function that is not called;
-    ``why``: the reason and the remedy, for the message.
+    """Raise :class:`CaptureError` if the stream is being captured. ``call`` is the name of the driver function that is
+    not called. ``why`` is a text with the reason and the remedy for the message.
     """
     if stream._captured():
         raise refused(CaptureError, call, f"the stream is being captured; {why}")
@@ -1112,8 +1139,8 @@ _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _
 
 
 def name_of_stream(session: Session, handle: int) -> str:
-    """Return the name of the open stream of this package with this handle (``CUstream`` as a number); empty if it has
-    none.
+    """Return the name of the open stream of :meth:`Device.create_stream` with this handle (``CUstream`` as a number);
+    empty if there is no such stream or it has no name.
     """
     stream = _named(session).get(handle)
     return "" if stream is None or stream.closed else stream.name
