@@ -1,17 +1,18 @@
 """Session: the state of the package for one driver, and all driver calls that are not direct.
 
 A :class:`Session` calls driver functions by name and raises an exception for an error. It retains the devices' primary
-contexts, and refuses all calls in a forked child. ``notebooks/docs/contributing.md`` has a glossary, and follows calls
-from the public function to the driver.
+contexts, and refuses all calls in a forked child. ``notebooks/docs/contributing.md`` has a glossary, and shows the path
+of a call from the public function to the driver.
 
-**Direct calls.** Calls that come often go to a driver function that was bound beforehand: the session has the functions
-that :data:`DIRECT` names, and an allocator has two of its own. They begin with a guard: the memory is allocated, the
-arguments have the expected types, and the stream is ready (:meth:`~streamalloc.core.stream.Stream.ready`). Otherwise
-the call goes the checked way, which checks arguments and explains errors.
+**Direct calls.** A frequent call, such as an allocation or a copy, goes straight to a driver function that was bound
+beforehand. The session binds the functions that :data:`DIRECT` names, and each allocator binds two more. A direct call
+is made only if the memory is allocated, the arguments have the expected types, and the stream can take the call now
+(:meth:`~streamalloc.core.stream.Stream.ready`). Otherwise the call is a checked call: a slower path, which checks the
+arguments and explains errors.
 
-An error of the driver is raised unless the checked way can succeed. For example, the driver refuses a copy under
-another device's context, and the checked way makes the stream's own context current. Apart from this, fills, copies,
-records, waits and queries on streams other than default streams need no current context
+If the driver refuses a direct call, the error is raised unless a checked call can succeed. For example, the driver
+refuses a copy under another device's context, and the checked call makes the stream's own context current. Fills,
+copies, records, waits and queries need no current context on streams other than default streams
 (``tests/facts/test_contexts.py``).
 """
 
@@ -70,13 +71,14 @@ DIRECT = tuple(_Direct.__annotations__)
 """Names of the driver functions that each session binds when it is made."""
 
 NOT_CALLED = (DriverMisuseError, ForkedProcessError)
-"""Errors that show that the driver function was not called."""
+"""Error classes that show that the driver function was not called."""
 
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 """Capture mode (``cuThreadExchangeStreamCaptureMode``) that keeps captures of other streams valid."""
 GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-"""Capture mode that each thread begins with. In it, unsafe calls invalidate captures of other threads."""
+"""Capture mode of a new thread. In this mode, unsafe calls such as ``cuMemFree`` invalidate captures of other threads.
+"""
 
 
 class _ShutsAfterFork(Protocol):
@@ -84,7 +86,7 @@ class _ShutsAfterFork(Protocol):
 
 
 class OwnsHandle(Protocol):
-    """Owner of a driver handle; the handle is None after its release."""
+    """Owner of the driver handle ``_raw``, which is None after its release."""
 
     _raw: Any
 
@@ -110,24 +112,28 @@ class Session(_Direct):
     def __init__(self, driver: Driver) -> None:
         self.driver: Driver = driver
         """The driver itself, for code that binds its functions."""
-        # Kept here: the globals of this module may be gone when the last finalisers run.
+        # An attribute, because the globals of this module may be gone when the last finalisers run.
         self.unusable: Callable[[], bool] = sys.is_finalizing
-        """Whether a finaliser may not call the driver: in a forked child, and while the interpreter shuts down."""
+        """Returns whether driver calls of finalisers are forbidden: in a forked child, and while the interpreter shuts
+        down.
+        """
         self.forked: bool = False
         """True in a forked child, in which all calls are refused."""
         self.listener: MemoryListener | None = getattr(driver, "listener", None)
-        """Listener of a driver that checks stream order; it only records."""
+        """Listener of a driver that checks stream order (``driver.checked``), else None. The listener only records
+        calls.
+        """
         self.library_streams: LibraryStreams = LibraryStreams()
         self.beside_captures: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """Makes the ``with`` block of a call that must break no capture of another thread. The deferred queue, which
-        knows the captures, replaces it.
+        """Returns a context manager for a driver call that must invalidate no capture of another thread. The deferred
+        queue, which lists the captures, replaces this default.
         """
         self._contexts: dict[int, Any] = {}
         """Primary contexts (``CUcontext``) by device ordinal."""
         self._state: dict[object, Any] = {}
         """The object of each :class:`PerDriver` for this driver."""
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Objects with bound driver functions, which a forked child replaces."""
+        """Objects with bound driver functions. In a forked child, each object replaces its functions by refusals."""
         self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, getattr(driver, name))
@@ -135,7 +141,7 @@ class Session(_Direct):
 
     @staticmethod
     def of(driver: Driver) -> Session:
-        """The session of ``driver``, the same one each time.
+        """The session of ``driver``: the same object each time for the same driver.
 
         Raises
         ------
@@ -154,8 +160,9 @@ class Session(_Direct):
             return session
 
     def __del__(self) -> None:
-        # The collector clears the weak references to a session that is in a cycle before it drops the other objects of
-        # the cycle. Their releases keep this session alive, and would wait for ever if another one served the driver.
+        # If a session is in a garbage cycle, the collector clears the weak references to the session before it drops
+        # the other objects of the cycle. The releases of those objects keep this session alive. They would wait for
+        # ever if a new session served the driver, so this session is registered again.
         if hasattr(self, "_lock") and self.usable:  # The attribute is missing if __init__ has raised.
             _sessions.setdefault(id(self.driver), self)
 
@@ -167,7 +174,7 @@ class Session(_Direct):
     def call(self, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` and return its results: None, a value, or a tuple.
 
-        ``hint``: the usual cause of a failure, or a function that returns it.
+        ``hint`` is a text for the error with the usual cause of a failure, or a function that returns this text.
 
         Raises
         ------
@@ -190,7 +197,8 @@ class Session(_Direct):
 
     def call_in(self, ordinal: int, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
         """Call driver function ``name`` as :meth:`call` does, while the primary context of device ``ordinal`` is
-        current. For calls that create nothing: if the context cannot be restored, the result is lost.
+        current. Only for functions that create no handle: if the caller's context cannot be restored, the result is
+        lost.
         """
         with self.current(ordinal):
             return self.call(name, *args, hint=hint)
@@ -199,8 +207,8 @@ class Session(_Direct):
         """Call driver function ``name``, which creates a handle, while the primary context of device ``ordinal`` is
         current, and store the handle in ``owner._raw``. Raises as :meth:`call`.
 
-        The handle is stored before the caller's context is restored: if the driver refuses that, the owner still ends
-        the handle.
+        The handle is stored before the caller's context is restored. If the driver then refuses to restore the context,
+        ``owner`` has the handle and can still end it.
         """
         with self.current(ordinal):
             owner._raw = self.call(name, *args, hint=hint)
@@ -222,7 +230,8 @@ class Session(_Direct):
         if result:
             if not is_gone(error_from(result, name)):
                 owner._raw = raw
-            # No local name for the error: error and frame would form a cycle that keeps the callers' objects.
+            # The error gets no local name: error and frame would form a reference cycle that keeps the callers' objects
+            # alive.
             raise error_from(result, name, hint)
 
     def _function(self, name: str) -> Any:
@@ -251,9 +260,9 @@ class Session(_Direct):
     def context(self, ordinal: int) -> Any:
         """Return the primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        The context must outlast every object of the device. The garbage collector drops these objects in any order,
-        also after the session's last user. Other libraries share the context. Its last release destroys it together
-        with their streams and memory, and a later use of such a handle crashes the process.
+        The context must outlast every object of the device, and the garbage collector drops these objects in any order.
+        Other libraries share the context. The last release of the context would destroy the streams and memory of those
+        libraries, and a later use of such a handle crashes the process.
         """
         context = self._contexts.get(ordinal)
         if context is None:
@@ -264,8 +273,8 @@ class Session(_Direct):
         return context
 
     def current(self, ordinal: int) -> _Current:
-        """Return a ``with`` block in which a device's primary context is current on this thread (``cuCtxPushCurrent``,
-        ``cuCtxPopCurrent``).
+        """Return a context manager that makes a device's primary context current on this thread, and restores the
+        caller's context at its end (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
         """
         return _Current(self, self.context(ordinal))
 
@@ -280,15 +289,17 @@ class Session(_Direct):
             return int(self.call("cuCtxGetDevice"))
 
     def relaxed(self) -> _Relaxed:
-        """Return a ``with`` block in which this thread's calls invalidate no capture of other streams.
+        """Return a context manager in which this thread's calls invalidate no capture of other streams.
 
-        It sets the thread's capture mode (``cuThreadExchangeStreamCaptureMode``). A call that names a captured stream
-        can still invalidate that stream's capture.
+        The context manager sets the thread's capture mode to relaxed (``cuThreadExchangeStreamCaptureMode``). A call
+        that names a captured stream can still invalidate that stream's capture.
         """
         return _Relaxed(self)
 
     def shut_with_me(self, bound: _ShutsAfterFork) -> None:
-        """Register an object with bound driver functions, to replace them in a forked child."""
+        """Register an object with bound driver functions. In a forked child, its ``_shut_after_fork`` is called to
+        replace them.
+        """
         self.bound.add(bound)
 
     def _shut_after_fork(self) -> None:
@@ -302,8 +313,8 @@ class Session(_Direct):
 
 
 def members(several: weakref.WeakSet[T]) -> list[T]:
-    """Return a list of a set's members. If another thread changes the set meanwhile, it is listed again, because Python
-    then raises RuntimeError.
+    """Return a list of a weak set's members. If another thread changes the set meanwhile, Python raises RuntimeError,
+    and the set is listed again.
     """
     while True:
         with contextlib.suppress(RuntimeError):
@@ -311,7 +322,7 @@ def members(several: weakref.WeakSet[T]) -> list[T]:
 
 
 def drained(pop: Callable[[], T]) -> Iterator[T]:
-    """Yield the items that ``pop`` takes off a list or a deque, until it is empty. Other threads may take or add items
+    """Yield what ``pop`` takes off a list or a deque, until the list is empty. Other threads may take or add entries
     meanwhile.
     """
     with contextlib.suppress(IndexError):
@@ -322,8 +333,8 @@ def drained(pop: Callable[[], T]) -> Iterator[T]:
 class PerDriver(Generic[T]):
     """State shared by the objects of one driver. ``state(session)`` returns one object per driver, made on first use.
 
-    The call takes no lock, so finalisers may make it. If two threads make the first call at once, both run ``make`` and
-    one result is dropped, so ``make`` must have no side effect.
+    The call takes no lock, so finalisers may make it. If two threads make the first call at once, both run ``make``,
+    and one of the two results is dropped. So ``make`` must have no side effect.
     """
 
     def __init__(self, make: Callable[[Session], T]) -> None:
@@ -351,9 +362,9 @@ def session_of(thing: _HasSession) -> Session:
 class _Current:
     """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
 
-    A push and a pop, and no ``cuCtxSetCurrent``: afterwards the caller's own context is current again, whatever library
-    set it. If our context remained, the thread's work on default streams would run on another device, without an error.
-    So the pop is made even if a signal handler raises right after the push.
+    After the pop the caller's own context is current again, whatever library set it; ``cuCtxSetCurrent`` could not
+    restore it. If our context remained current, the thread's work on default streams would run on another device,
+    without an error. So the pop is made even if a signal handler raises right after the push.
     """
 
     __slots__ = ("_context", "_session")
@@ -363,7 +374,7 @@ class _Current:
         self._context = context
 
     def __enter__(self) -> None:
-        # Not by Session.call, which is slower: each call on a default stream comes here.
+        # The driver is called without Session.call, which is slower: each checked call on a default stream enters here.
         self._session.check_process()
         driver = self._session.driver
         try:
@@ -407,11 +418,11 @@ class _Relaxed:
 
 
 def _fail(result: Any, call: str, error: BaseException | None) -> None:
-    """Raise the error for ``result`` of driver function ``call`` at the end of a ``with`` block. If the block has
-    raised ``error``, attach it to that instead, which says more.
+    """Raise the error for ``result`` (``CUresult``) of driver function ``call`` at the end of a ``with`` block. If the
+    block has raised ``error``, attach the driver's error to ``error`` instead, because ``error`` says more.
     """
     if error is None:
-        # No local name for the error, see Session.release.
+        # The error gets no local name, see Session.release.
         raise error_from(result, call)
     attach(error, error_from(result, call))
 
@@ -420,7 +431,7 @@ _FORKED = (
     "this object belongs to the process that was forked; CUDA cannot be used in a forked child: "
     "start it with multiprocessing's 'spawn' or 'forkserver' method"
 )
-# By id of the driver. A session keeps its driver alive, so no id is reused.
+# Sessions by the ``id`` of their driver. A session keeps its driver alive, so no ``id`` is reused.
 _sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 # Sessions of drivers that are modules, such as the real one, kept until the process ends.
 _kept: list[Session] = []
@@ -428,20 +439,20 @@ _sessions_lock = RLock()
 
 
 def sessions() -> tuple[Session, ...]:
-    """Return the sessions of all drivers that are in use, without those that the collector is clearing."""
-    # List the references in one call. During a loop over the table other threads may add sessions, and the garbage
-    # collector may remove some: Python would then raise RuntimeError.
+    """Return the sessions of all drivers that are in use, without sessions that the garbage collector is clearing."""
+    # `valuerefs` lists the references in one call. During a loop over the table, another thread or the garbage
+    # collector could change the table, and Python would raise RuntimeError.
     found = [reference() for reference in _sessions.valuerefs()]
-    # Without a state the collector is clearing the session, which its own finaliser has registered again.
+    # A session without `_state` is being cleared by the collector: its own finaliser has registered it again.
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 
 
-# Rules for a forked child. CUDA does not work there: a driver call may hang on a lock that a thread of the parent held.
-# Or it answers with handles of the parent, and a child that ends one ends it for the parent, too. The child inherits
-# every object, and its collector drops them. So the child makes no driver call at all: * the functions of each session
-# raise ForkedProcessError; * finalisers find the session unusable; * locks are made anew, because the threads that held
-# the old ones do not exist in the child. The child may close what the kernel duplicated for it: file descriptors and
-# mappings of shared memory.
+# Rules for a forked child. CUDA does not work there. A driver call may hang on a lock that a thread of the parent held,
+# or may end a handle that the parent still uses. The child inherits every object, and its garbage collector drops these
+# objects. So the child makes no driver call at all. The functions of each session raise ForkedProcessError, and
+# finalisers find that the session is not usable. Locks are made anew, because the threads that held the old locks do
+# not exist in the child. The child may close what the kernel duplicated for it: file descriptors and mappings of shared
+# memory.
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
@@ -450,16 +461,16 @@ def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _ask_for_the_process() -> None:
-    """Make finalisers compare the process id before they call the driver.
+    """Make finalisers compare the process id before they call the driver, from right before the fork.
 
-    In a child, finalisers of thread-local objects run before the child's sessions are shut.
+    In the child, finalisers of thread-local objects run before :func:`_shut_sessions_after_fork` marks the sessions.
     """
     for session in sessions():
         if not session.forked:
             session.unusable = functools.partial(_is_unusable, os.getpid(), os.getpid, sys.is_finalizing)
 
 
-# Takes its functions as arguments: module globals may be gone when the last finalisers run.
+# The functions are arguments, because module globals may be gone when the last finalisers run.
 def _is_unusable(pid: int, process: Callable[[], int], exiting: Callable[[], bool]) -> bool:
     return process() != pid or exiting()
 
