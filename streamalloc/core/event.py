@@ -24,8 +24,8 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 
 
 class EventLike(Protocol):
-    """Type of an event of cuda.core. :func:`foreign_event` recognises one by the module of its class and the attribute
-    ``is_done``.
+    """Type of an event of cuda.core. :func:`foreign_event` recognises such an event by the module of its class and by
+    the attribute ``is_done``.
     """
 
     @property
@@ -33,24 +33,28 @@ class EventLike(Protocol):
 
 
 class Spares(list[Any]):
-    """Closed events (``CUevent``) of a stream, which are recorded again.
+    """Closed events (``CUevent``) of a stream, kept so that later records use them again.
 
-    Creating an event costs twice as much as recording one, and may wait for the device if the driver needs room.
-    Recording an event again is safe: ``cuStreamWaitEvent`` waits for the record before the call, not for later ones.
+    Creating an event costs twice as much as recording one, and may wait for the device if the driver must allocate
+    memory. It is safe to record an event again: a stream waits for the last record before ``cuStreamWaitEvent``, not
+    for later records.
     """
 
     __slots__ = ("open",)
 
     most = 16
-    """Largest number of events kept for a stream: about as many as a data loader has batches under way."""
+    """Largest number of events kept for a stream: about the number of batches that a data loader has under way."""
 
     def __init__(self) -> None:
         self.open: bool = True
         """False once the stream has ended: then no event is kept."""
 
     def keep(self, raw: Any, session: Session) -> None:
-        """Keep ``raw`` (``CUevent``) for a later record, or destroy it if another thread has closed the stream."""
-        # Appended before the check: otherwise a close between the two would leave the event in the list for ever.
+        """Keep ``raw`` (``CUevent``) for a later record; destroy it if another thread has closed the stream
+        meanwhile.
+        """
+        # The event is appended before the check: otherwise, if the stream was closed between the two, the event would
+        # stay in the list for ever.
         self.append(raw)
         if not self.open:
             self.destroy_all(session)
@@ -61,7 +65,7 @@ class Spares(list[Any]):
         self.destroy_all(session)
 
     def destroy_all(self, session: Session) -> None:
-        """Destroy the events that are kept now (``cuEventDestroy``). Later ones may still be kept."""
+        """Destroy the events that are kept now (``cuEventDestroy``). More events may be kept later."""
         for raw in drained(self.pop):
             end_handle(session, "cuEventDestroy", raw)
 
@@ -72,13 +76,13 @@ class Event(Closes, Shareable, Shown):
     Parameters
     ----------
     device
-        The device whose streams can record it.
+        The device whose streams can record the event.
     timing
         Whether the event measures time, for :meth:`elapsed_since`. Events without timing are cheaper.
     blocking_sync
-        Whether :meth:`synchronize` sleeps rather than spins.
+        Whether :meth:`synchronize` lets the host thread sleep rather than spin.
     interprocess
-        Whether other processes can open it; such an event cannot measure time.
+        Whether other processes can open the event. Such an event cannot measure time.
 
     Raises
     ------
@@ -118,15 +122,15 @@ class Event(Closes, Shareable, Shown):
             A ``CUipcEventHandle``, its 64 bytes, or an :class:`IpcEventHandle`, of an event that was created with
             ``CU_EVENT_INTERPROCESS``.
         device
-            The device of the event, which the driver does not tell.
+            The device of the event. The driver has no function that returns it.
 
         Raises
         ------
         TypeError, ValueError
-            ``handle`` is not such a handle.
+            ``handle`` is not such a handle, or ``device`` is not a :class:`Device`.
         CudaError
-            The handle is not that of an event, or the event is of this process. The handle of a process that has ended
-            raises no error.
+            The handle is not the handle of an event, or the event was created by this process. The handle of an event
+            whose process has ended raises no error.
 
         Examples
         --------
@@ -149,10 +153,12 @@ class Event(Closes, Shareable, Shown):
         self.interprocess = interprocess
         self._session = device._session
         self._capture: Capture | None = None
-        """The capture by this package in which the event was recorded; None if it was recorded outside."""
+        """The capture by this package in which the event was recorded; None if the event was recorded outside a
+        capture.
+        """
         self._foreign_captures = False
-        """Whether the event may be recorded in a capture by other code: on a stream that other code may capture, or by
-        the event's handle. A stream that waits for it then joins that capture.
+        """Whether the event may have been recorded in a capture by other code: on a stream that other code may capture,
+        or through the event's handle. A stream that waits for the event then joins that capture.
         """
 
     @property
@@ -180,19 +186,20 @@ class Event(Closes, Shareable, Shown):
         return raw
 
     def query(self) -> bool:
-        """Whether the work before the event is done; True if never recorded (``cuEventQuery``)."""
+        """Return whether the work before the event is done; True if the event was never recorded (``cuEventQuery``)."""
         raw = self._checked_raw()
         with self._session.beside_captures():
             result = self._session.cuEventQuery(raw)[0]
         return not result or is_done(result, "cuEventQuery")
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done (``cuEventSynchronize``)."""
+        """Block the host until the work before the event's last record is done (``cuEventSynchronize``)."""
         self._session.call("cuEventSynchronize", self._checked_raw())
         work(self._session, MOST_PER_SYNC)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does. The loop runs other tasks meanwhile.
+        """Wait in a coroutine of :mod:`asyncio` until the work before the event is done. The loop runs other tasks
+        meanwhile.
 
         No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``), of up to 30 ms if
         there are many waits. If the event is recorded again during the wait, the wait ends with the later record.
@@ -200,26 +207,26 @@ class Event(Closes, Shareable, Shown):
         Raises
         ------
         ClosedError
-            The event was closed, perhaps during the wait.
+            The event was closed before the wait or during it.
         """
         return finished(self).__await__()
 
     def elapsed_since(self, start: Event) -> float:
-        """Milliseconds between two recorded events that measure time (``cuEventElapsedTime``).
+        """Return the milliseconds from ``start`` to this event (``cuEventElapsedTime``). Both events must measure time.
 
         Raises
         ------
         InvalidHandleError
-            One of them does not measure time, was not recorded, or is of another device.
+            One of the two events does not measure time or was not recorded, or the events are of different devices.
         NotReadyError
-            The work before one of them is not done.
+            The work before one of the two events is not done.
         """
         checked_type("start", start, Event)
         hint = "both events must be made with timing=True and recorded on the same device"
         return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:
-        """Destroy the event (``cuEventDestroy``). Streams that already wait for it keep waiting. Idempotent."""
+        """Destroy the event (``cuEventDestroy``). Streams that already wait for the event keep waiting. Idempotent."""
         if not self._kept_for_later():
             self._session.release(self, "cuEventDestroy")
 
@@ -231,7 +238,8 @@ class Event(Closes, Shareable, Shown):
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._session.check_process()
-        # There is no call between these two lines, so two threads cannot both take the handle.
+        # There is no call between these two lines, so Python switches no threads there: only one thread takes the
+        # handle.
         raw = self._raw
         self._raw = None
         if raw is not None:
@@ -258,8 +266,8 @@ class Event(Closes, Shareable, Shown):
 
 
 def is_done(result: Any, call: str) -> bool:
-    """Whether ``result``, the answer of a query, means that the work is done. Raises CudaError for an answer that is an
-    error; ``call`` names the query.
+    """Return whether ``result``, the ``CUresult`` of a query, says that the work is done. Raises CudaError if
+    ``result`` is an error. ``call`` is the name of the queried driver function.
     """
     if not result:
         return True
@@ -281,7 +289,9 @@ def foreign_event(event: object) -> Any | None:
 
 
 class _StreamEnd(Deferred):
-    """Queue item that ends with the work of a stream which was closed or dropped."""
+    """Item of the deferred queue for a stream that was closed or dropped. The item ends once the stream's work is
+    done.
+    """
 
     __slots__ = ("__weakref__", "event")
 
@@ -294,11 +304,15 @@ class _StreamEnd(Deferred):
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
-"""Items of ended streams that the deferred queue holds. A fence over all known streams takes their events."""
+"""Items of closed and dropped streams whose work is not done. A fence over all known streams uses the events of these
+items.
+"""
 
 
 def defer_end(session: Session, last: Event) -> None:
-    """Submit the last event of an ending stream to the deferred queue, unless it has completed."""
+    """Submit an item for ``last``, the last event of an ending stream, to the deferred queue, unless the event has
+    completed.
+    """
     with session.relaxed():
         if not last.query():
             item = _StreamEnd(last)
@@ -307,10 +321,10 @@ def defer_end(session: Session, last: Event) -> None:
 
 
 def has_passed(event: Event) -> bool:
-    """Whether an event has completed, or its context is lost.
+    """Return whether an event has completed, or its context is lost.
 
-    If it has completed, the host also synchronises with it (``cuEventSynchronize``). Only then can pools give the
-    memory of the frees before the event to any stream.
+    If the event has completed, the host also synchronises with it (``cuEventSynchronize``). Only then can pools give
+    the memory of the frees before the event to any stream.
     """
     try:
         if not event.query():
@@ -326,23 +340,25 @@ def has_passed(event: Event) -> bool:
 # -- await in asyncio ----------------------------------------------------------------------------------------
 
 _TURNS = 1e-4
-"""Age in seconds up to which a wait queries its event at each turn of the loop, so that a short wait ends at once."""
+"""Seconds during which a new wait queries its event at each iteration of the event loop, so that a short wait ends at
+once.
+"""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Shortest and longest pause in seconds between two queries of an older wait. Between these limits the pause is an
-eighth of the wait's age.
+"""Shortest and longest pause in seconds between two queries of a wait that is older than ``_TURNS``. Between these
+limits the pause is an eighth of the wait's age.
 """
 _PER_WAIT, _MANY = 3e-5, 3e-2
-"""Shortest pause in seconds for each wait of the loop, and the largest value of the sum of these pauses. Without them,
-the queries of many waits would keep the loop busy.
+"""The pause in seconds is at least ``_PER_WAIT`` times the number of the loop's waits, but this lower limit does not
+exceed ``_MANY``. Without it, the queries of many waits would keep the loop busy.
 """
 
 waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKeyDictionary()
-"""The unfinished waits of each event loop, as a list with one None for each. Only the length of a list counts."""
+"""A list for each event loop, with one None for each unfinished wait. Only the length of the list is used."""
 
 
 def _has_finished(event: Event) -> bool:
-    """Whether an event has completed. If so, this also synchronises with it, so that the driver reuses the memory of
-    the frees before it.
+    """Return whether an event has completed. If it has, also synchronise with it, so that the driver can reuse the
+    memory of the frees before the event.
     """
     # In another capture mode, a query would invalidate captures of other streams.
     with event._session.relaxed():
@@ -353,12 +369,13 @@ def _has_finished(event: Event) -> bool:
 
 
 async def finished(event: Event) -> None:
-    """Wait as :meth:`Event.synchronize` does, without blocking the running loop.
+    """Wait until the work before ``event`` is done, without blocking the running event loop.
 
-    No pause depends on how long a query took: one slow query must not delay the end of the wait.
+    The pauses between queries do not depend on how long a query took, because one slow query must not delay the wait's
+    end.
     """
-    # A program with a running loop has imported asyncio. At module level the import would double the package's import
-    # time.
+    # Imported here, because at module level the import would double the package's import time. A program with a running
+    # loop has imported asyncio before.
     from asyncio import get_running_loop, sleep
 
     loop = get_running_loop()
@@ -371,4 +388,4 @@ async def finished(event: Event) -> None:
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        several.pop()  # Not from `waits[loop]`: the loop may be gone, and `waits` then has no list for it.
+        several.pop()  # `waits[loop]` may be missing by now: the loop may be gone.
