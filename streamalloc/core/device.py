@@ -1,4 +1,4 @@
-"""GPUs: properties, their streams and events, and arguments that name a device or a location."""
+"""GPUs: their properties, their streams and events, and checks of arguments that name a device or a location."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemoryInfo(NamedTuple):
     """
 
     free: int
-    """Bytes that no process has allocated."""
+    """Bytes that are free on the device."""
     total: int
     """Bytes of the device."""
 
@@ -38,16 +38,16 @@ class MemoryInfo(NamedTuple):
 class Device:
     """One GPU of a driver.
 
-    Devices are values: two with the same ordinal and driver are equal. All objects that come from a device use its
-    driver. Its primary context is retained on first use and never released. It is made current only for calls that need
-    a context.
+    Devices are values: two devices with the same ordinal and driver are equal. All objects that come from a device use
+    its driver. The device's primary context is retained on first use and never released. The context is made current
+    only for calls that need one.
 
     Parameters
     ----------
     ordinal
         Number of the GPU, from 0, among those that ``CUDA_VISIBLE_DEVICES`` makes visible.
     driver
-        The driver to use; default: the one that :func:`streamalloc.driver.default` names.
+        The driver to use; by default the result of :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class Device:
 
     @classmethod
     def _of(cls, ordinal: int, session: Session) -> Device:
-        """Make a device from an ordinal that is known to be valid, without a driver call."""
+        """Return a device for an ordinal that is known to be valid, without a driver call."""
         device = cls.__new__(cls)
         device._session = session
         device.ordinal = ordinal
@@ -77,12 +77,14 @@ class Device:
 
     @staticmethod
     def count(driver: Driver | None = None) -> int:
-        """Number of devices of a driver (``cuDeviceGetCount``)."""
+        """Return the number of devices of ``driver``, by default the default driver (``cuDeviceGetCount``)."""
         return int(session_for(None, driver).call("cuDeviceGetCount"))
 
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
-        """The devices of a driver in the order of their ordinals (``cuDeviceGetCount``)."""
+        """Return all devices of ``driver``, by default the default driver, in the order of their ordinals
+        (``cuDeviceGetCount``).
+        """
         session = session_for(None, driver)
         return [cls._of(ordinal, session) for ordinal in range(int(session.call("cuDeviceGetCount")))]
 
@@ -122,12 +124,12 @@ class Device:
 
     @property
     def location(self) -> MemLocation:
-        """The device's own memory as a location."""
+        """The device's memory as a :class:`MemLocation`, for properties of pools and physical memory."""
         return MemLocation.device(self.ordinal)
 
     @property
     def supports(self) -> Capabilities:
-        """Capabilities of the device, queried at each read (``cuDeviceGetAttribute``); prints as a table."""
+        """Capabilities of the device, queried at each read (``cuDeviceGetAttribute``). ``print`` shows a table."""
         from streamalloc.core.capabilities import query_capabilities
 
         return query_capabilities(self._session, self.ordinal)
@@ -139,11 +141,11 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The calling thread's default stream. If another thread frees memory that was allocated on it, the free is
+        """The calling thread's per-thread default stream. If another thread frees memory of this stream, the free is
         queued on the legacy stream.
 
-        Synchronise the stream before its thread ends: driver 580 hangs if the stream then still works on memory of
-        pools.
+        Synchronise the stream before its thread ends: driver 580 hangs if the stream's work still uses memory of pools
+        then.
         """
         return per_thread_stream(self)
 
@@ -155,16 +157,17 @@ class Device:
         return GraphMemory(self)
 
     def attribute(self, name: str) -> int:
-        """A device attribute by its driver name, with or without ``CU_DEVICE_ATTRIBUTE_`` (``cuDeviceGetAttribute``).
+        """Return the value of a device attribute (``cuDeviceGetAttribute``). ``name`` may omit the prefix
+        ``CU_DEVICE_ATTRIBUTE_``.
 
         Raises
         ------
         ValueError
             No attribute has this name.
         NotSupportedError
-            The installed bindings lack it; newer ones have it.
+            The installed bindings do not have the attribute; newer bindings do.
         InvalidValueError
-            The driver lacks it.
+            The driver does not have the attribute.
         """
         prefix = "CU_DEVICE_ATTRIBUTE_"
         full = prefix + name.removeprefix(prefix)
@@ -174,8 +177,8 @@ class Device:
         return int(self._session.call("cuDeviceGetAttribute", member, self.ordinal))
 
     def memory_info(self) -> MemoryInfo:
-        """Return the free and total memory in bytes (``cuMemGetInfo``), after the deferred releases that are possible
-        now.
+        """Make the deferred releases that are possible now, then return the free and total memory in bytes
+        (``cuMemGetInfo``).
         """
         work(self._session)
         free, total = self._session.call_in(self.ordinal, "cuMemGetInfo")
@@ -203,7 +206,7 @@ class Device:
         blocking
             Whether the stream and the legacy default stream wait for each other.
         priority
-            Lower numbers run first; the driver clamps to the range of the device.
+            Work of streams with lower numbers runs first. The driver clamps the number to the range of the device.
         name
             A name for error messages, reports and ``repr``. It need not be unique.
         """
@@ -233,8 +236,8 @@ class Device:
         work(self._session, MOST_PER_SYNC)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a ``with`` block in which the device's primary context is current on this thread
-        (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
+        """Return a context manager that makes the device's primary context current on this thread, and restores the
+        earlier context at its end (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
         """
         return self._session.current(self.ordinal)
 
@@ -267,14 +270,14 @@ class Device:
 
 
 DOMAIN_NEEDS = "locality domains need a device with that many of them: see device.supports.locality_domains"
-"""Usual cause if the driver refuses memory of a locality domain."""
+"""Text for errors: the usual cause if the driver refuses memory of a locality domain."""
 
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
 
 
 def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """Return the location that ``where`` names: a device, an ordinal, or a location. Otherwise raise TypeError, with
-    the argument's ``name`` and the text ``allowed``.
+    """Return the location of ``where``, which is a Device, an ordinal, or a location. Otherwise raise TypeError: its
+    message has the argument's ``name`` and the text ``allowed``.
     """
     if type(where) is int:
         return MemLocation.device(where)
@@ -285,8 +288,8 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
 
 
 def session_for(where: object, driver: Driver | None) -> Session:
-    """Return the session of the driver of ``where`` if that is a device; otherwise of ``driver``, or of the default
-    driver. Raises ValueError if ``where`` and ``driver`` disagree.
+    """Return the session of the driver of ``where`` if ``where`` is a Device; otherwise the session of ``driver``, by
+    default the default driver. Raises ValueError if ``driver`` is not the driver of the Device ``where``.
     """
     if not isinstance(where, Device):
         return Session.of(driver if driver is not None else default_driver())
@@ -305,8 +308,8 @@ def check_device(name: str, device: object, session: Session | None = None) -> N
 
 
 def check_location(session: Session, location: MemLocation) -> None:
-    """Raise ``ValueError`` for a location on a device that the driver does not have (``cuDeviceGetCount``), or that
-    only other processes see.
+    """Raise ``ValueError`` if the driver has no such device (``cuDeviceGetCount``), or if only other processes can use
+    the location's device.
     """
     if not location.seen:
         raise ValueError(f"location={location}: this process does not see that device")
@@ -317,8 +320,8 @@ def check_location(session: Session, location: MemLocation) -> None:
 
 
 def known_location(session: Session, name: str, where: object) -> MemLocation:
-    """Return the location that ``where`` names (:func:`location_of`). Raise ``ValueError`` if it is of another driver,
-    or ``session``'s driver has no such device. ``name``: the argument's name, for errors.
+    """Return the location of ``where`` (:func:`location_of`). Raise ``ValueError`` if ``where`` is a Device of another
+    driver, or ``session``'s driver has no such device. ``name``: the argument's name, for errors.
     """
     location = location_of(name, where)
     if isinstance(where, Device):

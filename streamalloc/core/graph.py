@@ -1,7 +1,7 @@
 """Graphs that a stream capture makes, and the memory of graphs: allocation and free nodes, launches, reserved memory.
 
 While a stream is captured, its queued work becomes nodes of a graph, allocations included. The graph owns the memory of
-its allocations, which has the same address at every launch. Building graphs node by node is left to cuda.core.
+its allocations, which has the same address at every launch. To build graphs node by node, use cuda.core.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _MODES = ("global", "thread_local", "relaxed")
 
 
 class Graph(Closes):
-    """A captured graph. Launch it as often as needed; :meth:`close` releases it.
+    """A graph, usually captured by :meth:`Stream.capture`. It can be launched any number of times; :meth:`close`
+    releases it.
 
-    The driver allows one instance at a time of a graph that allocates memory, so a graph is instantiated once: by the
-    first launch or by :meth:`instantiate`.
+    The driver allows only one instance at a time of a graph that allocates memory. So a graph is instantiated once, by
+    the first launch or by :meth:`instantiate`.
 
     Examples
     --------
@@ -53,13 +54,13 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept: tuple[object, ...] = ()
-        """Objects whose memory the copies of the graph use. They live as long as the graph."""
+        """Objects whose memory the copies of the graph use. The graph keeps these objects alive."""
         self._closed = False
 
     @classmethod
     def create(cls, device: Device) -> Self:
-        """Make a graph without nodes (``cuGraphCreate``). Raw calls with :attr:`handle`, cuda.core and
-        :meth:`GraphBuffer.add_to` add nodes to it.
+        """Make a graph without nodes (``cuGraphCreate``). Nodes are added by driver calls with :attr:`handle`, by
+        cuda.core and by :meth:`GraphBuffer.add_to`.
         """
         graph = cls(device)
         graph._handle._raw = graph._session.call("cuGraphCreate", 0)
@@ -67,12 +68,13 @@ class Graph(Closes):
 
     @property
     def complete(self) -> bool:
-        """Whether the capture has ended and the graph can be launched."""
+        """Whether the graph can be launched: its capture has ended, and it was not closed."""
         return self._handle._raw is not None
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUgraph``) as a number, for raw calls and cuda.core. :meth:`close` destroys the graph.
+        """The driver's handle (``CUgraph``) as a number, for driver calls and cuda.core. :meth:`close` destroys this
+        handle.
 
         Raises
         ------
@@ -89,7 +91,9 @@ class Graph(Closes):
 
     @property
     def nodes(self) -> list[str]:
-        """The kinds of the graph's nodes, such as ``"MEM_ALLOC"`` (``cuGraphGetNodes``, ``cuGraphNodeGetType``)."""
+        """A list of the kinds of the graph's nodes, such as ``"MEM_ALLOC"`` (``cuGraphGetNodes``,
+        ``cuGraphNodeGetType``).
+        """
         raw = self._checked_raw()
         _, count = self._session.call("cuGraphGetNodes", raw, 0)
         nodes, _ = self._session.call("cuGraphGetNodes", raw, count)
@@ -97,20 +101,22 @@ class Graph(Closes):
         return [kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in kinds]
 
     def instantiate(self, *, auto_free_on_launch: bool = False) -> Self:
-        """Make the graph ready to launch (``cuGraphInstantiate``). Further calls have no effect.
+        """Make the graph ready to launch (``cuGraphInstantiate``), and return the graph itself. Further calls have no
+        effect.
 
         Parameters
         ----------
         auto_free_on_launch
-            Whether each launch first frees the memory of the graph's earlier launches that was not freed. With False
-            the driver refuses such a launch.
+            Whether each launch first frees the memory of earlier launches that was not freed. With False the driver
+            refuses a launch while such memory is left.
 
         Raises
         ------
         ClosedError
             The capture has not ended or has failed, or the graph was closed.
         InvalidValueError
-            The driver refuses the graph: a fill or copy uses memory that was freed after its capture.
+            The driver refuses the graph, for example because a fill or copy uses memory that was freed after the
+            capture.
         """
         if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
@@ -126,7 +132,7 @@ class Graph(Closes):
         Raises
         ------
         InvalidValueError
-            Memory of an earlier launch is not freed: see :meth:`instantiate`.
+            Memory of an earlier launch is not freed, and the graph was instantiated without ``auto_free_on_launch``.
         ClosedError
             The graph or the stream was closed, or the capture has not ended.
         """
@@ -158,24 +164,25 @@ class Graph(Closes):
 
 
 class Capture(contextlib.AbstractContextManager[Graph]):
-    """The ``with`` block of :meth:`Stream.capture`: the streams that take part, and the graph that it makes.
+    """Context manager of :meth:`Stream.capture`. It holds the streams that take part in the capture, and the graph.
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
 
     The steps of the begin, in this order:
 
-    1. The capture is listed, under the lock ``beginning``. From then on no deferred item is attempted, and no thread
-       makes a call that names the legacy stream or a whole context. Such a call after ``cuStreamBeginCapture`` would
-       invalidate the capture, and the program would lose its graph because of a release that it does not know of. A
-       thread that is in such a call holds the lock, so the capture waits for it.
-    2. Direct calls are forbidden. In the mode "global" the driver refuses unsafe calls of *all* threads, and each such
-       call invalidates the capture. So the calls of other threads go the checked way, in the relaxed mode.
-    3. The stream's lock is taken. An item may be freeing memory on the stream: that free would become a node, and run
-       again with each launch.
-    4. The driver begins (``cuStreamBeginCapture``).
+    1. The capture is added to ``captures`` of the deferred queue, under the lock ``beginning``. From then on no
+       deferred item is attempted, and no thread makes a call that names the legacy stream or a whole context. Such a
+       call after ``cuStreamBeginCapture`` would invalidate the capture, and the program would lose its graph because of
+       a release in the background. A thread that is in such a call holds the lock, so the capture waits for the end of
+       the call.
+    2. Direct driver calls are forbidden. In the mode "global" the driver refuses unsafe calls of *all* threads, and
+       each such call invalidates the capture. So other threads make checked calls, in the relaxed mode.
+    3. The stream's lock is taken. A deferred item may be freeing memory on the stream on another thread: this free
+       would become a node, and run again with each launch.
+    4. The driver begins the capture (``cuStreamBeginCapture``).
 
-    At the end the driver ends the capture (``cuStreamEndCapture``), the streams run their work again, the capture
-    leaves the list, and the items that have waited are attempted.
+    At the end of the block, the driver ends the capture (``cuStreamEndCapture``), and the streams run their work again.
+    Then the capture is removed from ``captures``, and the deferred items are attempted.
     """
 
     def __init__(self, origin: Stream, mode: CaptureMode) -> None:
@@ -197,15 +204,16 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             self._begin(raw)
             return self.graph
         except BaseException as error:
-            # If a signal handler raises after the capture has begun, the capture ends here. The traceback would keep it
-            # alive.
+            # If a signal handler raises after the capture has begun, no `with` block ends the capture, so it is ended
+            # here.
             self.__exit__(type(error), error, None)
             raise
 
     def _begin(self, raw: Any) -> None:
         self._queue.begin_capture(self, forbids=self._mode == GLOBAL)
         captures_changed(self._session)
-        # A deferred item may be freeing memory on the stream, on another thread: the capture would record the free.
+        # A deferred item on another thread may be freeing memory on the stream: without the lock, the capture would
+        # record the free.
         with self._origin._in_use:
             # Set before the call: if a signal handler raises when the call returns, `__exit__` still ends the capture.
             self._begun = True
@@ -226,7 +234,8 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         finally:
             try:
                 if self._begun and not ended:
-                    # If the block invalidated the capture, the driver refuses. The block's own error says more.
+                    # If the block has invalidated the capture, the driver refuses to end it. The block's own error says
+                    # more.
                     with contextlib.suppress(CudaError):
                         self._end()
                     self.graph.close()
@@ -250,16 +259,16 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         self.graph._handle._raw = self._session.call("cuStreamEndCapture", self._origin._raw)
 
     def join(self, stream: Stream, event: Event) -> None:
-        """Have ``stream`` wait for ``event`` of this capture (``cuStreamWaitEvent``): the driver then captures the
-        stream, too.
+        """Have ``stream`` wait for ``event`` of this capture (``cuStreamWaitEvent``). The driver then captures
+        ``stream``, too.
         """
         with stream._in_use:
             stream._call("cuStreamWaitEvent", event._checked_raw(), 0)
             self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:
-        """Add a stream that the driver captures. Until the capture ends, its direct calls are forbidden, and its
-        allocations belong to the graph.
+        """Add a stream that the driver captures. Until the capture ends, direct calls on the stream are forbidden, and
+        its allocations belong to the graph.
         """
         stream._capture = self
         stream._forbid_direct()
@@ -287,7 +296,7 @@ class GraphMemory:
 
     :attr:`Device.graph_memory` returns it; :doc:`/docs/guides/graphs` has programs.
 
-    Launching a graph that allocates reserves memory of the device. The memory stays reserved until :meth:`trim`.
+    The launch of a graph that allocates memory reserves memory of the device, which stays reserved until :meth:`trim`.
     """
 
     __slots__ = ("_session", "device")
@@ -321,17 +330,19 @@ class GraphMemory:
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:
-        """Return bytes reserved and used, now and at most since the last reset (``cuDeviceGetGraphMemAttribute``)."""
+        """Return the bytes reserved and used, now and at most since :meth:`reset_peaks`
+        (``cuDeviceGetGraphMemAttribute``).
+        """
         return GraphMemoryStatistics(self.reserved, self.reserved_high, self.used, self.used_high)
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to the present figures (``cuDeviceSetGraphMemAttribute``)."""
+        """Set both high-water marks to the bytes used and reserved now (``cuDeviceSetGraphMemAttribute``)."""
         for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
             attribute = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
             self._session.call("cuDeviceSetGraphMemAttribute", self.device.ordinal, attribute, cuda.cuuint64_t(0))
 
     def trim(self) -> int:
-        """Release memory that no launched graph uses (``cuDeviceGraphMemTrim``). Returns the number of bytes
+        """Release reserved memory that no launched graph uses (``cuDeviceGraphMemTrim``). Returns the number of bytes
         released.
         """
         before = self.reserved
