@@ -1,7 +1,7 @@
-"""Capabilities of a device: what NVIDIA's documentation tells programs to query before they use the memory APIs.
+"""Capabilities of a device that NVIDIA's documentation tells programs to query before they use the memory APIs.
 
-The rows of the table are the fields of :class:`Capabilities`. Each field names its device attribute, so a new
-capability is one new field.
+Each capability is a field of :class:`Capabilities` and a row of the printed table. The field names its device
+attribute, so a new capability needs only one new field.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from streamalloc.formats.html import code, table
 
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:
-    """Define a field with the value of a device attribute; None if the bindings or the driver lack the attribute."""
+    """Define a field whose value is the device attribute ``attribute`` after ``read``; None if the attribute is
+    unknown.
+    """
     return dataclasses.field(metadata={"attribute": f"CU_DEVICE_ATTRIBUTE_{attribute}", "about": about, "read": read})
 
 
 def _derived(about: str) -> Any:
-    """Define a field that is not a device attribute; :func:`query_capabilities` finds its value."""
+    """Define a field that is not a device attribute. :func:`query_capabilities` computes its value."""
     return dataclasses.field(metadata={"attribute": None, "about": about})
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Capabilities of one device; prints as a table.
+    """Capabilities of one device. ``print`` shows them as a table.
 
-    :attr:`Device.supports` returns it; ``python -m streamalloc info`` prints it.
+    :attr:`Device.supports` returns this object; ``python -m streamalloc info`` prints it.
 
-    Yes-or-no fields are bool; counts are int. A field is None if the bindings or the driver do not know the attribute.
+    Yes-or-no fields are bool; counts and the NUMA node are int. A field is None if the bindings or the driver do not
+    have its attribute.
     """
 
     memory_pools: bool | None = _asks("MEMORY_POOLS_SUPPORTED", "stream-ordered pools in device memory")
@@ -78,7 +81,7 @@ class Capabilities:
     host_numa_id: int | None = _asks("HOST_NUMA_ID", "the host NUMA node nearest to the device", int)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """The rows of the table: field, answer, description."""
+        """Yield the rows of the table: field name, value as text, description."""
         for item in dataclasses.fields(self):
             yield item.name, _shown(getattr(self, item.name)), item.metadata["about"]
 
@@ -112,8 +115,8 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
 
 
 def query_capabilities(session: Session, ordinal: int) -> Capabilities:
-    """Query every capability of a device (``cuDeviceGetAttribute``). What the bindings or the driver do not know is
-    None.
+    """Query every capability of a device (``cuDeviceGetAttribute``). A capability is None if the bindings or the driver
+    do not have its attribute.
     """
     found: dict[str, Any] = {}
     for item in dataclasses.fields(Capabilities):
@@ -128,8 +131,8 @@ def query_capabilities(session: Session, ordinal: int) -> Capabilities:
 
 
 def _managed_memory_pools(session: Session) -> bool | None:
-    """Whether managed pools work: the bindings must define them, the driver must be one for CUDA 13.0, and every device
-    must have concurrent managed access. None if the bindings do not define them.
+    """Return whether pools of managed memory work: the driver must be one for CUDA 13.0 or newer, and every device must
+    have concurrent managed access. Return None if the bindings do not define such pools.
     """
     if enum_member("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_MANAGED") is None:
         return None

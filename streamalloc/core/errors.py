@@ -1,7 +1,8 @@
-"""Exception classes by kind of failure, and the function that turns a driver's answer into an exception.
+"""Exception classes by kind of failure, and the function that makes an exception from a ``CUresult``.
 
-The driver answers every call with a ``CUresult``. :func:`error_from` turns an error into the class that :data:`_KINDS`
-names. Arguments that break a documented rule raise ``TypeError`` or ``ValueError`` before the driver is called.
+Every driver function returns a ``CUresult``. For an error, :func:`error_from` makes an exception of the class that
+:data:`_KINDS` names. Arguments that break a documented rule raise ``TypeError`` or ``ValueError`` before the driver is
+called.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class CudaError(RuntimeError):
     name
         Name of the driver's error, such as ``"CUDA_ERROR_INVALID_VALUE"``.
     code
-        Number of that error.
+        Number of the driver's error.
     call
-        The driver function that returned the error.
+        Name of the driver function that returned the error.
     hint
         The usual cause and its remedy, or the empty string.
     """
@@ -46,11 +47,11 @@ class CudaError(RuntimeError):
         self.hint = hint
 
     asked: bool = True
-    """True if the driver answered; False if the package refused the call."""
+    """True if the driver returned the error; False if this package refused the call before the driver was asked."""
 
     def __str__(self) -> str:
         if not self.asked:
-            # The hint of a missing function or attribute says what is needed.
+            # The hint of `unsupported` is a complete sentence with the function's name before it.
             return f"{self.call} {'' if self.hint.startswith('needs ') else 'was not called: '}{self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text
@@ -78,28 +79,30 @@ class InvalidDeviceError(CudaError, ValueError):
 
 
 class InvalidContextError(CudaError):
-    """No context is current, or it was destroyed.
+    """No context is current, or the current context was destroyed.
 
-    Objects of this package make the context of their :class:`Device` current. For raw calls the caller must do so.
+    Objects of this package make the context of their :class:`Device` current. Programs that call the driver themselves
+    must do so, too.
     """
 
 
 class NotInitializedError(CudaError):
     """``cuInit`` has not run in this process.
 
-    :class:`Device` calls ``cuInit``; raw calls before it get this answer.
+    :class:`Device` calls ``cuInit``. Driver calls that a program makes before that get this error.
     """
 
 
 class NotReadyError(CudaError):
     """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``).
 
-    :meth:`Event.elapsed_since` raises it while one of the events is pending.
+    :meth:`Event.elapsed_since` raises it while one of the two events is pending.
     """
 
 
 class NotSupportedError(CudaError):
-    """The device, the driver or the bindings cannot do this; the message says what is needed and what was found.
+    """The device, the driver or the bindings do not support the call. The message says what is needed and what was
+    found.
 
     :attr:`Device.supports` lists what a device can do.
     """
@@ -127,9 +130,9 @@ class CaptureError(CudaError):
 
 
 class DeviceLostError(CudaError):
-    """Earlier work failed on the device (an illegal address, a launch failure); its context can no longer be used.
+    """Earlier work failed on the device, for example by an illegal address. The device's context can no longer be used.
 
-    :func:`streamalloc.testing.kernel` lists errors of kernels that lead to it.
+    :func:`streamalloc.testing.kernel` lists errors of kernels that lead to this state.
     """
 
 
@@ -141,7 +144,7 @@ class SystemNotReadyError(CudaError):
 
 
 class OutOfMemoryError(CudaError, MemoryError):
-    """An allocation found no memory, or the switches have no room for a multicast object
+    """No memory was left for an allocation, or no resources of the NVSwitches for a multicast object
     (``CUDA_ERROR_OUT_OF_MEMORY``).
 
     :meth:`MemoryPool.allocate` raises it.
@@ -154,17 +157,17 @@ class OutOfMemoryError(CudaError, MemoryError):
         The size of the request.
     used, reserved
         Bytes allocated from the pool, and bytes of the device that the pool holds. A pool that fails to grow keeps the
-        memory that it reserved before the failure; a trim releases it.
+        memory that it reserved before the failure, until it is trimmed.
     limit
-        The pool's maximum size, None where it has none.
+        The pool's maximum size; None if the pool has no maximum.
     free, total
         The memory of the device as ``cuMemGetInfo`` gives it.
     pool
         The name of the pool; empty if it has none.
     holders
-        Lines of text. First come the other pools of the same location that hold memory. For each observer
-        (:func:`streamalloc.observing.observe`), the lines of the program follow whose allocations are live there. Each
-        part has most bytes first.
+        A tuple of lines of text. The first lines name the other pools of the same location that hold memory. The next
+        lines, for each observer (:func:`streamalloc.observing.observe`), name the lines of the program whose
+        allocations there are live. Each part is sorted by bytes, most first.
     """
 
     _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")
@@ -204,9 +207,10 @@ class ClosedError(RuntimeError):
 
 
 class EvictedError(RuntimeError):
-    """Memory without physical memory was used, resized or evicted: restore it first.
+    """A virtual buffer without physical memory was used, resized or evicted again: restore it first.
 
-    :meth:`vmm.VirtualBuffer.evict` releases the memory, and :meth:`vmm.VirtualBuffer.restore` backs it again.
+    :meth:`vmm.VirtualBuffer.evict` releases the physical memory, and :meth:`vmm.VirtualBuffer.restore` allocates it
+    again.
     """
 
 
@@ -220,17 +224,17 @@ class IncompleteTeamError(RuntimeError):
 
 
 class InUseError(RuntimeError):
-    """An object cannot be released or changed now, because something else holds it.
+    """An object cannot be released or changed now, because something else uses it.
 
-    The holder is an importer, another mapping, or a call that a signal handler or a hook interrupts.
-    :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
+    The user is a process that imported the object, another mapping, or a call that a signal handler or a hook
+    interrupts. :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
     """
 
 
 class StillImportedError(InUseError):
     """A shared allocation cannot be freed now: another process has it open.
 
-    :meth:`Buffer.free` raises it if the free is not deferred.
+    :meth:`Buffer.free` raises it unless the free is deferred until the other process closes the allocation.
     """
 
 
@@ -243,34 +247,34 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim could not release memory of pending frees: synchronise their streams, and trim again.
+    """A trim could not release memory whose frees are still pending: synchronise their streams, and trim again.
 
-    :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` give it.
+    :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` issue this warning.
     """
 
 
 LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
-"""Errors of a lost context. Nothing remains to be released then. A release with such an error may have happened, and a
-second one would crash the driver.
+"""Errors of a lost context. After such an error nothing remains to be released. A release that returned one of these
+errors may have happened, and a second release would crash the driver.
 """
 _GONE_IF_INVALID = ("cuMemFree", "cuMemFreeAsync", "cuMemFreeHost", "cuMemPoolDestroy")
-"""Releases for which ``CUDA_ERROR_INVALID_VALUE`` means that the driver does not know the address or the handle."""
+"""Driver functions whose ``CUDA_ERROR_INVALID_VALUE`` means that the address or the handle no longer exists."""
 
 
 def is_gone(error: CudaError) -> bool:
-    """Whether the error of a release means that nothing remains to be released: other code has released it, or the
+    """Whether the error of a release means that nothing remains to be released: other code has made the release, or the
     context is lost.
 
-    A release is made once. Before a second attempt, the driver may give the same address or handle to something else,
-    which that attempt would end.
+    After such an error the release must not be repeated: the driver may have given the same address or handle to
+    another object, and a second attempt would end that object.
     """
     if isinstance(error, InvalidValueError):
         return error.call in _GONE_IF_INVALID
     return isinstance(error, (*LOST, InvalidHandleError))
 
 
-# Answers by exception class, without the prefix CUDA_ERROR_. Answers that are not listed become a plain CudaError. If
-# the package itself refuses a call (`refused`), the error has the first answer of its class.
+# Names of results by exception class, without the prefix CUDA_ERROR_. Results that are not listed become a plain
+# CudaError. If the package itself refuses a call (`refused`), the error has the first result of its class.
 _ANSWERS: dict[type[CudaError], str] = {
     InvalidValueError: "INVALID_VALUE",
     OutOfMemoryError: "OUT_OF_MEMORY",
@@ -297,8 +301,9 @@ _FABRIC_MANAGER = (
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
 
-# Exception classes and hints of functions for which an answer has another meaning than usual: CUDA_ERROR_OUT_OF_MEMORY
-# of a multicast call is not about memory. A key is the first word of the function's name after "cu", and the answer.
+# Exception classes and hints for functions whose result has another meaning than usual. For example,
+# CUDA_ERROR_OUT_OF_MEMORY of a multicast call is not about memory. A key is a tuple: the first word of the function's
+# name after "cu", and the name of the result.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (
@@ -319,7 +324,7 @@ _HINTS_OF_CALLS = {
     ),
 }
 
-# Usual causes by answer, for calls that give no hint.
+# Usual causes by name of the result, for calls that give no hint.
 _HINTS = {
     "CUDA_ERROR_NOT_INITIALIZED": "make a Device first; a forked child cannot use its parent's CUDA",
     "CUDA_ERROR_SYSTEM_NOT_READY": _FABRIC_MANAGER,
@@ -341,8 +346,8 @@ _HINTS = {
 
 def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
     """Return the exception for ``result``, a ``CUresult`` other than success, which driver function ``call`` returned.
-    ``hint``: the usual cause and its remedy, in place of a general one. ``figures``: attributes of
-    :class:`OutOfMemoryError`, none for other answers.
+    ``hint``: the usual cause and its remedy; if empty, a general text is used. ``figures``: attributes of
+    :class:`OutOfMemoryError`; empty for other errors.
     """
     name = str(getattr(result, "name", result))
     subject = re.match("cu([A-Z][a-z]*)", call)
@@ -352,13 +357,13 @@ def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaEr
 
 
 def refused(kind: type[E], call: str, why: str, **figures: Any) -> E:
-    """Return the exception of class ``kind`` for driver function ``call``, which was not called: it would fail or do
-    harm.
+    """Return an exception of class ``kind`` for driver function ``call``, which was not called, because the call would
+    fail or do harm.
 
-    ``why``: the reason, for the message. The exception has the name and number that the driver would answer, and
-    ``asked`` is False. ``figures`` are arguments of :class:`OutOfMemoryError`.
+    ``why``: the reason, for the message. The exception has the name and number of the error that the driver would
+    return, and its ``asked`` is False. ``figures``: attributes of :class:`OutOfMemoryError`.
     """
-    # Not imported with this module, which pytest's plugin loads in every run.
+    # The bindings are loaded only here, because pytest's plugin imports this module in every run.
     from streamalloc.driver.internal import cuda
 
     answer = getattr(cuda.CUresult, f"CUDA_ERROR_{_ANSWERS[kind].split()[0]}")
@@ -368,7 +373,7 @@ def refused(kind: type[E], call: str, why: str, **figures: Any) -> E:
 
 
 def warn(text: str, kind: type[Warning]) -> None:
-    """Issue a warning of class ``kind`` that names the line of the program which called the package."""
+    """Issue a warning of class ``kind``. Its location is the line of the program that called this package."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -384,8 +389,8 @@ def attach(first: BaseException, later: BaseException) -> None:
 
 
 class undoing:
-    """Call ``undo`` if the ``with`` block fails. The block's error propagates; an error of ``undo`` is attached to
-    it.
+    """Context manager that calls ``undo`` if the ``with`` block raises. The block's error propagates; an error of
+    ``undo`` is attached to it.
     """
 
     __slots__ = ("_undo",)
@@ -405,8 +410,8 @@ class undoing:
 
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
-    """Call all functions, also after one has raised a ``CudaError``. Then raise the first error, with the later ones
-    attached.
+    """Call all functions, also after one has raised a ``CudaError``. Then raise the first of these errors, with later
+    errors attached.
     """
     first: CudaError | None = None
     for undo in undos:
@@ -421,12 +426,12 @@ def undo_all(undos: Iterable[Callable[[], object]]) -> None:
         if first is not None:
             raise first
     finally:
-        # Delete the local name: error and frame would form a cycle that keeps the callers' objects.
+        # Delete the local name: error and frame would form a reference cycle that keeps the callers' objects alive.
         del first
 
 
 def unsupported(call: str, needed: str, found: str) -> NotSupportedError:
     """Return the error for ``call``, a function or attribute that this driver or these bindings lack. ``needed`` and
-    ``found`` name versions, for the message.
+    ``found`` are texts that name versions, for the message.
     """
     return refused(NotSupportedError, call, f"needs {needed}, found {found}")

@@ -1,6 +1,6 @@
-"""Names of ``core``, beside the public ones, that the areas above use.
+"""Private names of ``core`` that other areas of the package may import.
 
-Other areas also import errors, properties, resource and session directly.
+Other areas also import the modules errors, properties, resource and session directly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The driver's property structs and enums as Python types.
 
-Each dataclass mirrors one struct of the driver API field for field, in snake_case. Its construction checks the
-constraints that NVIDIA documents for the call that takes the struct. ``to_driver()`` and ``from_driver()`` convert it.
-Enum members have the driver's names without the prefix.
+Each dataclass mirrors one struct of the driver API field for field, in snake_case. Its constructor checks the
+constraints that NVIDIA documents for the driver call that takes the struct. ``to_driver()`` returns the struct, and
+``from_driver()`` reads one. Enum members have the driver's names without the prefix.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class _Named(enum.Enum):
-    """Base of the driver's enums. A member prints as its name on every Python version; a plain IntEnum prints its
-    number from 3.11 on.
+    """Base of the driver's enums. A member prints as its name on every Python version, unlike members of a plain
+    IntEnum, which print as numbers from Python 3.11 on.
     """
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class MemAllocationType(_Named, enum.IntEnum):
 
 
 class MemHandleType(_Named, enum.IntFlag):
-    """Kinds of operating-system handles for export (``CUmemAllocationHandleType``); flags combine.
+    """Kinds of operating-system handles for export (``CUmemAllocationHandleType``). Flags can be combined.
 
     An argument of :class:`MemoryPool` and :class:`~streamalloc.vmm.PhysicalMemory`; :func:`streamalloc.ipc.share`
     shows its use.
@@ -110,8 +110,8 @@ class MemAdvise(_Named, enum.IntEnum):
 
 
 def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
-    """Return ``value`` as a number: a count, an offset, an address or a field of a struct. Otherwise raise
-    ``TypeError`` or ``ValueError`` with the argument's name and the rule.
+    """Return ``value`` as an int from 0 to ``largest``: a count, an offset, an address or a field of a struct.
+    Otherwise raise ``TypeError`` or ``ValueError`` with the argument's ``name`` and the allowed range.
     """
     if type(value) is int and 0 <= value <= largest:
         return value
@@ -124,8 +124,8 @@ def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> in
 
 
 def checked_size(name: str, value: object) -> int:
-    """Return ``value``, a number of bytes or text such as ``"2MiB"``, as a number of bytes
-    (:func:`~streamalloc.formats.sizes.size_in`). Raises TypeError, ValueError with the argument's name.
+    """Return the number of bytes that ``value`` gives as an integer or as text such as ``"2MiB"``
+    (:func:`~streamalloc.formats.sizes.size_in`). Raises TypeError, ValueError with the argument's ``name``.
     """
     if not isinstance(value, str):
         return checked_number(name, value)
@@ -140,10 +140,10 @@ _IN_WORDS = {int: "an integer", str: "a string"}
 
 
 def checked_type(name: str, value: object, kind: type[T]) -> T:
-    """Return ``value`` if it is of type ``kind``; otherwise raise ``TypeError`` with the argument's name. For ``int``,
-    an object with ``__index__`` is converted, and a bool is refused.
+    """Return ``value`` if it is of type ``kind``; otherwise raise ``TypeError`` with the argument's ``name``. If
+    ``kind`` is ``int``, an object with ``__index__`` is converted, and a bool is refused.
     """
-    # Without this test by name, ``operator.index`` would take a bool of numpy below 2.3 for a number.
+    # The class is tested by its name, because ``operator.index`` would convert a bool of numpy below 2.3 to a number.
     if kind is int and not isinstance(value, int) and type(value).__name__ != "bool":
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type, return-value]
@@ -163,8 +163,8 @@ def refuse_windows(name: str, handle_types: MemHandleType) -> None:
 
 
 def bindings_member(enum_name: str, member: str) -> Any:
-    """Return a member of an enum of the bindings. Raises NotSupportedError that names the bindings which first
-    have it.
+    """Return a member of an enum of the bindings. If the installed bindings lack it, raise NotSupportedError, which
+    names the first version of the bindings that has the member.
     """
     found = enum_member(enum_name, member)
     if found is None:
@@ -172,14 +172,15 @@ def bindings_member(enum_name: str, member: str) -> Any:
     return found
 
 
-# CU_DEVICE_INVALID: the driver reports this id, with one of these types, for a device that only other processes see.
+# CU_DEVICE_INVALID: the driver reports this id with one of these types for a device that is visible only to other
+# processes.
 _UNSEEN = -2
 _OF_DEVICES = (MemLocationType.DEVICE, MemLocationType.INVISIBLE)
 
 
 @dataclass(frozen=True, slots=True)
 class MemLocality:
-    """One locality domain of a device (the ``localized`` part of ``CUmemLocation``; bindings 13.4).
+    """One locality domain of a device: the field ``localized`` of ``CUmemLocation``, in bindings 13.4 or newer.
 
     The field ``localized`` of :class:`MemLocation`.
     """
@@ -195,20 +196,21 @@ class MemLocation:
     Attributes
     ----------
     type
-        Device, host, one NUMA node of the host, or none (managed memory without a preferred location).
+        Kind of location: a device, the host, one NUMA node of the host, or none (managed memory without a preferred
+        location).
     id
-        The device ordinal or NUMA node number; 0 if the type needs none. The driver reports -2 for a device that is
-        visible to another process only, for example by ``CUDA_VISIBLE_DEVICES``; drivers from CUDA 13.1 on may report
-        it with the type INVISIBLE.
+        The device ordinal or NUMA node number; 0 if the type needs no number. The driver reports -2 for a device that
+        is visible only to another process, for example because of ``CUDA_VISIBLE_DEVICES``. The type may then be
+        INVISIBLE (drivers for CUDA 13.1 and newer).
     localized
-        The device and domain for DEVICE_LOCALITY_DOMAIN; None otherwise.
+        The device and its locality domain if ``type`` is DEVICE_LOCALITY_DOMAIN; None otherwise.
 
     Raises
     ------
     TypeError
         ``type`` is not a :class:`MemLocationType` or ``id`` not an integer.
     ValueError
-        ``id`` is negative.
+        ``id`` is negative, or ``localized`` does not fit ``type``.
 
     Examples
     --------
@@ -230,22 +232,22 @@ class MemLocation:
 
     @classmethod
     def device(cls, ordinal: int) -> Self:
-        """The memory of one GPU."""
+        """Return the location of one GPU's memory."""
         return cls(MemLocationType.DEVICE, ordinal)
 
     @classmethod
     def host(cls) -> Self:
-        """Host memory, on no particular NUMA node."""
+        """Return the location of host memory on no particular NUMA node."""
         return cls(MemLocationType.HOST)
 
     @classmethod
     def host_numa(cls, node: int) -> Self:
-        """The memory of one NUMA node of the host."""
+        """Return the location of the memory of one NUMA node of the host, by the node's number."""
         return cls(MemLocationType.HOST_NUMA, node)
 
     @classmethod
     def none(cls) -> Self:
-        """No preferred place; only for managed memory."""
+        """Return the location for managed memory without a preferred location."""
         return cls(MemLocationType.NONE)
 
     @property
@@ -255,14 +257,15 @@ class MemLocation:
 
     @property
     def on_host(self) -> bool:
-        """Whether the CPU owns the memory."""
+        """Whether the memory is host memory, on any or on one NUMA node."""
         return self.type in (MemLocationType.HOST, MemLocationType.HOST_NUMA, MemLocationType.HOST_NUMA_CURRENT)
 
     def to_driver(self) -> Any:
         """Return a ``CUmemLocation`` with this location."""
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
-            # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. A new struct already has its value, 0.
+            # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. The type of a new struct is already 0, the value of that
+            # constant.
             return struct
         struct.type = bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
         if self.localized is None:
@@ -288,7 +291,7 @@ class MemLocation:
 
 @dataclass(frozen=True, slots=True)
 class MemAccessDesc:
-    """Permission of one location to use memory (``CUmemAccessDesc``).
+    """Permission of one device or the host to use memory (``CUmemAccessDesc``).
 
     :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.set_access` grant such permissions.
     """
@@ -317,10 +320,11 @@ _OPAQUE_BYTES = 64
 
 
 class OpaqueHandle(bytes):
-    """A handle of 64 bytes that only the driver can read. It is bytes, so that it can be sent to other processes.
+    """A handle of 64 bytes that only the driver can interpret. The class is a subclass of bytes, so that a handle can
+    be sent to other processes.
 
-    It is made of bytes, or of the struct of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. :meth:`to_driver`
-    returns the struct of ``cuda.bindings.driver``.
+    The constructor takes 64 bytes, or the struct of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``.
+    :meth:`to_driver` returns the struct of ``cuda.bindings.driver``.
 
     Raises
     ------
@@ -334,7 +338,7 @@ class OpaqueHandle(bytes):
     _runtime_struct: ClassVar[str]
 
     def __new__(cls, data: Any) -> Self:
-        """Copy 64 bytes, or the bytes of the struct."""
+        """Copy the 64 bytes ``data``, or the bytes of the struct ``data``."""
         kind = type(data).__name__
         if kind in (cls._struct, cls._runtime_struct) and not isinstance(data, bytes):
             data = opaque_bytes(data)
@@ -347,12 +351,12 @@ class OpaqueHandle(bytes):
         return super().__new__(cls, data)
 
     def to_driver(self) -> Any:
-        """The struct of the bindings with these bytes."""
+        """Return a struct of ``cuda.bindings.driver`` with these bytes."""
         return opaque_struct(self._struct, self)
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """The bytes of a struct of the bindings."""
+        """Return the bytes of ``struct``, a struct of the bindings, as a handle."""
         return cls(struct)
 
 
@@ -379,7 +383,7 @@ class MemFabricHandle(OpaqueHandle):
 
 
 class IpcMemHandle(OpaqueHandle):
-    """Handle of memory of ``cuMemAlloc`` (``CUipcMemHandle``).
+    """Handle of memory that ``cuMemAlloc`` allocated, for other processes (``CUipcMemHandle``).
 
     An argument of :func:`streamalloc.ipc.open_memory_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
     """
@@ -390,7 +394,7 @@ class IpcMemHandle(OpaqueHandle):
 
 
 class IpcEventHandle(OpaqueHandle):
-    """Handle of an event (``CUipcEventHandle``).
+    """Handle of an event for other processes (``CUipcEventHandle``).
 
     An argument of :meth:`Event.from_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
     """
@@ -401,5 +405,7 @@ class IpcEventHandle(OpaqueHandle):
 
 
 def as_int(value: Any) -> int:
-    """Return the number in a C ``unsigned char`` field, for which some bindings give a number and others one byte."""
+    """Return the value of a C ``unsigned char`` field as an int. Some versions of the bindings give an int, others one
+    byte.
+    """
     return value[0] if isinstance(value, bytes) else int(value)
