@@ -1,11 +1,12 @@
-"""Hooks of allocators. Watchers are notified of each allocation and each free; without watchers the hooks cost nothing.
+"""Hooks that notify watchers, such as an observer, of each allocation and each free. Without watchers they cost
+nothing.
 
-Each allocator has two bound functions, to allocate and to free. While the allocator has watchers, these are the methods
-of a :class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own
-functions. A cache (:mod:`streamalloc.pool.cache`) makes no driver calls for memory of its free lists, and does not
-use them while it has watchers.
+Each allocator has two bound functions, one to allocate and one to free. While the allocator has watchers, these are the
+methods of a :class:`Tap`, which make the same driver calls and notify the watchers. Without watchers they are the
+driver's own functions. A cache (:mod:`streamalloc.pool.cache`) gives memory of its free lists without a driver call, so
+it does not use the free lists while it has watchers.
 
-Finalisers also free memory. They notify watchers, so a watcher only records the event and returns.
+Finalisers also free memory and notify watchers. So a watcher's ``freed`` only records the event and returns.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from streamalloc.driver.internal import RLock
 
 
 class Watcher(Protocol):
-    """Receiver of notifications of allocations and frees. For mappings the allocator is None."""
+    """Receiver of notifications of allocations and frees. For mappings of virtual memory the argument ``allocator`` is
+    None.
+    """
 
     def wants(self, allocator: Any, /) -> bool:
-        """Whether this watcher is notified of the calls of an allocator."""
+        """Return whether this watcher is to be notified of the calls of ``allocator``."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
         """Called before the driver allocates ``nbytes`` bytes. An exception goes to the caller of the allocation."""
@@ -39,39 +42,41 @@ class Watcher(Protocol):
         """
 
     def allocation_failed(self, allocator: Any, nbytes: int, stream: Any, /) -> None:
-        """Called after the driver has refused ``nbytes`` bytes to ``allocator`` on ``stream`` (``CUstream``)."""
+        """Called after the driver has refused to allocate ``nbytes`` bytes for ``allocator`` on ``stream``
+        (``CUstream``).
+        """
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Called before the memory at ``address`` is freed on ``stream`` (``CUstream``). The watcher may not have been
-        notified of its allocation. Finalisers make this call, so it takes no lock and never raises.
+        """Called before the memory at ``address`` is freed on ``stream`` (``CUstream``). The memory may have been
+        allocated before the watcher was added. Finalisers call this method, so it takes no lock and never raises.
         """
 
     def free_failed(self, address: int, /) -> None:
-        """Called after the driver has refused a free that :meth:`freed` was notified of. Takes no lock and never
+        """Called if the driver has refused a free for which :meth:`freed` was called. Takes no lock and never
         raises.
         """
 
     def look(self) -> None:
-        """Called after a free, to process what :meth:`freed` has noted. Not called from finalisers, so it may take
-        locks.
+        """Called after a free, to process what :meth:`freed` has recorded. Finalisers do not call this method, so it
+        may take locks.
         """
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None, /) -> list[str]:
-        """Return lines for an error text: live allocations in a location, by line of the program. Makes no driver
-        call.
+        """Return text lines for an error message: live allocations in ``location``, by line of the program. Makes no
+        driver call.
 
-        ``allocators``: only allocations of these pools, and of caches over them; None for all.
+        ``allocators`` limits the lines to allocations of these pools and of caches over these pools; None for all.
         """
 
 
 class Watched(Protocol):
-    """The parts of an allocator that hooks use."""
+    """Type of an allocator that watchers can be added to."""
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
 
 
 class Tap:
-    """Replacements for the two functions of an allocator. They call the driver and notify the watchers."""
+    """Replacements for the two bound functions of an allocator, which call the driver and notify the watchers."""
 
     __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
@@ -88,7 +93,7 @@ class Tap:
 
     def allocate(self, nbytes: int, pool: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
         """Allocate ``nbytes`` bytes from ``pool`` by the driver's function, and notify the watchers before and after.
-        Returns the driver's answer: the ``CUresult`` and the pointer. If a watcher raises, the memory is freed.
+        Returns the tuple of the driver: the ``CUresult`` and the pointer. If a watcher raises, the memory is freed.
         ``except_for``: watchers that are not notified (:func:`without_notifying`).
         """
         watchers, owner = self._without(except_for), self._owner()
@@ -110,12 +115,13 @@ class Tap:
         return answer
 
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
-        """Notify the watchers, and free the memory at ``ptr`` by the driver's function. Returns the driver's answer. If
-        the driver refuses, the watchers are notified of that, too. ``except_for``: watchers that are not notified.
+        """Notify the watchers, and free the memory at ``ptr`` by the driver's function. Returns the driver's tuple with
+        the ``CUresult``. If the driver refuses, the watchers are notified of the failure, too. ``except_for``: watchers
+        that are not notified.
         """
         watchers, address = self._without(except_for), int(ptr)
-        # Watchers are notified before the free. After it, another thread may get the same address at once, and the
-        # notification of that allocation must come second.
+        # Watchers are notified before the free. After the free, another thread may get the same address at once, and
+        # the notification of that allocation must come second.
         for watcher in watchers:
             watcher.freed(address, stream)
         refused = False
@@ -135,8 +141,8 @@ class Tap:
 
 
 def look(watchers: tuple[Watcher, ...]) -> None:
-    """Let watchers process their notes after a free. If a finaliser of this package made the free, leave the notes for
-    later: the watchers take a lock, and a finaliser must not wait for one.
+    """Call :meth:`Watcher.look` of the watchers after a free, unless a finaliser of this package made the free: the
+    watchers take a lock, and a finaliser must not wait for a lock.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -148,29 +154,30 @@ def look(watchers: tuple[Watcher, ...]) -> None:
 
 
 def tap_of(function: Any) -> Tap | None:
-    """Return the :class:`Tap` whose method ``function`` is; None for other functions, such as the driver's."""
+    """Return the :class:`Tap` of which ``function`` is a method; None for other functions, such as the driver's."""
     tap = getattr(function, "__self__", None)
     return tap if type(tap) is Tap else None
 
 
 def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """Return an allocator's function in a form that does not notify these watchers.
+    """Return an allocator's bound function in a form that does not notify ``watchers``.
 
-    A cache notifies its own watchers itself. Without this, the pool below it would record the same memory again.
+    A cache notifies its watchers itself. If the pool below the cache notified them, too, they would record the same
+    memory twice.
     """
     return functools.partial(function, except_for=watchers) if watchers and tap_of(function) else function
 
 
 def bare(alloc: Any) -> Any:
-    """Return the driver's allocation function behind ``alloc``, which notifies no watchers. For memory of graphs, which
-    exists only between launch and free.
+    """Return the driver's allocation function behind ``alloc``, which notifies no watchers. For memory of graphs: the
+    call only adds a node, and the memory exists from a launch to its free.
     """
     tap = tap_of(alloc)
     return alloc if tap is None else tap._alloc
 
 
 class Watching:
-    """The watchers of the allocators of one driver: ``watching_of(session)``."""
+    """The watchers of the allocators of one driver (``watching_of(session)``)."""
 
     __slots__ = ("_lock", "_session", "watchers")
 
@@ -180,12 +187,14 @@ class Watching:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
-        """Notify ``watcher`` of the calls of all allocators that it wants, from now on. Idempotent."""
+        """Notify ``watcher`` from now on of the calls of each allocator for which its ``wants`` returns True.
+        Idempotent.
+        """
         with self._lock:
             self._notify((*self.watchers, watcher) if watcher not in self.watchers else self.watchers)
 
     def remove(self, watcher: Watcher) -> None:
-        """Stop notifying a watcher. Once none is left, allocators call the driver's own functions again."""
+        """Stop notifying ``watcher``. Once no watcher is left, allocators call the driver's own functions again."""
         if self._session.forked:
             return
         with self._lock:
@@ -197,13 +206,13 @@ class Watching:
             self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
-        """Have a new allocator, which has just bound its functions, notify the watchers."""
+        """Have a new allocator, which has just bound its functions, notify the watchers that were added before."""
         if self.watchers:
             with self._lock:
                 self._watch(allocator)
 
     def allocators(self) -> list[Any]:
-        """The live allocators of the driver: pools, caches, the current pools."""
+        """Return the live allocators of the driver: pools, caches, and the objects for the devices' current pools."""
         return [one for one in members(self._session.bound) if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
@@ -211,22 +220,23 @@ class Watching:
 
 
 watching_of: PerDriver[Watching] = PerDriver(Watching)
-"""The watchers of a driver: ``watching_of(session)``."""
+"""``watching_of(session)`` returns the :class:`Watching` of the session's driver."""
 
 
 def holders(session: Session, location: MemLocation, allocators: Collection[object] | None = None) -> tuple[str, ...]:
-    """Return the lines of all watchers about live allocations in a location, for an out-of-memory error.
+    """Return the text lines of all watchers about live allocations in a location, for an out-of-memory error.
 
     ``allocators``: see :meth:`Watcher.holders`.
     """
     lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location, allocators)]
-    return tuple(dict.fromkeys(lines))  # Several observers may say the same line.
+    return tuple(dict.fromkeys(lines))  # Several observers may give the same line.
 
 
 @contextlib.contextmanager
 def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
-    """Notify watchers of a free of ``address`` on ``stream`` that the ``with`` block makes without the allocator's
-    function, such as a deferred free. If the block raises, they are notified that the free failed.
+    """Return a context manager for a free that is made without the allocator's bound function, such as a deferred free.
+    It notifies watchers of the free of ``address`` on ``stream`` (``CUstream``). If the block raises, it notifies them
+    that the free failed.
     """
     watchers = watching_of(session).watchers
     for watcher in watchers:

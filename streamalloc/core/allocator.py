@@ -1,8 +1,8 @@
-"""Base class of pools and caches, and the handling of exhausted memory.
+"""Base class of pools and caches, with the retries of an allocation that finds no memory.
 
-Each allocator binds the driver's functions to allocate and to free, so that :meth:`Allocator.allocate` and
-:meth:`Buffer.free` are one driver call on a stream that is ready (:mod:`streamalloc.core.stream`). A closed pool binds
-an allocation function that raises.
+Each allocator binds the driver's functions to allocate and to free. So :meth:`Allocator.allocate` and
+:meth:`Buffer.free` make only one driver call if nothing must be asked about the stream
+(:mod:`streamalloc.core.stream`). A closed pool binds an allocation function that raises.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _IN_GRAPHS = (
 
 
 class Allocator(Unique, BufferSource):
-    """Source of buffers: a memory pool, or a cache over one."""
+    """Source of buffers: a memory pool, or a cache over a pool."""
 
     __slots__ = ("__weakref__", "_alloc", "_raw")
 
     _alloc_name = "cuMemAllocFromPoolAsync"
     """Name of the driver function behind ``_alloc``, for errors."""
     _alloc: Any
-    """The driver's function, or a replacement: of watchers (:class:`Tap`), of the current pool, or one that raises
-    (closed pool, forked child).
+    """The driver's function to allocate, or a replacement of it: :meth:`Tap.allocate` while there are watchers, a
+    function of the current pool, or a function that raises (closed pool, forked child).
     """
     _raw: Any
     """``CUmemoryPool``, the second argument of ``_alloc``."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any, free: Any = None) -> None:
-        """Bind the two functions of direct calls. ``alloc`` takes the size in bytes, ``raw`` (``CUmemoryPool``) and the
-        stream's handle. ``free``: a function in place of ``cuMemFreeAsync``.
+        """Bind the two functions that allocate and free. ``alloc`` takes the size in bytes, ``raw`` (``CUmemoryPool``)
+        and the stream's handle (``CUstream``). ``free`` replaces ``cuMemFreeAsync``.
 
-        ``location`` and the state behind ``managed`` must be set before.
+        The caller must have set ``location`` and the attributes that ``managed`` reads.
         """
         self._session = session
         location = self.location
@@ -65,8 +65,8 @@ class Allocator(Unique, BufferSource):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Notify these watchers of each further allocation and free of this allocator; with ``()``, bind the driver's
-        own functions again.
+        """Notify ``watchers`` of each further allocation and free of this allocator. Without watchers, bind the
+        driver's own functions again.
         """
         tap = tap_of(self._free)  # A closed pool has replaced ``_alloc``, but not ``_free``.
         if tap is None:
@@ -83,8 +83,7 @@ class Allocator(Unique, BufferSource):
             self._free = tap._free
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate in stream order (``cuMemAllocFromPoolAsync``). The memory is usable on ``stream`` without
-        synchronising.
+        """Allocate in stream order (``cuMemAllocFromPoolAsync``). Work on ``stream`` can use the memory at once.
 
         Parameters
         ----------
@@ -113,12 +112,12 @@ class Allocator(Unique, BufferSource):
             The pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
-        # A shift that is not 0: the size is negative or too large for the driver.
+        # The shift is not 0 if the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
             nbytes = checked_size("nbytes", nbytes)
         handle = ordered.unlent or ordered.ready(True)
         if handle is None or ordered._session is not self._session:
-            # With the argument, not with ``ordered``: a library's object may have another stream by now.
+            # The argument is passed, not ``ordered``: a library's object may have another stream by now.
             return self._allocate_checked(nbytes, stream)
         buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes
@@ -132,9 +131,9 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     async def allocate_async(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate as :meth:`allocate` does, and wait without blocking the running loop while there is no memory.
+        """Allocate as :meth:`allocate` does. While there is no memory, wait without blocking the running event loop.
 
-        It asks again after pauses of 1 to 20 ms. Memory may come from any thread, or from another process;
+        The allocation is repeated after pauses of 1 to 20 ms, until any thread or process has freed enough memory.
         ``asyncio.wait_for`` limits the wait.
 
         Raises
@@ -142,8 +141,8 @@ class Allocator(Unique, BufferSource):
         OutOfMemoryError
             The size is more than the pool's maximum, or more than the device has.
         """
-        # Imported here, because it would double the import time of the package. A running event loop has imported it
-        # already.
+        # asyncio is imported here, because it would double the import time of the package. A program with a running
+        # event loop has imported it already.
         from asyncio import sleep
 
         pause = _SHORTEST
@@ -163,7 +162,8 @@ class Allocator(Unique, BufferSource):
         Parameters
         ----------
         data
-            What :meth:`Memory.copy_from` takes: bytes, a numpy array, memory, an array of another library.
+            Any source of :meth:`Memory.copy_from`: bytes, a numpy array, memory of this package, an array of another
+            library.
         stream
             As for :meth:`allocate`.
 
@@ -181,7 +181,9 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     def _allocate_checked(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """Allocate on a stream that is not ready: captured, closed, or without its context or thread."""
+        """Allocate on a stream about which something must be asked first: it may be captured or closed, or its context
+        or thread may not be the current one.
+        """
         self._check_open()
         ordered = as_stream(stream, self._session)
         buffer: Buffer
@@ -200,28 +202,29 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     def _ask_driver(self, buffer: Buffer) -> Any:
-        """Allocate memory for a buffer, in the context of its stream. Sets the buffer's pointer, and returns the
-        ``CUresult``. Memory of graphs is not notified to watchers.
+        """Allocate memory for ``buffer`` while the context of its stream is current, and set the buffer's pointer.
+        Returns the ``CUresult``. Watchers are not notified of memory of graphs.
         """
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
 
         def allocate(handle: Any) -> Any:
-            # The buffer owns the memory before the context is restored, which the driver may refuse.
+            # The buffer gets the memory before the caller's context is restored: the driver may refuse to restore it,
+            # and the memory would be lost.
             result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
             return result
 
         return buffer._stream._in_context(allocate, buffer._stream._checked_raw())
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
-        """Handle ``result``, the driver's refusal of an allocation. If memory is exhausted, release what is unused and
-        allocate again, repeatedly while the pool's ``on_oom`` function says so (:meth:`_ask_again`). Raises the error
-        that remains.
+        """Handle ``result``, the driver's error for an allocation. If memory is exhausted, release unused memory and
+        allocate again. Repeat this as long as the pool's ``on_oom`` function returns True (:meth:`_ask_again`). Raises
+        the last error if no allocation succeeds.
         """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
-        # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: that would invalidate the
-        # capture.
+        # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: such calls would
+        # invalidate the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
             with self._session.relaxed():
@@ -234,15 +237,16 @@ class Allocator(Unique, BufferSource):
                 if capturing or not self._ask_again(failure):
                     raise failure
             finally:
-                # Delete the local name: error and frame would form a cycle that keeps the callers' objects.
+                # Delete the local name: error and frame would form a reference cycle that keeps the callers' objects
+                # alive.
                 del failure
             result = self._ask_driver(buffer)
         if result:
             raise error_from(result, self._alloc_name)
 
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
-        """Release unused memory: items of the queue of ends, and what the allocator keeps. Returns whether an
-        allocation may succeed now, and the text of an error of the driver, or ``""``.
+        """Make the deferred releases that are possible, and release unused memory of this allocator. Returns whether an
+        allocation may succeed now, and the text of a driver error, or ``""``.
         """
         try:
             await_closed_streams(self._session)
@@ -266,27 +270,27 @@ class Allocator(Unique, BufferSource):
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:
-        """Return the reason why a graph cannot allocate from this pool, for the error message."""
+        """Return the reason why a graph cannot allocate from this allocator, as text for the error message."""
         return "the stream is being captured, and the pool was made for sharing or is not in device memory"
 
     def _check_open(self) -> None:
         """Raise :class:`ClosedError` if the allocator was closed."""
 
     def _make_room(self, stream: Stream) -> bool:
-        """Release the unused memory of this allocator, so that ``stream`` can allocate. Returns whether to attempt the
-        allocation again.
+        """Release unused memory of this allocator, so that ``stream`` can allocate. Returns whether to try the
+        allocation again; always False in this base class.
         """
         return False
 
     def _ask_again(self, failure: CudaError) -> bool:
-        """Call the pool's ``on_oom`` function with the error. Returns whether to attempt the allocation again; False
-        without such a function.
+        """Call the pool's ``on_oom`` function with the error ``failure``. Returns whether to try the allocation again;
+        False without such a function.
         """
         return False
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
-        """Return the figures of an :class:`OutOfMemoryError` by their names, without those that cannot be read.
-        ``capturing``: the driver must not be asked about the pool.
+        """Return the figures of an :class:`OutOfMemoryError` (bytes) by their names, without figures that cannot be
+        read. With ``capturing``, the driver is not asked about the pool, because that would invalidate the capture.
         """
         raise NotImplementedError
 
@@ -295,13 +299,13 @@ class Allocator(Unique, BufferSource):
 
 
 def allocation_call(allocator: Allocator) -> str:
-    """Return the name of the driver function by which an allocator gets memory."""
+    """Return the name of the driver function that an allocator calls to allocate."""
     return allocator._alloc_name
 
 
 def free_function(allocator: BufferSource) -> Any:
-    """Return the function by which an allocator frees now: ``cuMemFreeAsync``, or :meth:`Tap.free` while it has
-    watchers.
+    """Return the function that an allocator calls now to free memory: by default ``cuMemFreeAsync``, or
+    :meth:`Tap.free` while the allocator has watchers.
     """
     return allocator._free
 
