@@ -1,7 +1,7 @@
-"""Fills and copies of memory, the two sides of a copy, and batches of copies.
+"""Fills and copies of memory, and batches of copies.
 
-Fills and single copies begin with the plain case: memory whose :attr:`MemoryBase._ptr` is set, and a stream that is
-ready for a direct call.
+Fills and single copies first try the plain case, which is one driver call without further checks: the memory's
+:attr:`MemoryBase._ptr` is set, and this thread may make a direct driver call on the stream (:meth:`Stream.ready`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _FILLS = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
-"""Driver function by width of the pattern in bytes."""
+"""Name of the driver function by width of the pattern in bytes."""
 _WRONG_CONTEXT = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
-"""Answer of the driver to a copy of pool memory under another device's context."""
+"""Result of a copy of pool memory while another device's context is current."""
 
 
 class Copyable(MemoryBase):
@@ -50,12 +50,13 @@ class Copyable(MemoryBase):
         stream
             The stream to queue on (default: the memory's own).
         width
-            Bytes of the pattern for an integer (default 1). A negative integer is stored in two's complement.
+            Width of the pattern in bytes if ``value`` is an integer (default 1). A negative integer is stored in two's
+            complement.
 
         Raises
         ------
         TypeError, ValueError
-            The value does not fit the width, or the memory's size or address is not a multiple of the width.
+            ``value`` does not fit ``width``, or the memory's size or address is not a multiple of the width.
         """
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
@@ -78,7 +79,7 @@ class Copyable(MemoryBase):
             ordered._in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
     def tobytes(self, stream: StreamLike | None = None) -> bytes:
-        """Copy all bytes to the host (``cuMemcpyAsync``), wait for the stream, and return them.
+        """Copy all bytes to the host (``cuMemcpyAsync``), wait for the stream, and return the bytes.
 
         ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` copies such bytes to new
         memory.
@@ -94,13 +95,12 @@ class Copyable(MemoryBase):
         Parameters
         ----------
         target
-            Memory of this package, of any device; an object with ``__cuda_array_interface__``; or a writable,
+            Memory of this package, on any device; an object with ``__cuda_array_interface__``; or a writable,
             contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
         stream
-            The stream to queue on (default: the memory's own). The context of its device is current for the driver
-            call.
+            The stream to queue on (default: the memory's own).
         options
-            As for :func:`copy_batch`, which then makes the copy.
+            Options of the copy; :func:`copy_batch` then makes the copy.
 
         Raises
         ------
@@ -116,9 +116,9 @@ class Copyable(MemoryBase):
     def copy_from(self, source: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
 
-        Outside of a capture, a pageable host source may be changed or freed once the call returns: the driver has read
-        it. A source in pinned or pool memory is read in stream order. In a capture each launch reads the source and
-        writes the target; the graph keeps both alive.
+        Outside of a capture, the driver reads a pageable host source before the call returns, so the source may then be
+        changed or freed. A source in pinned or pool memory is read in stream order. In a capture, each launch reads the
+        source and writes the target, and the graph keeps both alive.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [source], [self], options=options)
@@ -128,7 +128,9 @@ class Copyable(MemoryBase):
 
 
 class CopySide:
-    """One side of a copy: address, size, owning device, and the object that keeps the memory alive."""
+    """Source or target of a copy: its address, size in bytes, owning device, and the object that keeps the memory
+    alive.
+    """
 
     __slots__ = ("address", "after", "keep", "nbytes", "ordinal")
 
@@ -143,7 +145,7 @@ class CopySide:
 
     @classmethod
     def of(cls, memory: MemoryBase) -> Self:
-        """Return memory of this package as a side of a copy. Raises ClosedError if it was freed, EvictedError if it is
+        """Return ``memory`` as a side of a copy. Raises ClosedError if the memory was freed, EvictedError if it is
         evicted.
         """
         memory._check_usable()
@@ -158,14 +160,14 @@ class CopySide:
 
     @classmethod
     def writable(cls, target: object, session: Session) -> Self:
-        """Return ``target`` as the target of a copy; its types are those of :meth:`readable`. Raises TypeError,
+        """Return ``target``, of one of the types of :meth:`readable`, as the target of a copy. Raises TypeError,
         ValueError, also for read-only memory.
         """
         return cls._of_argument(target, session, "target", writable=True)
 
     def ordered_before(self, stream: Stream) -> None:
-        """Have a stream wait for the work that this side's memory names, such as the stream of another library's array
-        (``cuStreamWaitEvent``).
+        """Have ``stream`` wait for earlier work on this side's memory, for example on the stream that another library's
+        array names (``cuStreamWaitEvent``).
         """
         if type(self.keep) in kinds:
             self.keep._await_on(stream)  # type: ignore[attr-defined]
@@ -175,8 +177,8 @@ class CopySide:
                 stream.wait(Stream.of_handle(device, self.after, self.keep))
 
     def access_hint(self, stream: Stream) -> str:
-        """Return the likely reason why the driver refuses a copy of this memory on ``stream``, as an error's hint;
-        ``""`` if none is known.
+        """Return the likely reason why the driver refuses a copy of this memory on ``stream``, as text for an error;
+        ``""`` if no reason is known.
         """
         if isinstance(self.keep, MemoryBase):
             return self.keep._access_hint(stream)
@@ -204,8 +206,8 @@ class CopySide:
             found = cuda_array(interface, name)
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
-            # The driver is asked for the owning device only with several devices. The device decides between a plain
-            # copy and a copy between devices, and with one device each copy is plain.
+            # The owning device decides between a plain copy and a copy between devices. With one device each copy is
+            # plain, so the driver is asked only with several devices.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
             place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
@@ -222,8 +224,9 @@ class CopySide:
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
-    """Make a plain copy, of equal sizes on one device, by a direct call. Returns False if the caller must make the copy
-    the general way. ``writing``: ``ours`` is the target, otherwise the source.
+    """Make a plain copy, of equal sizes on one device, by one driver call. Returns False if the copy was not made, and
+    the caller must make it by :func:`copy_bytes`. ``writing``: whether ``ours`` is the target; otherwise it is the
+    source.
     """
     ptr, ordinal = ours._ptr, ours._ordinal
     if ptr is None or ordinal is None:
@@ -234,7 +237,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
     if not isinstance(ordered, Stream):
         ordered = library_stream(ordered, session)
     handle = queue_handle(ordered, session)
-    # The driver refuses the address of an empty array.
+    # The driver refuses the address of an empty array, so an empty copy is left to the caller.
     if handle is None or not nbytes or ordered.device.ordinal != ordinal:
         return False
     if type(other) is np.ndarray:
@@ -269,8 +272,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
 
 
 def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
-    """Queue a copy of all bytes on ``stream`` (``cuMemcpyAsync``). If another device than the stream's owns a side, the
-    call is ``cuMemcpyPeerAsync``, which needs no access. Raises ValueError for sides of different sizes.
+    """Queue a copy of all bytes on ``stream`` (``cuMemcpyAsync``). If a device other than the stream's owns one of the
+    sides, the call is ``cuMemcpyPeerAsync``, which needs no peer access. Raises ValueError if the sizes differ.
     """
     if target.nbytes != source.nbytes:
         raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
@@ -293,17 +296,19 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
 
 
 def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
-    """Return the likely reason why the driver refuses a copy: memory of another device, or of the host."""
+    """Return the likely reason why the driver refuses a copy on ``stream``, as text for an error; ``""`` if none is
+    known.
+    """
     ordered = sorted(sides, key=lambda side: side.ordinal is None)
     return next(filter(None, (side.access_hint(stream) for side in ordered)), "")
 
 
 def kernels_may_use(memory: MemoryBase, blocks: Any, nbytes: int, stream: Stream, *, write: bool) -> bool:
-    """Whether kernels of ``stream`` may use these blocks of ``memory``, each of ``nbytes`` bytes. ``write``: the
-    kernels write to them.
+    """Whether kernels on ``stream`` may use ``blocks`` of ``memory``, each of ``nbytes`` bytes. ``write``: whether the
+    kernels write to the blocks.
 
-    The driver refuses a copy that it does not allow. A kernel that copies is not checked: it would fault, and end the
-    context.
+    The driver refuses a copy without access. It does not check a kernel that copies: the kernel would fault, and the
+    context would be lost.
     """
     return stream.device == memory.stream.device and memory._kernels_may_use(blocks, nbytes, write)
 
@@ -319,8 +324,8 @@ def queue_batch(
 ) -> None:
     """Queue copies of ``sizes[i]`` bytes from address ``sources[i]`` to ``targets[i]`` (``cuMemcpyBatchAsync``).
 
-    ``attributes[j]`` applies to the copies from index ``runs[j]`` on. Default: all sources are read in stream order.
-    ``hint``: text for the error, or a function that returns it.
+    ``attributes[j]`` (``CUmemcpyAttributes``) applies to the copies from index ``runs[j]`` on. By default all sources
+    are read in stream order. ``hint``: text for an error, or a function that returns this text.
     """
     if not attributes:
         in_order = cuda.CUmemcpyAttributes()
@@ -344,10 +349,10 @@ class CopyOptions:
     Attributes
     ----------
     src_access_order
-        When the source is read: in ``"stream"`` order; ``"during_api_call"``, after which it may change; or at
-        ``"any"`` time until the copy is done.
+        Time at which the source is read: in ``"stream"`` order; ``"during_api_call"``, so that the source may change
+        afterwards; or at ``"any"`` time until the copy is done.
     src_location_hint, dst_location_hint
-        Location to assume for managed memory; None for no hint.
+        Location that the driver assumes for managed memory; None for no hint.
     overlap_mode
         ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run.
     """
@@ -385,8 +390,8 @@ def copy_batch(
 ) -> None:
     """Copy all bytes of each source to its target in one driver call (``cuMemcpyBatchAsync``).
 
-    The copies run after earlier work of the stream, in any order among each other. So no target may be the source of
-    another copy.
+    The copies run after earlier work of the stream. Their order among each other is not defined, so no target may be
+    the source of another copy.
 
     Parameters
     ----------
@@ -395,14 +400,14 @@ def copy_batch(
     srcs, dsts
         Memory as for :meth:`Memory.copy_from` and :meth:`Memory.copy_to`. A target has the size of its source.
     options
-        One for all copies, or a sequence with one for each; None for the default.
+        One :class:`CopyOptions` for all copies, or a sequence with one for each copy; None for the default.
 
     Raises
     ------
     TypeError, ValueError
         The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index.
     CaptureError
-        The stream is being captured; use ``copy_to`` there.
+        The stream is being captured; ``copy_to`` works there.
     NotSupportedError
         The bindings are older than 13.0.
     """
