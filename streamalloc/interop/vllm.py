@@ -23,37 +23,42 @@ from streamalloc.vmm import SleepGroup, VirtualBuffer
 __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
 
 _INTERNAL = ("runtime", "cudagraph")
-"""Tags whose bytes are kept by each sleep."""
+"""Tags of which every sleep keeps the bytes, also those that ``offload_tags`` does not name."""
 _DEFERRABLE = ("weights", "kv_cache")
-"""Tags whose memory stays asleep if a wake names other tags. Memory of any further tag wakes at every wake."""
+"""Tags whose memory stays asleep if a wake names other tags. Memory with a tag that is neither of these two wakes at
+every wake.
+"""
 _NAME = "streamalloc"
 _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
 
 
 class AllocationData:
-    """Description of a segment of PyTorch, which is up to date at each reading.
+    """Description of one segment of PyTorch's memory. Each attribute is read anew, except :attr:`handle` and
+    :attr:`tag`.
 
-    :attr:`CuMemAllocator.pointer_to_data` gives them.
+    :attr:`CuMemAllocator.pointer_to_data` returns a dictionary of these objects.
     """
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        # A weak reference, so that a program that keeps this description does not keep the memory.
+        # A weak reference: a program may keep this description, and the memory must be freed all the same.
         self._buffer = weakref.ref(buffer)
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
         """Device ordinal, bytes, address, and 0 in place of the driver's handle, which belongs to the package."""
         self.tag: str = tag
-        """Tag of the memory."""
+        """Tag of the memory (:meth:`CuMemAllocator.use_memory_pool`)."""
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the device memory is released."""
+        """Whether the device memory is released now, and only the address is kept. False if the memory was freed."""
         buffer = self._buffer()
         return buffer is not None and buffer.evicted
 
     @property
     def cpu_backup_tensor(self) -> Any:
-        """Kept bytes as a tensor in pinned host memory; None if the memory is awake, or its bytes are lost."""
+        """The kept bytes as a ``uint8`` tensor in pinned host memory. None if the memory is awake or freed, or its
+        bytes were discarded.
+        """
         buffer = self._buffer()
         return None if buffer is None else self._allocator._kept.get(buffer)
 
@@ -64,7 +69,7 @@ class AllocationData:
 class CuMemAllocator:
     """Memory of PyTorch that sleeps and wakes by tags, with the interface of vLLM's ``CuMemAllocator``.
 
-    It has memory of one device: that which is current at the first use. ::
+    The allocator has memory of one device: the device that is current at the first use. ::
 
         allocator = CuMemAllocator.get_instance()
         with allocator.use_memory_pool(tag="weights"):
@@ -72,26 +77,26 @@ class CuMemAllocator:
         allocator.sleep(offload_tags=("weights",))
         allocator.wake_up()    # same address, same bytes
 
-    If a call raises, all memory is as before.
+    If a method raises an error, all memory is as before the call.
     """
 
     instance: CuMemAllocator | None = None
-    """The allocator of this process, once :meth:`get_instance` was called."""
+    """The allocator of this process; None before the first :meth:`get_instance`."""
     default_tag: str = "default"
-    """Tag of memory that is allocated without a tag."""
+    """Tag of the memory that is allocated in a block of :meth:`use_memory_pool` without a tag."""
     cudagraph_tag: str = "cudagraph"
     """Tag of the memory of captured graphs."""
 
     @staticmethod
     def get_instance() -> CuMemAllocator:
-        """Return the allocator of this process. The first call makes it, for the device that is current then."""
+        """Return the one allocator of this process. The first call makes it, for PyTorch's current device."""
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()
         return CuMemAllocator.instance
 
     def __init__(self) -> None:
         self.group: SleepGroup = SleepGroup(Device(int(library("torch").cuda.current_device())))
-        """Sleep group with the memory."""
+        """Sleep group with all memory of this allocator."""
         self.current_tag: str = self.default_tag
         """Tag of the innermost block of :meth:`use_memory_pool`."""
         self._bridges: dict[str, TorchBridge] = {}
@@ -100,14 +105,18 @@ class CuMemAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
-        """Descriptions of the segments by address. Memory that PyTorch has freed is released first."""
+        """Descriptions of the segments by their device addresses. Segments that PyTorch has freed are released first,
+        and are not among them.
+        """
         collect()
         buffers = self.group.buffers
         return {buffer.address: AllocationData(self, buffer, tag) for buffer, tag in buffers.items()}
 
     @property
     def allocator_and_pools(self) -> dict[str, list[tuple[Any, Any]]]:
-        """Pools of PyTorch by tag, each with its bridge (with its allocator in vLLM)."""
+        """Pools of PyTorch by tag: for each tag, a list of tuples of a ``torch.cuda.MemPool`` and its bridge. In vLLM's
+        class the second item is the allocator.
+        """
         return {tag: [(pool, one) for pool in one.pools.values()] for tag, one in self._bridges.items()}
 
     def get_current_usage(self) -> int:
@@ -116,10 +125,10 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Give the tensors that this thread makes in a ``with`` block a tag. Blocks nest.
+        """Give a tag to the memory of the tensors that this thread makes in the ``with`` block. Blocks nest.
 
-        Memory of the tag without a tensor is released at the beginning and at the end of the block. While PyTorch's
-        option ``expandable_segments`` is on, it is off in the block.
+        Memory of this tag that no tensor uses is released at the beginning and at the end of the block. PyTorch's
+        option ``expandable_segments`` is off in the block.
 
         Parameters
         ----------
@@ -142,7 +151,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def reuse_memory_pool(self, tag: str) -> Iterator[None]:
-        """Do as :meth:`use_memory_pool` for a tag that was used before, without releasing memory.
+        """Give a tag that was used before, as :meth:`use_memory_pool` does, but release no memory.
 
         Raises
         ------
@@ -156,9 +165,9 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_cudagraph_pool(self) -> Iterator[Any]:
-        """Give the handle of a pool for ``torch.cuda.graph``, whose memory has the tag ``"cudagraph"``.
+        """Give the id of a pool for ``torch.cuda.graph(pool=...)``; its memory has the tag ``"cudagraph"``.
 
-        Each sleep keeps its bytes, and each wake restores it.
+        Each sleep keeps the bytes of this memory, and each wake restores the memory.
 
         Raises
         ------
@@ -168,12 +177,13 @@ class CuMemAllocator:
         tag = self.cudagraph_tag
         if asleep(tag, [self.group]):
             raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
-        # PyTorch takes the first of several active pools, which would be the pool of an outer block.
+        # If several pools are active, PyTorch allocates from the outermost one, so the pool of an outer block is
+        # deactivated here.
         with self._tagged(tag), unrouted():
             yield self._bridge(tag).pool.id
 
     def release_cudagraph_pool(self) -> None:
-        """Release the memory of captured graphs, once these are destroyed."""
+        """Release the memory of captured graphs. Destroy the graphs before."""
         bridge = self._bridges.pop(self.cudagraph_tag, None)
         if bridge is not None:
             bridge.close()
@@ -182,12 +192,13 @@ class CuMemAllocator:
         """Release the device memory of all tags; the addresses stay.
 
         The bytes of ``offload_tags`` are kept in pinned host memory, and always those of the tags ``"runtime"`` and
-        ``"cudagraph"``. All others are lost. Memory that sleeps already, and its bytes, stay as they are.
+        ``"cudagraph"``. The bytes of all other tags are lost. Memory that is asleep already stays as it is, with its
+        kept bytes.
 
         Parameters
         ----------
         offload_tags
-            The tags; default: ``"default"``.
+            Tags whose bytes are kept; default: ``"default"`` alone.
 
         Raises
         ------
@@ -215,9 +226,9 @@ class CuMemAllocator:
         torch.cuda.empty_cache()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
-        """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored.
+        """Release the device memory of these tags, and lose its bytes. Tags without memory are ignored.
 
-        Raises as :meth:`sleep`; after each error nothing has changed.
+        Raises the errors of :meth:`sleep`; after each error nothing has changed.
         """
         prepare([self.group])
         found = set(_tags("tags", tags)).intersection(self.group.buffers.values())
@@ -227,7 +238,7 @@ class CuMemAllocator:
     def wake_up(self, tags: list[str] | tuple[str, ...] | str | None = None) -> None:
         """Restore the device memory at the same addresses, with the bytes that were kept.
 
-        The bytes are complete when it returns.
+        The bytes are complete when this method returns.
 
         Parameters
         ----------
@@ -256,12 +267,12 @@ class CuMemAllocator:
             self._kept.pop(buffer, None)
 
     def release_pools(self) -> None:
-        """Release the memory without tensors, and end all pools. Idempotent."""
+        """Release all memory that no tensor uses, and end all pools of PyTorch. Idempotent."""
         while self._bridges:
             self._bridges.popitem()[1].close()
 
     def close(self) -> None:
-        """Release the pools as :meth:`release_pools` does."""
+        """Call :meth:`release_pools`."""
         self.release_pools()
 
     def _bridge(self, tag: str) -> TorchBridge:
@@ -279,16 +290,19 @@ class CuMemAllocator:
 
     @staticmethod
     def _trim(bridge: TorchBridge) -> None:
-        """Release memory without tensors. During a capture release nothing, because PyTorch would abort the process."""
+        """Release the memory of the bridge's pools that no tensor uses. During a capture nothing is released, because
+        PyTorch would abort the process.
+        """
         if not library("torch").cuda.is_current_stream_capturing():
             with contextlib.suppress(InUseError):  # Another thread is allocating.
                 bridge.trim()
 
 
 class SleepModeBackend:
-    """Sleep-mode backend of vLLM over :class:`CuMemAllocator`; its name is ``"streamalloc"``.
+    """Backend of vLLM's sleep mode over :class:`CuMemAllocator`; its name in vLLM is ``"streamalloc"``.
 
-    vLLM makes it if ``sleep_mode_backend`` names it, and :func:`register` was called with ``STREAMALLOC_VLLM=1``.
+    vLLM makes this backend if its option ``sleep_mode_backend`` has this name. :func:`register` must have been called
+    with ``STREAMALLOC_VLLM=1``.
 
     Raises
     ------
@@ -304,7 +318,7 @@ class SleepModeBackend:
     def suspend(self, level: int = 1) -> None:
         """Put all memory to sleep. Level 1 keeps the bytes with the tag ``"weights"``, level 2 does not.
 
-        Raises ``ValueError`` for another level, and as :meth:`CuMemAllocator.sleep`.
+        Raises ``ValueError`` for another level, and the errors of :meth:`CuMemAllocator.sleep`.
         """
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: allowed are 1 and 2")
@@ -312,7 +326,9 @@ class SleepModeBackend:
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Wake memory, as :meth:`CuMemAllocator.wake_up` does; errors as there."""
+        """Wake the memory of ``tags``, or all if None, by :meth:`CuMemAllocator.wake_up`. Raises the errors of that
+        method.
+        """
         before, self._state = self._state, "RESUMING"
         try:
             CuMemAllocator.get_instance().wake_up(tags)
@@ -321,8 +337,8 @@ class SleepModeBackend:
             self._state = before
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release the memory with one of ``tags``, and discard its bytes. :attr:`state` is ``"SUSPENDED"`` then. Raises
-        as :meth:`CuMemAllocator.discard`.
+        """Release the memory with one of ``tags``, and lose its bytes. Afterwards :attr:`state` is ``"SUSPENDED"``.
+        Raises the errors of :meth:`CuMemAllocator.discard`.
         """
         CuMemAllocator.get_instance().discard(tags)
         self._state = "SUSPENDED"
@@ -338,27 +354,29 @@ class SleepModeBackend:
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """True: communicators stay, with memory of their own."""
+        """True: the memory of communicators is not of this allocator, so communicators stay valid across a sleep."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """True: compiled kernels stay."""
+        """True: a sleep releases no compiled kernels."""
         return True
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """False: NCCL's registrations of buffers in graphs are stale after a wake, unless ``NCCL_GRAPH_REGISTER=0``."""
+        """False: NCCL registers the buffers of graphs, and these registrations are stale after a wake, unless
+        ``NCCL_GRAPH_REGISTER=0``.
+        """
         return False
 
     @classmethod
     def supports_durable_storage(cls) -> bool:
-        """False: the bytes end with the process."""
+        """False: the kept bytes are in host memory of this process, and end with it."""
         return False
 
 
 def install() -> None:
-    """Make vLLM allocate from :class:`CuMemAllocator`. Idempotent.
+    """Replace vLLM's class ``CuMemAllocator`` by :class:`CuMemAllocator`. Idempotent.
 
     Raises
     ------
@@ -379,8 +397,8 @@ def install() -> None:
 def register() -> None:
     """Call :func:`install`, and register :class:`SleepModeBackend`, if the environment has ``STREAMALLOC_VLLM=1``.
 
-    The package's entry point in the group ``vllm.general_plugins``: vLLM calls it in each process, perhaps twice.
-    Raises as :func:`install`.
+    This function is the package's entry point in the group ``vllm.general_plugins``: vLLM calls it in each process,
+    perhaps twice. Raises the errors of :func:`install`.
     """
     if os.environ.get("STREAMALLOC_VLLM") != "1":
         return
