@@ -17,34 +17,35 @@ The way of a shared buffer of a pool, in the process that owns it:
 
 In the process that opens it:
 
-5. *Open.* ``importer.open.receive`` gets them, and ``_open`` checks the descriptor and maps the control block.
-   ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
+5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``_open`` checks the descriptor and
+   maps the control block. ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
 6. *Opened.* ``importer.imports.Import.begin`` counts up the word ``opened``, and only then compares the generation:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
    the hold ends: ``_open`` clears its mark, or ``open`` closes its pipe.
-9. *Close.* ``importer.imported.ImportedBuffer.close`` ends the use. The last one calls ``Import.end``: it frees the
-   import in stream order (``cuMemFreeAsync``).
-10. *Closed.* Behind that free the stream writes the word ``closed``; if the stream is idle, the host does. Then the
+9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use. The end of the last use calls ``Import.end``, which
+   frees the import in stream order (``cuMemFreeAsync``).
+10. *Closed.* After that free the stream writes the word ``closed``; if the stream is idle, the host writes it. Then the
     host writes ``closing``.
 
 In the owner again:
 
 11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.end`` counts up the generation, so that nobody opens the
     memory any more, and compares the words: if all importers have written ``closing``, the stream waits for ``closed``,
-    and the free follows (``cuMemFreeAsync``). Otherwise it is a ``_DeferredFree``, which a later point of work
-    attempts.
+    and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of ends,
+    ``_DeferredFree``, which later calls of the package attempt.
 
 *The owner dies.* The driver keeps the memory for the importers that have it. Before a stream waits for ``ready``,
 ``wire.control_block.ControlBlock.expect`` starts a thread that waits for the lock of the owner's process. The kernel
 releases this lock with the process. ``ControlBlock._died`` then counts up ``lost`` and writes ``ready``, so that no
-stream waits for ever. ``ImportedBuffer.lost`` tells. ``Imports.release_ended`` releases pool and control block later.
+stream waits for ever. ``ImportedBuffer.lost`` is True from then on. ``Imports.release_ended`` releases pool and control
+block later.
 
-*The importer dies.* If a free finds that an importer has not closed, ``ControlBlock.watch_importer`` starts such a
-thread in the owner. At the death ``ControlBlock._end`` sets ``closing`` and ``closed`` to ``opened``, and the next
-point of work frees the memory. If the importer dies before it has opened the descriptor, the hold ends with the message
-(``exporter.exports.Hold``).
+*The importer dies.* If a free finds that an importer has not closed the memory, ``ControlBlock.watch_importer`` starts
+such a thread in the owner. At the death ``ControlBlock._end`` sets ``closing`` and ``closed`` to ``opened``, and the
+next point of work frees the memory. If the importer dies before it has opened the descriptor, the hold ends with the
+message (``exporter.exports.Hold``).
 """
 
 from streamalloc.core.internal import Event, Fd

@@ -6,16 +6,17 @@ would return the memory to the pool while their kernels still read it, and the n
 
 A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the
 same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
-sees the other. If an importer still uses the memory, the free becomes an item of the queue of ends.
+processes finds what the other has written. If an importer still uses the memory, the free becomes an item of the queue
+of ends (:mod:`streamalloc.core.deferred`).
 
 A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
-sets its words to "closed", and the deferred free is made at the next point of work. If the exporter dies, the driver
-keeps the memory for the importers that have it mapped.
+sets the importer's words to "closed". The next call of the package that attempts queued items frees the memory. If the
+exporter dies, the driver keeps the memory for the importers that have it mapped.
 
-A share is announced first and sent then: the stream's write of ``ready`` is queued before anybody can have the
-descriptor, so a refused write leaves nothing that an importer could wait for.
+The stream's write of ``ready`` is queued before the descriptor is sent. So a write that the driver refuses leaves no
+descriptor whose importer would wait for ever.
 
-Finalisers take none of the locks here: a dropped lease only releases its slot.
+Finalisers take none of the locks of this file: the finaliser of a lease only puts its slot into a list.
 """
 
 from __future__ import annotations
@@ -81,14 +82,15 @@ _PAUSE = 0.0005
 class Hold:
     """Keeps an allocation while one of its descriptors is in transit.
 
-    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. It ends once the importer
-    has counted its open, also if the open fails, or once the carrier is lost. The importer signals its open in one of
-    two ways:
+    A hold belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. The hold ends once
+    the importer has counted its open, also if the open fails, or once the carrier is lost. The importer signals its
+    open in one of two ways:
 
     * A message of :func:`streamalloc.ipc.send` carries one end of a pipe as its last handle. The importer closes that
       end with the handles that it did not take, and the kernel closes it with a message that nobody receives.
-    * A descriptor that travels as bytes has the number of a mark, a word of the control block that the importer sets
-      to 0. The kernel sees no bytes get lost, so ``lost`` asks whether the carrier can still deliver them.
+    * A descriptor that travels as bytes has the number of a mark, a word of the control block that the importer sets to
+      0. The kernel tells nobody when bytes are lost, so the function ``lost`` returns whether the carrier can no longer
+      deliver the bytes.
 
     Assigning ``lost`` moves the hold to another carrier. Finalisers may call :meth:`end`.
     """
@@ -109,7 +111,7 @@ class Hold:
         return self._mark.number
 
     def over(self) -> bool:
-        """Whether the hold has ended."""
+        """Whether the hold has ended. The answer may end it: the mark and ``lost`` are checked."""
         if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
             self.end()
         return self._over
@@ -121,8 +123,8 @@ class Hold:
 
 
 def hung_up(end: Fd | Channel | int) -> bool:
-    """Whether every process has closed the other end of a pipe or a connection (``poll``). ``end``: this end, or its
-    file descriptor number.
+    """Whether every process has closed the other end of a pipe or a connection (``poll``). ``end``: the end of this
+    process, or its file descriptor number.
     """
     poll = select.poll()
     poll.register(end, 0)
@@ -130,11 +132,13 @@ def hung_up(end: Fd | Channel | int) -> bool:
 
 
 class Lease(SharedState):
-    """A slot of a control block. In it importers count their uses of one allocation, or wait for one announcement.
+    """A slot of a control block: words in shared memory by which importers count their uses of one allocation, or wait
+    for one announcement.
 
-    A lease frees its buffer (:class:`SharedState`). :meth:`end` returns whether importers let it do so. If they do
-    not, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls it again at points of work. The
-    end of the lease object releases the slot (:meth:`release`), which is used again once it is :meth:`quiet`.
+    The lease of a buffer frees the buffer (:class:`SharedState`). :meth:`end` returns whether importers allow the free.
+    If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls
+    :meth:`end` again later. The end of the lease object releases the slot (:meth:`release`). Another lease can have the
+    slot once it is :meth:`quiet`.
     """
 
     __slots__ = (
@@ -144,16 +148,18 @@ class Lease(SharedState):
 
     def __init__(self, exports: Exports, block: ControlBlock, slot: int) -> None:
         self._owned = True
-        """Whether this object owns the slot."""
+        """Whether this object owns the slot; False after :meth:`release`."""
         self._exports = exports
         self.block: ControlBlock = block
         self.slot: int = slot
         self.words: SlotWords = block.slots.get(slot) or block.slot_words(slot)
         self.generation: int = self.words.generation.value
         self.payload: bytes = b""
-        """The driver's export data of the allocation."""
+        """The driver's export data of the allocation: 64 bytes of ``cuMemPoolExportPointer``. Empty for the lease of an
+        announcement.
+        """
         self.pool: object = None
-        """The exported pool. Its mark must exist while descriptors are valid."""
+        """The :class:`ExportedPool` of the allocation, kept because its mark must exist while descriptors are valid."""
         self._announcer: Stream | None = None
         """Stream of the last announcement; None before the first."""
         self.lock: AbstractContextManager[bool] = RLock()
@@ -164,7 +170,8 @@ class Lease(SharedState):
     # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(self, stream: Stream) -> int:
-        """Make ``stream`` write to ``ready`` once the contents are complete. Returns the value that importers wait for.
+        """Make ``stream`` write the next value to the word ``ready`` after its queued work. Returns this value, for
+        which importers wait.
 
         Raises
         ------
@@ -185,15 +192,15 @@ class Lease(SharedState):
                 words.last_announced = words.announced.value = last
                 raise
             except BaseException:
-                # A signal handler raised: the write may not be queued, and a later one would wait for it. A second
-                # write changes nothing.
+                # A signal handler raised an exception, so the write may not be queued, and a later announcement would
+                # wait for it. If the write is queued, a second write of the same value changes nothing.
                 self.block.write(stream, words.ready, value)
                 raise
             return value
 
     def _begin(self, stream: Stream, last: int) -> None:
-        """Make ``stream`` the announcer of the slot, and order its writes after those of the previous announcer, which
-        has announced values up to ``last``. Raises CudaError.
+        """Make ``stream`` the stream that writes ``ready``. Its writes are ordered after those of the previous stream,
+        which has announced values up to ``last``. Raises CudaError.
         """
         words, announcer = self.words, self._announcer
         # Without an announcer the slot was quiet, so all values are written.
@@ -206,15 +213,17 @@ class Lease(SharedState):
         self._announcer = stream
 
     def add_hold(self, hold: Hold, *, kept: bool = True) -> bool:
-        """Add a hold for a descriptor in transit. Returns whether the lease is still valid. Without ``kept``, the hold
-        also ends when its owner drops it.
+        """Add a hold for a descriptor in transit. Returns whether the lease is still valid (its generation is
+        unchanged). ``kept=False``: the hold also ends when its owner drops it.
         """
         with self.lock:
             self._holds.append((lambda: hold) if kept else weakref.ref(hold))
             return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
-        """Whether one of the lease's holds continues, because its descriptor is in transit. Ended holds are removed."""
+        """Whether a descriptor of the lease is in transit: one of its holds has not ended. Ended holds are removed from
+        the list.
+        """
         if self._holds:
             self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
@@ -222,7 +231,9 @@ class Lease(SharedState):
     # -- importers -------------------------------------------------------------------------------------------
 
     def _using(self) -> list[int]:
-        """Return the indexes of the importers that still use the memory, and begin to wait for their deaths."""
+        """Return the indexes of the importers that still use the memory. From now on a thread waits for the death of
+        each of them.
+        """
         if self.block.all_closed(self.words):
             return []
         opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
@@ -239,10 +250,10 @@ class Lease(SharedState):
         return self.block.all_closed(self.words) or not self._using()
 
     def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
-        """End the lease if all importers have closed and no descriptor is in transit: make descriptors stale, and have
-        ``stream`` wait for the importers' work. Returns whether it ended.
+        """End the lease if all importers have closed the memory and no descriptor is in transit. Descriptors become
+        stale, and ``stream`` waits for the importers' work. Returns whether the lease has ended.
 
-        If the lease cannot end, nothing changes, except with ``for_good``: then descriptors become stale, unless one is
+        If the lease cannot end, nothing changes. Exception: with ``for_good``, descriptors become stale unless one is
         in transit. ``stream=None``: nothing is queued. Raises CudaError.
         """
         with self.lock:
@@ -254,8 +265,8 @@ class Lease(SharedState):
             return self.block.all_closed(words) or self._ends_after(stream, for_good)
 
     def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
-        """Do the second part of :meth:`end`, if an importer has not written ``closed`` yet: have ``stream`` wait for
-        those that have queued the write (``closing``). Returns whether that were all.
+        """Do the second part of :meth:`end`, for importers that have not written ``closed`` yet. If all of these have
+        written ``closing``, their writes of ``closed`` are queued: ``stream`` waits for them, and the result is True.
         """
         ended = False
         try:
@@ -274,8 +285,8 @@ class Lease(SharedState):
         return ended
 
     def unused(self) -> bool:
-        """Whether the memory has no user left: every hold has ended, and every importer has closed and finished its
-        work. If so, descriptors become stale.
+        """Whether nobody uses the memory any more: every hold has ended, and every importer has closed the memory and
+        finished its work. If so, descriptors become stale.
         """
         return self.end(None) and self.block.all_closed(self.words)
 
@@ -305,8 +316,8 @@ class Lease(SharedState):
             self._exports.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """End the lease for a free with ``still_imported`` other than ``"defer"``: at once, after a wait of up to
-        ``timeout`` seconds, or not at all. Raises StillImportedError.
+        """End the lease for a free with ``still_imported="raise"``, ``"wait"`` or ``"ignore"``: at once, or after at
+        most ``timeout`` seconds. ``"ignore"`` only makes descriptors stale. Raises StillImportedError.
         """
         if still_imported == "ignore":
             with self.lock:
@@ -321,11 +332,13 @@ class Lease(SharedState):
 
     @property
     def readers(self) -> int:
-        """Number of other processes that have the memory open."""
+        """Number of other processes that have the memory open now."""
         return len(self._using())
 
     def drop(self, buffer: Buffer) -> None:
-        """Submit the free of a dropped buffer, after the work of its stream, to the queue of ends."""
+        """Submit the free of a dropped buffer to the queue of ends; the free comes after the work of the buffer's
+        stream.
+        """
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
@@ -343,13 +356,14 @@ class Lease(SharedState):
             self._exports.leaving.append(self)
 
     def __del__(self) -> None:
-        # A forked child has a copy of this object, but the words are shared.
+        # In a forked child nothing is released: the child has a copy of this object, but the words are shared with the
+        # parent.
         if getattr(self, "words", None) is not None and not self._exports.session.forked:
             self.release()
 
 
 class _DeferredFree(Deferred):
-    """Queue item: a free that waits for importers."""
+    """Item of the queue of ends: a free that waits until importers have closed the memory."""
 
     __slots__ = ("_lease", "_raw", "_stream")
 
@@ -384,8 +398,8 @@ class _DeferredFree(Deferred):
 
 
 class KeptReferences(Deferred):
-    """Queue item that keeps references to a shared object which is no buffer, until its lease is unused
-    (:meth:`Lease.unused`). Without it, the library that owns the memory could free it while it is in transit or open.
+    """Item of the queue of ends that keeps a shared object which is no buffer, until its lease is unused
+    (:meth:`Lease.unused`). Otherwise the library that owns the memory could free it while importers use it.
     """
 
     def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
@@ -396,16 +410,18 @@ class KeptReferences(Deferred):
     def attempt(self) -> bool:
         if not self._lease.unused():
             return False
-        # Current, because another library may free its memory on the default stream of the current device.
+        # The device is made current, because another library may free its memory on the default stream of the current
+        # device.
         with self._lease.block.session.current(self._ordinal):
             self._things = None
         return True
 
 
 class ExportedPool:
-    """The handle and the id of one pool.
+    """The exported handle and the id of one pool.
 
-    The object exists while the pool is open or a lease needs it. Importers detect its end by its marks.
+    The object exists while the pool is open or a lease needs it. Importers detect its end by its marks: words in
+    control blocks, which change then.
     """
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
@@ -432,19 +448,21 @@ class Exports:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
-        """Released leases. A stream may still have to write a word of their slots, so these are not free yet."""
+        """Released leases whose slots are not free yet, because a stream may still have to write one of the slot's
+        words.
+        """
         self.lock: AbstractContextManager[bool] = RLock()
         """Held while a buffer gets its lease, or a pool its handle."""
         self.with_memory: set[Lease] = set()
-        """Leases with memory that is not freed, kept alive here. If the collector finds a buffer and its lease in one
-        cycle, only the buffer is finalised: its deferred free needs the lease, its holds and its slot.
+        """Leases with memory that is not freed, kept alive here. Otherwise the garbage collector could end a buffer and
+        its lease in one cycle, and the deferred free of the buffer needs the lease, its holds and its slot.
         """
         self._slots = RLock()
-        """Held while slots are taken. A separate lock, because callers of :meth:`new_leases` may hold :attr:`lock` or
-        not.
+        """Held while slots are taken. It is not :attr:`lock`, because some callers of :meth:`new_leases` hold that lock
+        and others do not.
         """
         self.endpoint: bytes = NOWHERE
-        """16 bytes that name the handle server's socket; zeros before :meth:`serve`."""
+        """16 bytes that name the socket of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
@@ -455,7 +473,9 @@ class Exports:
         """Leases of other libraries' allocations, by address."""
 
     def serve(self) -> bytes:
-        """Start the handle server of this process; descriptors made later carry its endpoint. Returns the endpoint."""
+        """Start the handle server of this process, from which importers fetch file descriptors. Descriptors made later
+        carry its endpoint. Returns the endpoint (16 bytes).
+        """
         if self.endpoint == NOWHERE:
             self.endpoint = serve()
         return self.endpoint
@@ -469,14 +489,14 @@ class Exports:
     # -- slots and leases ------------------------------------------------------------------------------------
 
     def new_lease(self) -> Lease:
-        """Return a lease on a free slot of any control block; a new block is made if there is none. Raises
+        """Return a lease on a free slot of any control block. If no block has a free slot, a new block is made. Raises
         CudaError.
         """
         return self.new_leases(1)[0]
 
     def new_leases(self, count: int) -> list[Lease]:
-        """Return ``count`` leases on free slots of one control block; a new block is made if there is none with so
-        many. Raises CudaError.
+        """Return ``count`` leases on free slots of one control block. If no block has so many free slots, a new block
+        is made. Raises CudaError.
         """
         while not (leases := self._next_free(count)):
             self._add_block()
@@ -485,8 +505,9 @@ class Exports:
     def _next_free(self, count: int) -> list[Lease]:
         """Return leases on ``count`` free slots of one control block; an empty list if no block has so many."""
         with self._slots:
-            # Check the slots that were released first: they become quiet first. With two checks for each slot that is
-            # taken, released slots are used again soon. So few slots are in use, and the cache keeps their words.
+            # The slots that were released first are checked first, because they become quiet first. With two checks for
+            # each slot that is taken, released slots are soon used again, so few slots are in use, and the CPU's cache
+            # keeps their words.
             checks = min(2 * count, len(self.leaving))
             if checks:
                 fence()
@@ -500,7 +521,7 @@ class Exports:
             return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
 
     def block(self) -> ControlBlock:
-        """Return a control block of this process, for marks; the first call makes one."""
+        """Return a control block of this process for marks, which any block can have. The first call makes a block."""
         if not self.blocks:
             self._add_block()
         return self.blocks[0]
@@ -511,14 +532,14 @@ class Exports:
         self.blocks.append(block)
 
     def lease(self, buffer: Buffer) -> Lease:
-        """Return the lease of a buffer, which frees the buffer from now on. The first call exports the allocation
+        """Return the lease of a buffer. From now on the lease frees the buffer. The first call exports the allocation
         (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, CudaError.
         """
         buffer = past_caches(buffer)
         with self.lock:
             lease = cast("Lease | None", shared_state(buffer))
             if lease is None:
-                # A buffer that took memory over from other code does not know its pool.
+                # A buffer made by ``Buffer.from_handle`` has no pool object, so the driver is asked for the pool.
                 owner = pool_of(buffer) or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool = self.pool(cast("MemoryPool", owner))
                 lease = self.new_lease()
@@ -537,7 +558,9 @@ class Exports:
         return opaque_bytes(data)
 
     def lease_at(self, address: int, hold: Hold) -> Lease:
-        """Return the lease of another library's allocation, and add a hold that keeps the lease valid."""
+        """Return the lease of another library's allocation at ``address``, after adding ``hold`` to it. Descriptors of
+        one allocation share a lease while it is valid.
+        """
         with self.lock:
             lease = self._by_address.get(address)
             if lease is None or not lease.add_hold(hold, kept=False):
@@ -549,7 +572,7 @@ class Exports:
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
-        Raises ValueError with the remedy if the pool was not made for sharing, CudaError.
+        Raises ValueError if the pool was not made for sharing (the message says how to make one), CudaError.
         """
         with self.lock:
             found = self._pools.get(pool)
@@ -571,8 +594,9 @@ class Exports:
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:
-        """Return the chunk of a descriptor for ``memory``, and its handle if that is a file descriptor. The first call
-        exports the memory (``cuMemExportToShareableHandle``). Raises ValueError, CudaError.
+        """Return the part of a descriptor that describes ``memory``, and the exported file descriptor, or None for a
+        fabric handle. The first call exports the memory (``cuMemExportToShareableHandle``). Raises ValueError,
+        CudaError.
         """
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:
@@ -585,17 +609,17 @@ class Exports:
         return ChunkHandle(name, memory.nbytes), handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
-        """Return the id (16 bytes) of memory or of a growable buffer, by which importers recognise it."""
+        """Return the id of memory or of a growable buffer: 16 random bytes by which importers recognise it."""
         return self._ids.get(thing) or self._ids.setdefault(thing, secrets.token_bytes(16))
 
 
 exports_of: PerDriver[Exports] = PerDriver(Exports)
-"""The exports of this process through each driver."""
+"""The :class:`Exports` object of each driver in this process."""
 
 
 def exports_for(session: Session) -> Exports:
-    """Return the exports of a driver, for a call that shares: deferred work is attempted first. Raises
-    ForkedProcessError in a forked child.
+    """Return the :class:`Exports` of a session's driver, for a call that shares. Items of the queue of ends are
+    attempted first. Raises ForkedProcessError in a forked child.
     """
     session.check_process()
     work(session)

@@ -1,4 +1,4 @@
-"""``share`` makes a descriptor of memory by the mechanism of its kind. ``send`` does the same over a channel."""
+"""``share`` makes a descriptor of memory by the mechanism of its kind. ``send`` also sends the descriptor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBu
 from streamalloc.vmm.internal import covering, is_imported
 
 _FABRIC = MemHandleType.FABRIC
-# Bytes of a block of ``cuMemAlloc``. ``cuIpcGetMemHandle`` shares whole blocks, with all allocations in them.
+# Size in bytes of a block of ``cuMemAlloc``. ``cuIpcGetMemHandle`` shares whole blocks, with all allocations in them.
 _LEGACY_BLOCK = 2 << 20
 _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
@@ -70,7 +70,8 @@ class Shared(Unique, Shown):
     """The result of :func:`share`: a descriptor, and the handles that importers need once.
 
     ``bytes(shared)`` is the descriptor. Send the handles with it, by :func:`streamalloc.ipc.send` or
-    ``channel.send(bytes(shared), shared.fds)``. An importer that has received the handles once needs only the bytes.
+    ``channel.send(bytes(shared), shared.fds)``. An importer that has received these handles once needs only the bytes
+    of later descriptors.
 
     With ``hold=True`` the object keeps the shared memory until the descriptor is opened, :meth:`cancel` is called, or
     the object is dropped. ``ipc.send`` and :mod:`multiprocessing` move the hold to the message. A process that receives
@@ -90,19 +91,19 @@ class Shared(Unique, Shown):
         self.descriptor: Descriptor = descriptor
         """The descriptor's fields, without the hold."""
         self.handles: dict[bytes, Fd] = handles
-        """The handles by their ids in the descriptor. The exporter owns them."""
+        """The file descriptors by their ids in the descriptor. The exporter owns them."""
         self._lease = lease
-        """Lease with the slot of the allocation, or of the announcement. The lease of an announcement ends with this
-        object.
+        """Lease with the slot of the allocation or of the announcement. A lease of an announcement is released with
+        this object.
         """
         self._hold = hold
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
-        """Shares the thing again, with a hold. None for allocations, and after :meth:`cancel`."""
+        """Function that shares the thing again, with a hold. None for buffers of a pool, and after :meth:`cancel`."""
 
     @property
     def fds(self) -> tuple[Fd, ...]:
-        """The handles in the order that :func:`streamalloc.ipc.open` expects."""
+        """The file descriptors, in the order that :func:`streamalloc.ipc.open` expects."""
         return tuple(self.handles[name] for name in self.descriptor.handle_ids())
 
     @property
@@ -119,16 +120,18 @@ class Shared(Unique, Shown):
     __bytes__ = to_bytes
 
     def cancel(self) -> None:
-        """End the hold if the descriptor will not be opened. Idempotent."""
+        """End the hold, for a descriptor that will not be opened. Idempotent."""
         self._again = None
         if self._hold is not None:
             self._hold.end()
 
     def carried(self, lost: Callable[[], bool]) -> bytes:
-        """Return the descriptor's bytes for a carrier of bytes alone, and move the hold to that carrier.
+        """Return the descriptor's bytes for a carrier that transports no file descriptors, and move the hold to that
+        carrier.
 
         The importer fetches the handles from this process. From now on the shared memory is held, even if this object
-        had no hold. The hold ends when ``lost`` returns True: the carrier can no longer deliver the descriptor.
+        had no hold. The hold ends when ``lost()`` returns True, because the carrier can no longer deliver the
+        descriptor.
         """
         if self._again is not None and not self.held:
             return self._again().carried(lost)
@@ -300,14 +303,14 @@ def send(
     else:
         shared = share(thing, stream, hold=hold)
     described, sent = shared.descriptor, channel._sent
-    # Importers keep the handles of pools and control blocks, so a channel carries each of them only once.
+    # Importers keep the handles of pools and control blocks, so a channel carries each of these handles only once.
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
     known = exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles)
     handles = () if known else shared.fds
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
-        # The last handle is one end of a pipe, whose closing ends the hold: see Hold.
+        # The last handle is one end of a pipe. When every process has closed this end, the hold ends (class Hold).
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
@@ -319,9 +322,10 @@ def send(
 def raw_handles(thing: object, *, handle_type: MemHandleType | None = None, expose_block: bool = False) -> RawHandles:
     """Export memory, a pool or an event for a program without this package: C++, RMM, Vulkan, raw Python.
 
-    The program opens the handles by the driver's own calls, see :doc:`/docs/guides/handles`. It learns neither when the
-    contents are complete, nor does this process learn when the program has closed them. So synchronise, or record an
-    event for the program, before it reads, and free the memory after it has closed the handles.
+    The program opens the handles by the driver's own calls, see :doc:`/docs/guides/handles`. The program is not told
+    when the contents are complete, and this process is not told when the program has closed the handles. So
+    synchronise, or record an event for the program, before the program reads. Free the memory after the program has
+    closed the handles.
 
     Parameters
     ----------
@@ -383,34 +387,38 @@ def serve(driver: Driver | None = None) -> None:
 
 
 class _Thing(NamedTuple):
-    """Thing that is shared, as the function of its kind returns it."""
+    """What the function of each kind of memory returns: the descriptor, and what :func:`_published` needs to complete
+    it.
+    """
 
     described: Descriptor
-    """Descriptor with the fields of the memory. :func:`_published` adds those of the exporter."""
+    """Descriptor with the fields of the memory. :func:`_published` adds the exporter's fields: device, endpoint, slot.
+    """
     device: Device
     stream: Stream | None = None
-    """The stream whose work writes the contents; None if there are none to announce."""
+    """The stream whose work writes the contents; None if there are no contents to announce."""
     address: int = 0
-    """Address of the contents in this process; 0 if they have none."""
+    """Device address of the contents in this process; 0 if there are none."""
     lease: Lease | None = None
     """Lease of a buffer; None for everything else."""
     pool: ExportedPool | None = None
-    """Pool of the memory. Its handle goes along, and its mark, which changes when the pool ends."""
+    """Pool of the memory. Its handle is sent along, and the number of its mark, a word that changes when the pool ends.
+    """
     allocation: int = 0
-    """Address of another library's allocation, whose held descriptors share a lease, because an importer has one import
-    of it; 0 for everything else.
+    """Address of another library's allocation; 0 for everything else. Held descriptors of one allocation share a lease,
+    because an importer imports the allocation once.
     """
     handles: Mapping[bytes, Fd] = MappingProxyType({})
     kept: object = None
-    """Memory that is kept as long as the hold or the lease."""
+    """Memory that is kept alive until the hold has ended and the lease is unused."""
 
 
 def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
-    """Return ``thing`` as a :class:`Shared`: add the hold, the slot and the announcement to its descriptor. Raises
+    """Make a :class:`Shared` of ``thing``: add the hold, the slot and the announcement to its descriptor. Raises
     CudaError.
 
-    The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
-    call leaves nothing for importers to wait for, and a free at the same time sees the hold.
+    The hold begins first, then the contents are announced, and only then can anybody have the descriptor. So a refused
+    call leaves nothing for importers to wait for, and a free in another thread finds the hold.
     """
     handles, lease, pool = dict(thing.handles), thing.lease, thing.pool
     uuid = exports.uuid(thing.device)
@@ -461,7 +469,7 @@ def _announced(lease: Lease, stream: Stream, thing: _Thing) -> int:
 
 
 def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> _Thing:
-    """Share an allocation, or ``part`` of it: offset and size in bytes."""
+    """Describe an allocation, or ``part`` of it (offset, bytes). Raises ValueError, CaptureError, CudaError."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     if isinstance(buffer, PlainBuffer) or isinstance(buffer.owner, CachingAllocator):
@@ -502,7 +510,8 @@ def _share_view(view: BufferView, options: _Options, exports: Exports) -> _Thing
 
 
 def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> _Thing:
-    # For a structure, ``dtype.str`` describes bytes. ``check_array`` refuses ``str(dtype)``.
+    # The dtype of a structure is written in full, because ``dtype.str`` gives only its size. ``check_array`` refuses
+    # structures.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     check_array(dtype, view.shape)
     thing = _share_view(view, options, exports)
@@ -531,15 +540,15 @@ def _refuse_imported(thing: object, *_: object) -> _Thing:
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> _Thing:
     memory._check_open()
     stream = None if options.stream is None else as_stream(options.stream, exports.session)
-    # A descriptor without an origin is opened as a chunk, and not as a range.
+    # A descriptor of physical memory has no origin: importers open it as a chunk, and not as a range.
     return _share_chunks(memory, exports, [memory], stream, options, Descriptor(Mechanism.PHYSICAL, size=memory.nbytes))
 
 
 def _share_range(
     thing: VirtualBuffer | RangeView, options: _Options, exports: Exports, begin: int = 0, size: int | None = None
 ) -> _Thing:
-    """Share ``size`` bytes of ``thing`` from the offset ``begin`` on, by default all bytes: the chunks of physical
-    memory that contain them. Raises ValueError, CaptureError.
+    """Describe ``size`` bytes of ``thing`` from the offset ``begin`` on: the chunks of physical memory that contain
+    them. ``size=None``: all bytes from ``begin`` on. Raises ValueError, CaptureError.
     """
     described = Descriptor(Mechanism.PHYSICAL, origin=secrets.token_bytes(16))
     if isinstance(thing, RangeView):
@@ -576,7 +585,9 @@ def _share_chunks(
     described: Descriptor,
     addresses: Sequence[int] = (),
 ) -> _Thing:
-    """Share chunks of physical memory in address order. ``addresses``: addresses of the chunks in this process."""
+    """Describe chunks of physical memory in address order. ``addresses``: addresses of the chunks in this process.
+    Raises ValueError, CudaError.
+    """
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -590,7 +601,7 @@ def _share_chunks(
     if kind == _FABRIC and (options.hold or stream is not None):
         exports.serve()  # so that importers find the control block with only the bytes of the descriptor
     if kind == _FABRIC and options.hold:
-        # File descriptors keep memory that is closed here; fabric handles do not.
+        # File descriptors keep physical memory alive that is closed here; fabric handles do not, so the hold keeps it.
         kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
         flags |= 0 if described.origin == NOWHERE else Flags.LEASED
     described = described._replace(base_size=base_size, handle_type=int(kind), chunks=chunks, flags=flags)
@@ -605,8 +616,8 @@ def _device_of(memory: PhysicalMemory) -> Device:
 
 
 def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHandleType:
-    """Return the requested handle type, or else one that all ``memories`` have, file descriptors first. If they have
-    none in common, the export of a chunk raises the error.
+    """Return the requested handle type. Without a request, return one that all ``memories`` have, file descriptors
+    first. If there is none, the later export of a chunk raises the error.
     """
     common = POSIX | _FABRIC
     for memory in memories:
@@ -629,8 +640,8 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 
 
 def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _Thing:
-    """Share an array of another library. The kind of its memory determines the mechanism: a pool, ``cuMemAlloc``, or
-    mapped memory. Raises ValueError for memory that cannot be shared, CaptureError, CudaError.
+    """Describe an array of another library. Its memory determines the mechanism: of a pool, of ``cuMemAlloc``, or
+    mapped. Raises ValueError for memory that cannot be shared, CaptureError, CudaError.
     """
     session, driver = exports.session, exports.session.driver
     span = CopySide.readable(thing, session)
@@ -639,7 +650,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     known = pointer_attributes(span.address, driver=driver)
     device = known.device
     if known.kind is MemoryKind.DEVICE and device is None:
-        # For mapped memory the driver tells no device by address, but the allocation handle has it.
+        # The driver tells no device for an address of mapped memory, so the device is read from the allocation handle.
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process, but {known.kind.value} memory")
@@ -651,7 +662,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     ordered = _announcing_stream(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
-        # Mapped memory is looked at below: it may not be for sharing at all.
+        # Mapped memory is checked below, because it may not be shareable at all, which the error should say first.
         if span.address + span.nbytes > base + size and (known.pool is not None or known.legacy_ipc):
             raise ValueError(
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share memory of several "
