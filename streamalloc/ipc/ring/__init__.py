@@ -1,1 +1,1 @@
-"""A stream of data between processes, through slots of memory that are shared once."""
+"""A ring: a stream of data from one process to others, through slots of memory that are shared once."""

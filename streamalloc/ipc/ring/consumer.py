@@ -20,8 +20,8 @@ from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingE
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError, deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
-# Seconds between two checks that the producer is alive. The channel does not always show its death, because a forked
-# child of the producer may keep a copy of the socket.
+# Seconds between two checks that the producer is alive. The channel does not always show the producer's death, because
+# a forked child of the producer may keep a copy of the socket.
 _LIVENESS_SECONDS = 0.25
 
 _unpacked = PACKET.unpack
@@ -45,17 +45,21 @@ class RingItem(SlotMemory):
         self._block = block
         self._number = number
         self._mine = block.importer_words(number, block.importer)
-        """Words of this consumer for the slot."""
+        """Words of the slot that this consumer writes."""
         self._words = block.slot_words(number)
-        """Words that the producer writes for the slot."""
+        """Words of the slot that the producer writes."""
         self._ready = 0
         """Value that ``ready`` reaches when the contents are complete."""
         self._value = self._mine.closing.value
-        """Value that this consumer writes to its words when it opens and when it releases the item."""
+        """Value that this consumer writes to its words of the slot: to ``opened`` when it takes the item, to ``closed``
+        and ``closing`` when it releases the item.
+        """
 
     @property
     def lost(self) -> bool:
-        """Whether the producer died before its stream had filled the slot. First synchronise the ring's stream."""
+        """Whether the producer died before its stream had filled the slot. The answer is final once the ring's stream
+        is synchronised.
+        """
         return self._words.was_lost(self._ready)
 
     @property
@@ -82,8 +86,8 @@ class RingItem(SlotMemory):
             Announcement(self._block, self._number, 0, self._ready).wait(stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
-        """Release the slot after the work of ``stream``, by default the ring's (``cuStreamWriteValue32``). Idempotent.
-        Raises CaptureError if the stream is being captured, ClosedError if it was closed.
+        """Release the slot after the work of ``stream``, by default the ring's stream (``cuStreamWriteValue32``).
+        Idempotent. Raises CaptureError if the stream is being captured, ClosedError if the stream was closed.
         """
         if not self._held:
             return
@@ -102,7 +106,7 @@ class RingConsumer(RingEnd):
     """The consuming end of a ring; made by :meth:`Ring.consumer`. One thread at a time may take items.
 
     Iteration yields items until the producer closes the ring, and releases each item before it takes the next one.
-    ``async for`` does the same without blocking the running loop, so that one thread serves several rings.
+    ``async for`` does the same without blocking the running event loop, so that one thread serves several rings.
 
     :meth:`close` releases the held items. Items that were not taken go to other consumers.
     """
@@ -149,7 +153,7 @@ class RingConsumer(RingEnd):
         self._session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        # The parent process receives the packets.
+        # In a forked child nothing may be received: the packets are for the parent process.
         self._receive = refuse_after_fork
 
     @property
@@ -159,15 +163,16 @@ class RingConsumer(RingEnd):
 
     @property
     def held(self) -> int:
-        """Number of items taken and not released."""
+        """Number of items that were taken and not released yet."""
         return sum(item._held for item in self._items)
 
     def fileno(self) -> int:
-        """The file descriptor of the connection: readable when :meth:`next` returns an item or raises without waiting.
+        """The file descriptor of the connection. It is readable when :meth:`next` would return or raise without
+        waiting.
 
-        So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings. One
-        exception: if :meth:`next` received an item and raised because the driver refused the stream's wait, the next
-        call returns that item, and the descriptor is not readable for it.
+        So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings.
+        There is one exception: :meth:`next` has received an item and raised because the driver refused the stream's
+        wait. Then the next call returns that item, although the descriptor may not be readable.
 
         Raises
         ------
@@ -180,9 +185,9 @@ class RingConsumer(RingEnd):
     def next(self, timeout: float | None = None) -> RingItem:
         """Return the next item; :attr:`stream` waits for its contents. Use the item in a ``with`` block.
 
-        Items come in the order in which the producer sent them to this consumer. The host waits for the hand-off, not
-        for the contents; the stream waits for these (``cuStreamWaitValue32``). If a signal handler raises in this call,
-        one item may be lost; its slot is released when this end is closed.
+        Items come in the order in which the producer sent them to this consumer. The host waits until the item is
+        handed off; only the stream waits for its contents (``cuStreamWaitValue32``). If a signal handler raises in this
+        call, one item may be lost; its slot is released when this end is closed.
 
         Parameters
         ----------
@@ -207,7 +212,7 @@ class RingConsumer(RingEnd):
         """
         data = self._again
         if data is None:
-            # Kept until the item is taken: if the driver refuses the wait, the next call tries again.
+            # The packet is kept until its item is taken: if the driver refuses the wait, the next call tries again.
             data = self._again = self._next_packet(self.timeout if timeout is None else timeout)
         try:
             kind, index, ready, value, nbytes = _unpacked(data)
@@ -251,8 +256,8 @@ class RingConsumer(RingEnd):
                 raise
 
     def _refuse(self, data: bytes) -> NoReturn:
-        """Raise the error for a packet that is not an item of this ring: EOFError at the ring's end, otherwise
-        ProtocolError after the connection was closed.
+        """Raise the error for a packet that is not an item of this ring: EOFError for the packet that ends the ring,
+        otherwise ProtocolError after closing the connection.
         """
         if data == END:
             self._check_open()
@@ -285,8 +290,10 @@ class RingConsumer(RingEnd):
                 await self._readable()
 
     async def _readable(self) -> None:
-        """Wait until :meth:`fileno` is readable, or until the next check whether the producer is alive."""
-        import asyncio  # here, because at module level it would double the import time of the package
+        """Wait until :meth:`fileno` is readable, for at most a quarter of a second: then the producer is checked
+        again.
+        """
+        import asyncio  # Imported here, because asyncio at module level would double the import time of the package.
 
         loop, ready, fd = asyncio.get_running_loop(), asyncio.Event(), self.fileno()
         loop.add_reader(fd, ready.set)
@@ -301,7 +308,8 @@ class RingConsumer(RingEnd):
         """Release the item that the iteration returned last, unless the program has released it."""
         if self._current is not None:
             item, value = self._current
-            # Item objects are reused. If the program released this one, it may now be a later item.
+            # Item objects are reused. If the program released this item, the object may now be a later item, which must
+            # not be released.
             if item._held and item._value == value:
                 item.release()
             self._current = None
@@ -315,7 +323,9 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """Queue item: the end of a consumer. It closes the channel, releases the held items, and closes the memory."""
+    """Item of the queue of ends that ends a consumer: it closes the channel, releases the held items, and closes the
+    memory.
+    """
 
     def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:
         self._channel = channel
@@ -340,7 +350,7 @@ class _ConsumerEnding(RingEnding):
         for item in self._items:
             item.release(stream)
             if not reached(item._mine.closed.value, item._value):
-                # An item may have been released on another stream. The memory is then closed after that stream's work,
-                # too.
+                # An item may have been released on another stream. The memory is then closed after the work of that
+                # stream too.
                 item._block.wait(stream, item._mine.closed, item._value)
         self._memory.close(stream)

@@ -1,4 +1,6 @@
-"""The producing end of a ring. It fills slots, and recovers them from consumers that are gone; see :mod:`.protocol`."""
+"""The producing end of a ring. It fills slots, and takes back slots from consumers that are gone; see
+:mod:`.protocol`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, P
 from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
-# Seconds. The socket buffer has room for the packets of all slots, so a send rarely waits.
+# Seconds until a send to a consumer fails. The socket buffer has room for the packets of all slots, so a send rarely
+# waits.
 _SEND_SECONDS = 10.0
 
 _packed = PACKET.pack
@@ -53,26 +56,26 @@ _packed = PACKET.pack
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One slot of a producer. The object is used for all items in the slot."""
+    """The producer's record of one slot. The object is used for all items in the slot."""
 
     index: int
     lease: Lease
-    """Lease with the words that the producer writes."""
+    """Lease with the words of the slot that the producer writes."""
     used: int = 0
-    """Bytes of the present item."""
+    """Bytes of the present item in the slot."""
     theirs: ImporterWords | None = None
-    """Words that the last consumer of this slot writes; None if the next fill need not wait for a consumer."""
+    """Words that the last consumer of this slot writes; None if the next fill has no consumer to wait for."""
     value: int = 0
-    """Value that the words :attr:`theirs` reach when the consumer releases the slot."""
+    """Value that the words ``closed`` and ``closing`` in :attr:`theirs` reach when the consumer releases the slot."""
     holder: weakref.ref[RingSlot] | None = None
-    """The last :class:`RingSlot` of this slot."""
+    """Weak reference to the last :class:`RingSlot` made for this slot."""
 
 
 class RingSlot(SlotMemory):
-    """A slot to fill, made by :meth:`RingProducer.next`.
+    """A slot of the ring that the program fills, made by :meth:`RingProducer.next`.
 
-    The end of its ``with`` block hands the slot to a consumer, in stream order. If the block or the hand-off raises, or
-    if the object is dropped, the slot is not sent and becomes free again.
+    The end of the ``with`` block hands the slot to a consumer, in stream order. If the block or the hand-off raises an
+    exception, or if the object is dropped, the slot is not sent and becomes free again.
     """
 
     __slots__ = ("_deliveries", "_slot", "_used")
@@ -86,7 +89,7 @@ class RingSlot(SlotMemory):
 
     @property
     def nbytes_used(self) -> int:
-        """Bytes of the item, from the slot's first byte; default: all bytes of the slot.
+        """Size of the item in bytes, from the slot's first byte on; default: the whole slot. Can be assigned.
 
         Raises
         ------
@@ -121,7 +124,7 @@ class RingSlot(SlotMemory):
         self._deliveries.hand_off(self)
 
     def give_back(self) -> None:
-        """Return the slot to the free ones without sending it. No effect after :meth:`hand_off`."""
+        """Make the slot free again without sending it. No effect after :meth:`hand_off`."""
         if self._held:
             self._held = False
             self._deliveries.free.append(self._slot)
@@ -142,23 +145,23 @@ class RingSlot(SlotMemory):
 
 @dataclass(eq=False, slots=True)
 class ConsumerLink:
-    """The producer's record of a consumer."""
+    """The producer's record of one consumer."""
 
     channel: Channel
     block: ControlBlock
     importer: int
     """Importer number of the consumer on the control block."""
     words: list[ImporterWords]
-    """Words that the consumer writes, by slot."""
+    """Words that the consumer writes, one for each slot, in the order of the slots."""
     in_flight: dict[Slot, None] = field(default_factory=dict)
     """Slots sent to the consumer and not released, oldest first."""
     turn: int = 0
-    """Value of :attr:`Deliveries.sends` at the last send to this consumer. Of consumers with equally many slots in
-    flight, the one with the least value gets the next item.
+    """Value of :attr:`Deliveries.sends` at the last send to this consumer. If consumers have equally many slots in
+    flight, the consumer with the lowest value gets the next item.
     """
 
     def close(self) -> None:
-        # A forked child may have a copy of the socket, so close() alone would leave the connection open.
+        # close() alone would leave the connection open if a forked child has a copy of the socket.
         self.channel.shutdown()
         self.channel.close()
 
@@ -177,10 +180,11 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
 
 
 class Deliveries(RingEnding):
-    """The slots and consumers of a producer. Its close ends when the consumers have released all slots.
+    """The slots and consumers of a producer. As an item of the queue of ends, it ends when the consumers have released
+    all slots.
 
-    Each slot is in one state: in :attr:`free`, held by the user (:class:`RingSlot`), ``in_flight`` to a consumer, or in
-    :attr:`unsent`.
+    Each slot is in one state: in :attr:`free`, held by the program (:class:`RingSlot`), in ``in_flight`` of a consumer,
+    or in :attr:`unsent`.
     """
 
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
@@ -193,14 +197,12 @@ class Deliveries(RingEnding):
         self.lock: contextlib.AbstractContextManager[bool] = Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
-        """Slots that can be filled. Users append slots that they do not send, without the lock."""
+        """Slots that can be filled. :class:`RingSlot` appends slots that are not sent, without taking the lock."""
         self.unsent: dict[Slot, None] = {}
-        """Filled slots that are with no consumer: the consumer has gone without opening them, or the send has not
-        begun.
-        """
+        """Filled slots that no consumer has: the consumer has gone without opening them, or the send has not begun."""
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
-        """Consumers that get no more items but still use slots."""
+        """Consumers that get no more items but may still use slots."""
         self.handed_off: int = 0
         self.redelivered: int = 0
         self.sends: int = 0
@@ -209,7 +211,7 @@ class Deliveries(RingEnding):
     # -- with the lock held ----------------------------------------------------------------------------------
 
     def take(self) -> RingSlot | None:
-        """Take the next free slot for the stream to fill, and have the stream wait for its last consumer
+        """Take the next free slot for the stream to fill. The stream waits for the slot's last consumer
         (``cuStreamWaitValue32``). Returns None if no slot is free. Raises ClosedError, PeerGoneError, CaptureError.
         """
         if not self.free and not self.settle():
@@ -227,7 +229,7 @@ class Deliveries(RingEnding):
         return taken
 
     def settle(self) -> bool:
-        """Collect the slots that consumers released. Returns whether a slot is free."""
+        """Move the slots that consumers have released to :attr:`free`. Returns whether a slot is free."""
         for consumer in (*self.consumers, *self.leaving):
             for slot in tuple(consumer.in_flight):
                 if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
@@ -240,7 +242,9 @@ class Deliveries(RingEnding):
         return bool(self.free)
 
     def drop_gone(self) -> None:
-        """Remove consumers that are gone, and send the items that they have not opened to other consumers."""
+        """Remove consumers that are gone, and send the items that they have not opened to other consumers. Raises
+        TimeoutError, PeerGoneError.
+        """
         for consumer in _gone(self.consumers):
             self._drop(consumer)
         self._take_unopened(self.leaving)
@@ -256,8 +260,8 @@ class Deliveries(RingEnding):
     def _take_unopened(self, consumers: Iterable[ConsumerLink]) -> None:
         """Move the slots that gone consumers have not opened to :attr:`unsent`.
 
-        Opened slots stay in flight: their words are written when the consumer releases them, or by the thread that
-        waits for the consumer's death.
+        Opened slots stay in flight until their words are written: by the consumer when it releases them, or by the
+        thread that waits for the consumer's death.
         """
         self.settle()
         for consumer in _gone(consumers):
@@ -274,8 +278,8 @@ class Deliveries(RingEnding):
             self.redelivered += 1
 
     def _deliver(self, slot: Slot) -> None:
-        """Send a slot in :attr:`unsent` to the consumer with the fewest slots in flight. A consumer that does not take
-        it is removed, and the next one gets it. Raises PeerGoneError if none is left.
+        """Send a slot in :attr:`unsent` to the consumer with the fewest slots in flight. If the send fails, that
+        consumer is removed, and the slot is sent to the next consumer. Raises PeerGoneError if no consumer is left.
         """
         while slot in self.unsent:
             if not self.consumers:
@@ -286,8 +290,8 @@ class Deliveries(RingEnding):
             theirs = consumer.words[slot.index]
             value = (theirs.closing.value + 1) % WORD
             packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
-            # The slot counts as in flight before the send. If a signal handler raises meanwhile, the consumer may have
-            # the packet, so no other consumer may get the slot: it is lost until the consumer has gone.
+            # The slot counts as in flight before the send. If a signal handler raises during the send, the consumer may
+            # have the packet. So no other consumer may get the slot, which is lost until this consumer has gone.
             consumer.in_flight[slot] = None
             del self.unsent[slot]
             slot.theirs = theirs
@@ -299,8 +303,8 @@ class Deliveries(RingEnding):
                 self._drop(consumer)
 
     def refuse(self) -> NoReturn:
-        """Raise the error for items that cannot be handed off: ForkedProcessError in a forked child, ClosedError for a
-        closed ring, otherwise PeerGoneError, because the ring has no consumer.
+        """Raise the error for an item that cannot be handed off: ForkedProcessError in a forked child, ClosedError for
+        a closed ring, otherwise PeerGoneError, because the ring has no consumer.
         """
         self.session.check_process()
         if self.closed:
@@ -310,8 +314,8 @@ class Deliveries(RingEnding):
     # -- without the lock held -------------------------------------------------------------------------------
 
     def hand_off(self, holder: RingSlot) -> None:
-        """Announce the contents of a filled slot (``cuStreamWriteValue32``) and send it to a consumer. After an error
-        the slot stays with ``holder``. Errors as for :meth:`RingSlot.hand_off`.
+        """Announce the contents of a filled slot (``cuStreamWriteValue32``) and send the slot to a consumer. After an
+        error the slot stays with ``holder``. Raises the errors of :meth:`RingSlot.hand_off`.
         """
         with self.lock:
             holder._check_usable()
@@ -333,15 +337,15 @@ class Deliveries(RingEnding):
                 raise
 
     def attempt(self) -> bool:
-        """Send the end to the consumers, free the memory once no user holds a slot, and release the slots once no
-        consumer uses them.
+        """Send the packet that ends the ring to the consumers. Free the memory once the program holds no slot, and
+        release the slots once no consumer uses them. Returns whether all this is done.
         """
         with self.lock:
             if not self._end_sent:
                 self._send_end()
             holders = [slot.holder() for slot in self.slots if slot.holder is not None]
             if any(holder is not None and holder._held for holder in holders):
-                return False  # A later attempt frees the memory: the program may still fill this slot.
+                return False  # The program may still fill this slot, so a later attempt frees the memory.
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)
@@ -365,29 +369,30 @@ class Deliveries(RingEnding):
         self._end_sent = True
 
     def _shut_after_fork(self) -> None:
-        # The parent owns the consumers, and one of its threads may have held the lock at the fork.
+        # The consumers belong to the parent process. A new lock, because another thread of the parent may have held the
+        # old one at the fork.
         self.lock = Lock()
         self.consumers, self.leaving = {}, {}
 
 
 _ALIGNMENT = 512
-# Seconds of a wait for a slot: polling without a sleep; longest sleep afterwards; interval of checks that consumers are
-# alive.
+# Seconds in a wait for a slot: time of polling without a sleep, longest sleep after that, interval of checks that
+# consumers are alive.
 _SPIN_SECONDS = 50e-6
 _LONGEST_PAUSE = 1e-3
 _LIVENESS_SECONDS = 0.05
 
 
 class RingStatistics(NamedTuple):
-    """Counters of a producer.
+    """Counters of a producer since it was made, and numbers of its slots and consumers now.
 
-    :meth:`RingProducer.statistics` returns it.
+    :meth:`RingProducer.statistics` returns this tuple.
     """
 
     handed_off: int
-    """Number of items handed to consumers."""
+    """Number of items handed to consumers so far."""
     redelivered: int
-    """Number of items sent to another consumer, because the first consumer ended without opening them."""
+    """Number of items sent again to another consumer, because the first consumer ended without opening them."""
     in_flight: int
     """Number of filled slots that no consumer has released."""
     free: int
@@ -400,8 +405,7 @@ class RingProducer(RingEnd):
     """The producing end of a ring; made by :meth:`Ring.producer`. Threads may share it.
 
     After :meth:`close` the consumers receive all earlier items, and then the end. The memory is freed in stream order
-    once all consumers have closed their ends, and no slot is held. The host does not wait, so synchronise the stream
-    before the process ends.
+    once the program holds no slot. The host does not wait, so synchronise the stream before the process ends.
     """
 
     def __init__(self, pool: MemoryPool, slot_bytes: int | str, slots: int, stream: StreamLike) -> None:
@@ -441,7 +445,8 @@ class RingProducer(RingEnd):
         Parameters
         ----------
         channel
-            A connection to the consumer. The ring takes ownership, and closes it on failure and when the consumer ends.
+            A connection to the consumer. The ring owns the channel from now on, and closes it on failure and when the
+            consumer ends.
         timeout
             Seconds until ``TimeoutError``; None: no limit.
 
@@ -479,8 +484,8 @@ class RingProducer(RingEnd):
     def next(self, timeout: float | None = None) -> RingSlot:
         """Return the next free slot; fill it on :attr:`stream`. Use it in a ``with`` block.
 
-        If the previous consumer's stream has not reached the release, :attr:`stream` waits for it
-        (``cuStreamWaitValue32``).
+        If the stream of the slot's last consumer has not reached its release of the slot, :attr:`stream` waits for the
+        release (``cuStreamWaitValue32``).
 
         Parameters
         ----------
@@ -492,7 +497,7 @@ class RingProducer(RingEnd):
         TimeoutError
             All slots are in flight or being filled.
         PeerGoneError
-            The ring has no consumer, or all have gone. Add one and call again.
+            The ring has no consumer, or all consumers have gone. Add a consumer and call again.
         ClosedError
             The ring was closed.
         CaptureError
@@ -509,7 +514,8 @@ class RingProducer(RingEnd):
                     return slot
                 now = time.monotonic()
                 over = end is not None and now >= end
-                # Check also at the deadline, because timeouts of the caller may be shorter than the interval.
+                # Consumers are also checked at the deadline, because a caller's timeout may be shorter than the
+                # interval of the checks.
                 if over or now >= checked + _LIVENESS_SECONDS:
                     checked = now
                     state.drop_gone()
@@ -548,7 +554,7 @@ class RingProducer(RingEnd):
             copy_bytes(CopySide(slot._base, source.nbytes, self._ordinal, slot), source, self.stream)
 
     def statistics(self) -> RingStatistics:
-        """Return the counters as they are now, after the slots that consumers have released were collected."""
+        """Return the counters (:class:`RingStatistics`). Slots that consumers have released by now count as free."""
         state = self._deliveries
         with state.lock:
             state.settle()

@@ -40,12 +40,12 @@ from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256
-"""Limit of the number of slots. The packets of all slots fit one socket buffer (278 packets by default on Linux), so no
-hand-off blocks.
+"""Largest number of slots of a ring. The packets of all slots fit one socket buffer (278 packets by default on Linux),
+so no hand-off blocks.
 """
 
 PACKET = struct.Struct("<IIIIQ")
-"""A hand-off packet: kind, slot, value of ``ready``, value of the consumer's words, bytes used."""
+"""A hand-off packet: kind (1), slot index, value of ``ready``, value of the consumer's words, bytes used."""
 ITEM = 1
 END = PACKET.pack(2, 0, 0, 0, 0)
 
@@ -61,29 +61,27 @@ VERSION = 2
 
 
 class Introduction(NamedTuple):
-    """The producer's first message."""
+    """The producer's first message to a consumer."""
 
     block: bytes
     """Id of the control block."""
     numbers: list[int]
-    """Number of each slot in the control block."""
+    """Number in the control block of each slot of the ring, in the order of the slots."""
     slot_bytes: int
-    """Limit of the bytes of an item."""
+    """Largest size of an item in bytes."""
     stride: int
     """Bytes from the start of one slot to the start of the next."""
     descriptor: bytes
     """Descriptor of the buffer that has all slots."""
 
     def to_bytes(self) -> bytes:
-        """Return the message as bytes, in the layout of :data:`HELLO`."""
+        """Return the message as bytes: the header :data:`HELLO`, the numbers, the descriptor."""
         head = HELLO.pack(MAGIC, VERSION, len(self.numbers), self.slot_bytes, self.stride, self.block)
         return head + b"".join([*map(_NUMBER.pack, self.numbers), self.descriptor])
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
-        """Return the fields of a message. Raises ProtocolError if it is not the first message of a producer with this
-        version.
-        """
+        """Decode a message. Raises ProtocolError if it is not the first message of a producer with this version."""
         data = message.data
         try:
             magic, version, slots, slot_bytes, stride, block = HELLO.unpack_from(data)
@@ -103,7 +101,7 @@ class Introduction(NamedTuple):
 
 
 def answer(importer: int) -> bytes:
-    """Return a consumer's answer, with its importer number on the control block."""
+    """Return a consumer's answer as bytes. ``importer``: its importer number on the control block."""
     return ANSWER.pack(MAGIC, VERSION, importer)
 
 
@@ -116,19 +114,19 @@ def importer_in(data: bytes) -> int:
 
 
 class SlotMemory(BufferView, Leaves):
-    """The memory of a slot, as one end of the ring has it. While this end does not hold the slot, each use raises
-    :class:`ClosedError`.
+    """The memory of one slot, in the producer or in a consumer. Each use raises :class:`ClosedError` unless this end of
+    the ring has the slot at that time.
     """
 
     __slots__ = ("_base", "_held", "_stream", "index")
 
-    _ptr = None  # With an address here, a use would not check that this end holds the slot.
+    _ptr = None  # If an address were stored here, a use of the memory would not check that this end still has the slot.
 
     def __init__(self, memory: Memory, stream: Stream, index: int, offset: int, nbytes: int) -> None:
         super().__init__(memory, offset, nbytes)
         self._stream = stream  # type: ignore[misc]
         self.index: int = index
-        """Number of the slot in the ring."""
+        """Index of the slot in the ring."""
         self._base = memory._at + offset
         self._held = False
 
@@ -160,29 +158,31 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """Queue item with the work that remains after one end of a ring was closed or dropped."""
+    """Item of the queue of ends with the work that remains after one end of a ring was closed or dropped."""
 
     closed: bool = False
     """Whether this end of the ring was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
-    """Base of both ends: sizes, and a close whose work may be deferred."""
+    """Base of producer and consumer: the sizes of the ring, and a close that leaves work which must wait to the queue
+    of ends.
+    """
 
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
-    """Limit of the bytes of an item."""
+    """Largest size of an item in bytes."""
     slots: int
-    """Number of slots."""
+    """Number of slots of the ring."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ending: RingEnding | None = None
 
     def _open(self, ending: RingEnding) -> None:
-        # The queue keeps the ending alive from now on. So if this object is dropped in a reference cycle, the collector
-        # does not finalise the ending's resources before the ending has released them.
+        # The queue keeps ``ending`` alive from now on. Otherwise, if this object is dropped in a reference cycle, the
+        # collector could finalise the resources of ``ending`` before ``ending`` has released them.
         deferred_queue(self._session).end_with(self, ending)
         self._ending = ending
 
@@ -198,12 +198,13 @@ class RingEnd(Closes, Shown):
             raise ClosedError("this end of the ring was closed")
 
     def close(self) -> None:
-        """Close this end, after the queued work of its stream; idempotent. The host does not wait.
+        """Close this end of the ring. Its memory is released after the queued work of its stream; the host does not
+        wait. Idempotent.
 
         Raises
         ------
         CudaError
-            The driver refused a call. The rest of the work is deferred.
+            The driver refused a call. Later calls of the package attempt the rest of the work.
         """
         self._session.check_process()
         ending = self._ending

@@ -1,7 +1,8 @@
 """``Ring``: a stream of data from one process to others, through memory that is shared once.
 
-The producer allocates one buffer and divides it into *slots*. It fills a free slot in stream order and sends a packet
-of 24 bytes to a consumer. The consumer's stream waits for the contents, and releases the slot in stream order.
+The producer allocates one buffer and divides it into *slots*. It fills a free slot in stream order, and sends a
+consumer a packet of 24 bytes that names the slot. The consumer's stream waits for the contents, and releases the slot
+in stream order.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Ring:
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
     :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
-    one consumer: the one with the fewest items in flight. If a consumer dies, the items that it has not taken go to
-    others, and those that it has taken and not released are gone with it.
+    one consumer, the consumer with the fewest items in flight. If a consumer dies, the items that it has not taken go
+    to other consumers. Items that it has taken and not released are lost.
 
     Examples
     --------
@@ -46,9 +47,9 @@ class Ring:
         Parameters
         ----------
         pool
-            The pool to allocate from; made with a shareable handle type.
+            The pool to allocate the slots from, made with ``handle_types=POSIX_FILE_DESCRIPTOR``.
         slot_bytes
-            Limit of the bytes of an item. The stride of slots is rounded up to 512 bytes.
+            Largest size of an item in bytes. Each slot takes this size rounded up to a multiple of 512.
         slots
             Number of slots: 1 to 256.
         stream
@@ -73,16 +74,16 @@ class Ring:
         timeout: float | None = None,
         driver: Driver | None = None,
     ) -> RingConsumer:
-        """Make the consuming end. Blocks until the producer adds the other end of ``channel``; before that,
-        ``channel.fileno()`` is not readable.
+        """Make the consuming end. Blocks until the producer adds the other end of ``channel``
+        (:meth:`RingProducer.add`). Before that, ``channel.fileno()`` is not readable.
 
         Parameters
         ----------
         channel
-            A connection to the producer. The consumer takes ownership, and closes it even on failure.
+            A connection to the producer. The consumer owns the channel from now on, and closes it even on failure.
         stream
             The stream that waits for the contents and releases the slots; default: the default stream of the memory's
-            device. A stream of your own is faster.
+            device. A stream made by the program is faster.
         timeout
             Seconds until ``TimeoutError``, here and in :meth:`RingConsumer.next`; None: no limit.
         driver
