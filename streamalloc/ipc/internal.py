@@ -1,4 +1,4 @@
-"""Names of ``ipc``, beside the public ones, that the areas above use."""
+"""Names of ``ipc`` that are not public, but that ``multicast``, ``interop`` and other areas above use."""
 
 from __future__ import annotations
 

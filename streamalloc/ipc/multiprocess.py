@@ -58,8 +58,8 @@ KINDS = (
 
 
 def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and the arguments that make ``thing`` in another process, as pickle needs them. Shares the
-    thing, and holds it while it is in transit.
+    """Return the function and the arguments that make ``thing`` in another process, as pickle needs them. The memory is
+    shared with a hold, which keeps it while it is in transit.
 
     Raises
     ------
@@ -96,9 +96,9 @@ _TOO_LATE = (
     "the queue's feeder thread pickled it after that: put it into the queue by itself, in a list, tuple or dictionary, "
     "or as ipc.share(buffer, hold=True), and it is shared at once"
 )
-# Number of objects of a message after which ``put`` stops its search, so that a large message is not delayed.
+# ``put`` searches at most this number of objects in its argument, so that a large argument is not delayed.
 _MOST_SEARCHED = 1000
-# Exact classes only: subclasses may have other methods, or other attributes of these names.
+# Only these exact classes are searched: subclasses may have other methods or attributes of these names.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},
@@ -106,11 +106,11 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 class _QueuedItem:
-    """The argument of a queue's ``put``, pickled in that call."""
+    """The argument of a queue's ``put``, pickled already during that call."""
 
     def __init__(self, queue: Any, thing: Any) -> None:
         self.refused = False
-        """Whether the queue has raised instead of accepting the message."""
+        """Whether ``put`` has raised an exception instead of accepting the item."""
         self._lost = _end_of(vars(queue)["_writer"])
         self.data = bytes(ForkingPickler.dumps(thing))
 
@@ -123,7 +123,9 @@ class _QueuedItem:
 
 
 def _at_once(put: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a queue's ``put``, so that an argument with an object of this library is pickled before ``put`` returns."""
+    """Return the queue's ``put`` with this change: an argument with an object of this library is pickled before ``put``
+    returns.
+    """
 
     @functools.wraps(put)
     def put_at_once(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -140,8 +142,8 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _contains_ours(thing: Any) -> bool:
-    """Whether ``thing`` is an object of this package, or contains one within lists, tuples, sets and dictionaries. The
-    search ends after 1000 objects.
+    """Whether ``thing`` is an object of this package, or contains one in lists, tuples, sets and dictionaries. Objects
+    after the first 1000 are not searched.
     """
     searched, others = 0, [thing]
     while others and searched < _MOST_SEARCHED:
@@ -160,8 +162,8 @@ for _queue in (Queue, JoinableQueue):
 
 
 def _on_feeder_thread() -> bool:
-    """Whether a queue's feeder thread pickles now. It prints errors and drops the item, so the reader would wait for
-    ever: the caller queues the error instead.
+    """Whether a queue's feeder thread is pickling an object now. This thread prints an error and drops the object, and
+    the reader would wait for ever, so :func:`reduce` queues the error instead.
     """
     caller = _pickled_by()
     return caller is not None and caller.f_code is _FEED and caller.f_locals.get("onerror") is _PRINT_ERROR
@@ -185,15 +187,15 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _carrier() -> Callable[[], bool]:
-    """Return a function that says whether the carrier of the object being pickled is lost, so that nobody can receive
-    the object. For an unknown carrier the function always returns False.
+    """Return a function that returns True once nobody can receive the object that is being pickled, because its carrier
+    is lost. For an unknown carrier the function always returns False.
     """
     child = get_spawning_popen()
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # The caller is a connection's send, a simple queue's put, a queue's feeder thread, or pickles a _QueuedItem. In
-    # each of them a local variable leads to the connection.
+    # The frame that pickles is a connection's send, a simple queue's put, or a queue's feeder thread; or a _QueuedItem
+    # is being made. In each of these, a local variable leads to the connection.
     for value in list(caller.f_locals.values()) if caller is not None else ():
         if type(value) is _QueuedItem:
             return value.lost
@@ -208,7 +210,7 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     if found is None:
         number = connection.fileno()
         if stat.S_ISFIFO(os.fstat(number).st_mode):
-            # An O_PATH descriptor does not keep the pipe open: readers still see the end of the file.
+            # A descriptor opened with O_PATH does not keep the pipe open: readers still reach the end of the file.
             pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
             found = functools.partial(_has_no_readers, pipe)
         else:
@@ -217,7 +219,7 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     return found
 
 
-# By connection: a function that returns whether nobody can receive the connection's messages any more.
+# For each connection: a function that returns whether nobody can receive the connection's messages any more.
 _ends: weakref.WeakKeyDictionary[Connection, Callable[[], bool]] = weakref.WeakKeyDictionary()
 
 
@@ -225,8 +227,8 @@ _DUMPS = ForkingPickler.dumps.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _pickled_by() -> types.FrameType | None:
-    """Return the frame that called ``ForkingPickler.dumps``; None if there is none. A reducer gets no reference to its
-    carrier, but a local variable of that frame leads to it.
+    """Return the frame that called ``ForkingPickler.dumps``; None if there is none. A reducer gets no reference to the
+    carrier, but a local variable of that frame leads to the carrier.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -240,7 +242,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
     child = reference()
     if child is None or child.returncode is not None:
         return True
-    sentinel = getattr(child, "sentinel", None)  # Not set before the process starts.
+    sentinel = getattr(child, "sentinel", None)  # The process has no sentinel before it is started.
     return sentinel is not None and bool(wait([sentinel], 0))
 
 

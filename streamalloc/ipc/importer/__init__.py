@@ -1,1 +1,1 @@
-"""The importing process: imported handles, mappings, and their release."""
+"""The importing process: it opens descriptors, keeps imported handles and mappings, and releases them."""

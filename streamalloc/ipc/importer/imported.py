@@ -47,12 +47,12 @@ from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechan
 from streamalloc.pool.internal import location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
-# Seconds between two looks of the host at an announcement.
+# Seconds between two checks of the host whether an announced value is written.
 _PAUSE = 0.0002
 
 
 class Announcement(NamedTuple):
-    """The value that the word ``ready`` of a slot reaches when the contents are complete."""
+    """An announcement of the exporter: the contents are complete when the word ``ready`` of a slot reaches a value."""
 
     block: ControlBlock
     slot: int
@@ -61,17 +61,17 @@ class Announcement(NamedTuple):
 
     @property
     def words(self) -> SlotWords:
-        """The words of the announcement's slot that the exporter writes."""
+        """The words of the announcement's slot that the exporter writes (``ready``, ``announced``, ``generation``)."""
         return self.block.slot_words(self.slot)
 
     @property
     def written(self) -> bool:
-        """Whether the exporter has written the value, so that the contents are complete."""
+        """Whether the word ``ready`` has reached the value: the contents are complete, or lost (:attr:`lost`)."""
         return reached(self.words.ready.value, self.ready)
 
     @property
     def lost(self) -> bool:
-        """Whether another process wrote the value, because the exporter died."""
+        """Whether the exporter died before it wrote the value, and another process wrote it in its place."""
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
@@ -87,26 +87,27 @@ class Announcement(NamedTuple):
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
-        """Have ``stream`` wait for the announcement. With None, or if the stream is being captured, the host waits
-        instead. Raises ValueError, CudaError.
+        """Have ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
+        Raises ValueError, CudaError.
         """
         if stream is not None:
             with contextlib.suppress(CaptureError):
                 self.precede(stream)
                 return
         if not self.written:
-            self.block.expect(self.slot, self.ready)  # The wait ends with the exporter's death.
+            # The host waits until the exporter dies at the latest: then a thread of this process writes the value.
+            self.block.expect(self.slot, self.ready)
             while not self.written:
                 time.sleep(_PAUSE)
 
     # -- memory that was opened without a stream -------------------------------------------------------------
-    # The default stream of the device waits for the contents, and every other stream before it first uses the memory.
-    # The host waits before it returns an address, because nobody sees the uses by address; and before a use in a
-    # capture, because graphs cannot wait for other processes.
+    # The default stream of the device waits for the contents at the open, every other stream before its first use of
+    # the memory. The host waits before it returns an address, because the package is not told of uses by address. The
+    # host also waits before a use in a capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Have ``stream`` wait for the contents of ``memory``; with None, the host. Notifies the listener. Raises as
-        :meth:`wait`.
+        """Have ``stream`` wait for the contents of ``memory``; if None, the host waits. A checker that listens is
+        notified. Raises ValueError, CudaError.
         """
         if stream is None:
             self.wait(None)
@@ -115,8 +116,8 @@ class Announcement(NamedTuple):
             self.wait(stream)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, notifies the listener
-        that the host has seen it.
+        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, a checker that
+        listens is told that the host has seen them.
         """
         written = self.written
         if written:
@@ -124,7 +125,7 @@ class Announcement(NamedTuple):
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Notify a checking driver that ``stream``, or the host if None, waits for the contents of ``memory``."""
+        """Tell a checker that listens that ``stream``, or the host if None, waits for the contents of ``memory``."""
         listener = self.block.session.listener
         if listener is None:
             return
@@ -137,9 +138,9 @@ class Announcement(NamedTuple):
 class ImportedPool(Foreign, Closes):
     """A pool of another process. Its allocations can be opened here, but this process cannot allocate from it.
 
-    :func:`open` returns it, and so does :meth:`from_handle`. The driver's handle is destroyed (``cuMemPoolDestroy``)
-    when nothing here uses the pool and the owner has closed it or has ended. The handle of a pool of
-    :meth:`from_handle` does not wait for the owner.
+    :func:`open` and :meth:`from_handle` return objects of this class. The driver's handle is destroyed
+    (``cuMemPoolDestroy``) when nothing in this process uses the pool, and the owner has closed the pool or has ended.
+    The handle of :meth:`from_handle` does not wait for the owner.
     """
 
     def __init__(self, pool: PoolHandle, device: Device) -> None:
@@ -180,7 +181,8 @@ class ImportedPool(Foreign, Closes):
         session = session_for(None, driver)
         imports = imports_of(session)
         imports.release_ended()
-        # Locked until the object is a user of the pool: before that, another thread's import would destroy the pool.
+        # The lock is held until the new object is a user of the pool: before that, another thread's import would
+        # destroy the pool's handle.
         with handle if isinstance(handle, Fd) else contextlib.nullcontext(), imports.lock:
             found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
             place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
@@ -269,7 +271,7 @@ class ForeignMemory(Memory, Foreign):
     __slots__ = ()
 
     _announced: Announcement | None
-    """Announcement of the last open; None without a control block."""
+    """Announcement of the last open; None if the descriptor has no control block."""
     _contents: tuple[Announcement, ...]
     """One announcement for each open without a stream. Each stream waits for all of these announcements before it uses
     the memory.
@@ -297,13 +299,13 @@ class ForeignMemory(Memory, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents will never be complete, because the owner died."""
+        """Whether the contents will never be complete, because the owner died before it wrote them."""
         self._check_usable()
         return self._announced is not None and self._announced.lost
 
     @property
     def owner_alive(self) -> bool | None:
-        """Whether the exporting process is alive; None if unknown."""
+        """Whether the exporting process is alive; None if unknown, because the descriptor has no control block."""
         self._check_usable()
         return None if self._announced is None else self._announced.block.exporter_alive()
 
@@ -318,9 +320,9 @@ class ImportedBuffer(ForeignMemory, Closes):
     __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_new", "_offset", "_use")
 
     def __init__(self, new: Import, described: Descriptor, stream: Stream, announced: Announcement | None) -> None:
-        """Open the allocation of ``described`` by the import ``new``, or join the import that this process has of it.
-        ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError, ValueError,
-        CudaError; then nothing stays open.
+        """Open the allocation of ``described`` by the import ``new``, or use the import that this process already has
+        of the allocation. ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError,
+        ValueError, CudaError; then nothing stays open.
         """
         self._new = new
         self._use = ImportUse(stream)
@@ -335,7 +337,8 @@ class ImportedBuffer(ForeignMemory, Closes):
                 announced.notify_listener(self, stream)
                 announced.precede(stream)
         except BaseException as first:
-            # Undo the open after any error, out of a signal handler too. Otherwise the owner's free would wait forever.
+            # Undo the open after any error, also one that a signal handler raised. Otherwise the owner's free would
+            # wait forever.
             try:
                 self._use.release(stream, used=False)
             except CudaError as later:
@@ -373,7 +376,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream belongs to the device that owns the memory."""
+        """Whether :attr:`stream` belongs to the device that owns the memory."""
         self._checked_import()
         return self.stream.device == self._new.device
 
@@ -443,8 +446,8 @@ class ImportedBuffer(ForeignMemory, Closes):
 
 
 def _raw_import(new: Import, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
-    """Open memory by the driver's handle alone, without lease and announcement. ``stream``: default is the device's
-    default stream. Raises CaptureError, ValueError, CudaError.
+    """Open memory by the driver's handle alone, without lease and announcement. ``stream=None``: the device's default
+    stream. Raises CaptureError, ValueError, CudaError.
     """
     ordered = new.device.default_stream if stream is None else as_stream(stream, new.imports.session)
     refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
@@ -456,8 +459,8 @@ def open_memory_handle(
 ) -> ImportedBuffer:
     """Open memory of ``cuMemAlloc`` of another process by the driver's handle alone (``cuIpcOpenMemHandle``).
 
-    The owner neither announces the contents nor waits for this use, as for :meth:`ImportedPool.open`. The close waits
-    for the stream (``cuIpcCloseMemHandle``).
+    The owner neither announces the contents nor waits for this use: order your work as for :meth:`ImportedPool.open`.
+    The host waits for the stream at the close (``cuIpcCloseMemHandle``).
 
     Parameters
     ----------
@@ -485,7 +488,7 @@ def open_memory_handle(
 class ImportedArray(TypedView[Any], Closes):
     """An array of another process, with its type and shape, made by :func:`open`.
 
-    :attr:`owner` is the imported memory. Closing either closes both.
+    :attr:`owner` is the imported memory. Closing the array closes this memory, and closing the memory closes the array.
     """
 
     _parent: ImportedBuffer | ImportedRange
@@ -496,7 +499,7 @@ class ImportedArray(TypedView[Any], Closes):
         return self._parent.closed
 
     def close(self, stream: StreamLike | None = None) -> None:
-        """Release the memory after the work of ``stream``, by default its own. Idempotent. Errors as for
+        """Release the memory after the work of ``stream``, by default its own. Idempotent. Raises the errors of
         :meth:`ImportedBuffer.close`.
         """
         self._parent.close(stream)
@@ -505,11 +508,11 @@ class ImportedArray(TypedView[Any], Closes):
 class ImportedRange(ForeignMemory, RemappableBuffer):
     """Physical memory of another process, mapped at one address here, made by :func:`open`.
 
-    The driver keeps the memory while any process has a handle. A range shared by fabric handles with a hold also has a
-    lease: its owner keeps the memory until the range is closed here.
+    The driver keeps the memory while any process has a handle of it. A range shared by fabric handles with a hold also
+    has a lease: its owner keeps the memory until the range is closed here.
 
-    After an open without a stream, each stream waits for the contents before its first use of this object. Uses through
-    :attr:`range` are not seen: only the default stream waits for the contents, so order other streams after it.
+    After an open without a stream, each stream waits for the contents before its first use of this object. For uses
+    through :attr:`range` only the device's default stream waits, so order other streams after the default stream.
     """
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
@@ -524,8 +527,8 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         return super(ForeignMemory, self).address
 
     def close(self, after: After = None) -> None:
-        """Unmap and release the memory, and end the use of the lease, after the host has waited for ``after`` (default:
-        all work of the devices with access). Idempotent.
+        """Unmap and release the memory, and end the use of the lease. First the host waits for ``after``; default: all
+        work of the devices with access. Idempotent.
         """
         super().close(after)
         self._replace_use(None)

@@ -1,8 +1,8 @@
 """Imports of this process: control blocks, pools, allocations and handles, by the ids in descriptors.
 
 The driver returns the same address for a second import of an allocation, and does not count imports. So this process
-counts its uses (:class:`ImportUse`), and ends the import (:class:`Import`) with the last one. When :class:`Imports`
-imports a new pool or control block, it releases those of ended processes and closed pools.
+counts its uses of an import (:class:`ImportUse`), and ends the import (:class:`Import`) with the last use. When a new
+pool or control block is imported, :class:`Imports` releases the pools and control blocks that have ended.
 """
 
 from __future__ import annotations
@@ -53,19 +53,21 @@ _STALE = "this memory was freed by its owner before it was opened here"
 class DriverVersionWarning(UserWarning):
     """Exporter and importer run different drivers, which NVIDIA does not support.
 
-    :func:`open` issues it and opens the memory all the same.
+    :func:`open` issues this warning and opens the memory all the same.
     """
 
 
 class ReceivedHandles:
-    """The handles that came with a message. :meth:`take` passes one to the caller; :meth:`close` closes the rest."""
+    """The handles that came with a message. :meth:`take` gives one handle to the caller; :meth:`close` closes the
+    rest.
+    """
 
     endpoint: bytes
     """16 bytes that name the socket of the exporter's handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        # Handles that this process has shared itself. Work with duplicates of these: the originals must stay open,
-        # because the process may share the memory again.
+        # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
+        # the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
@@ -78,7 +80,8 @@ class ReceivedHandles:
         if not self._given:
             return
         ids = described.handle_ids()
-        # The pipe stays in the list, so :meth:`close` closes it after the open, which ends the hold (exports.Hold).
+        # The pipe of the hold stays in the list. :meth:`close` closes the pipe after the open, and so ends the hold
+        # (exports.Hold).
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
             return  # only the pipe came: a channel carries each of the other handles once
@@ -88,9 +91,9 @@ class ReceivedHandles:
         self._given = self._given[len(ids) :]
 
     def take(self, name: bytes) -> Fd:
-        """Return the handle with the id ``name``; the caller closes it. If it did not come with the message, it is
-        fetched from the exporter's process. Raises ValueError if it is neither here nor served, ConnectionError,
-        TimeoutError.
+        """Return the handle with the id ``name`` (16 bytes); the caller closes it. A handle that did not come with the
+        message is fetched from the exporter's process. Raises ValueError if the exporter does not serve it,
+        ConnectionError, TimeoutError.
         """
         fd = self._by_id.pop(name, None)
         if fd is not None:
@@ -109,11 +112,12 @@ class ReceivedHandles:
 
 
 def _refuse_freed(words: ImporterWords, generation: int) -> None:
-    """Raise StaleDescriptorError if the slot has another generation than the descriptor: the memory was freed. Call
-    this after the open was counted.
+    """Raise StaleDescriptorError if the slot has another generation than the descriptor: the memory was freed. The open
+    must have been counted before.
 
-    The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So one of
-    the two sees the other. If both looked first, the memory could be freed while it is opened.
+    The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So at
+    least one of the two processes finds what the other has written. If both looked first, the memory could be freed
+    while it is opened.
     """
     fence()
     if words.slot_words.generation.value != generation:
@@ -121,9 +125,10 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
 
 
 class HostUse(Deferred):
-    """One use of a lease whose close the host counts: of a range, which is not released in stream order.
+    """One use of a lease whose close the host counts. It is for ranges, which are not released in stream order.
 
-    As a deferred item, this object counts the close once the work that is queued at its first attempt is done.
+    As an item of the queue of ends, this object counts the close once the work that is queued at its first attempt is
+    done.
     """
 
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
@@ -131,19 +136,19 @@ class HostUse(Deferred):
         self.imports = imports
         self._work: Fence | None = None
         self._words: ImporterWords | None = words
-        # No lock is needed: once this use is in ``users``, no other use counts a close.
+        # No lock is needed: once this use is in ``users``, no other use can count the close of the words.
         words.users.add(self)
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
             _refuse_freed(words, generation)
 
     def end(self) -> None:
-        """Count the close. All work on the memory must have ended. Idempotent."""
+        """Count the close of the use. All work on the memory must have ended before. Idempotent."""
         words, self._words = self._words, None
         if words is not None:
             with self.imports.lock:
-                # Read the count before this use leaves ``users``: an open after that has a higher count, and must not
-                # be closed here.
+                # The count is read before this use leaves ``users``. An open after that has a higher count, which must
+                # not be written as closed here.
                 number = words.opened.value
                 words.users.discard(self)
                 if not words.users:
@@ -159,25 +164,29 @@ class HostUse(Deferred):
 
 
 class PoolHandle(Deferred):
-    """The driver's handle of another process's pool.
+    """The driver's handle of a pool of another process.
 
-    It is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for them,
-    and a later use of the handle kills the process.
+    The handle is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for
+    these frees, and a later use of the handle kills the process.
     """
 
     def __init__(self, imports: Imports) -> None:
         self.imports: Imports = imports
         self._raw: Any = None
         self._frees: Fence | None = None
-        """The work, frees included, that was queued at the first attempt to destroy the handle; None before."""
+        """Fence for all work, frees included, that was queued at the first attempt to destroy the handle; None before
+        that attempt.
+        """
         self.marks: set[tuple[ControlBlock, int]] = set()
-        """The exporter's marks of this pool: control block and number. While one has its value, the pool exists."""
+        """The exporter's marks of this pool: tuples of control block and number. A mark is a word with a value; while
+        one mark has its value, the pool exists.
+        """
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Objects (:class:`ImportedPool`) that use the handle."""
 
     def watch(self, block: ControlBlock | None, mark: int) -> None:
-        """Record the exporter's ``mark`` in ``block``, whose change shows the end of the pool. Raises ValueError if the
-        control block has no such mark.
+        """Record the exporter's mark with the number ``mark`` in ``block``. A change of the mark shows the end of the
+        pool. Raises ValueError if the control block has no such mark.
         """
         if block is not None and (block, mark) not in self.marks:
             block.marked("pool", mark)
@@ -200,7 +209,8 @@ class PoolHandle(Deferred):
         if not self._frees.done():
             return False
         with imports.lock:
-            # If the pool was imported again meanwhile, the driver returned the same handle, which must stay.
+            # If the pool was imported again meanwhile, the driver returned the same handle, which must not be
+            # destroyed.
             if self._raw is not None and int(self._raw) not in imports.handles:
                 imports.session.release(self, "cuMemPoolDestroy")
         return True
@@ -209,14 +219,16 @@ class PoolHandle(Deferred):
 class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
 
-    An allocation of a pool is released in stream order. One of ``cuMemAlloc`` is closed once the stream has done its
-    work, for which the host waits.
+    An allocation of a pool is freed in stream order. For an allocation of ``cuMemAlloc`` the host first waits for the
+    stream, then closes the handle.
     """
 
     def __init__(
         self, imports: Imports, pool: PoolHandle | None, device: Device, block: ControlBlock | None, new: Descriptor
     ) -> None:
-        """``new``: the descriptor; ``block``: its control block."""
+        """Prepare an import that :meth:`begin` makes. ``new``: the descriptor of the memory; ``block``: its control
+        block.
+        """
         imports.start_thread()
         self.imports: Imports = imports
         self.from_pool: PoolHandle | None = pool
@@ -224,18 +236,18 @@ class Import:
         self.device: Device = device
         """Device of the memory."""
         self.block: ControlBlock | None = block
-        """The exporter's control block."""
+        """The exporter's control block; None if the descriptor has none."""
         self.words: Any = None if block is None else block.importer_words(new.slot, block.importer)
         """Words of the slot that this importer writes (:class:`ImporterWords`); None without a control block."""
         self.leased: bool = bool(new.flags & Flags.LEASED)
-        """Whether the slot is a lease, in which opens and closes are counted."""
+        """Whether the slot is a lease of the allocation, which counts opens and closes."""
         self.counted: bool = False
-        """Whether the lease counts this import."""
+        """Whether the lease counts this import as open."""
         self.number: int = 0
         """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
         self.generation: int = new.generation
         self.data: bytes = new.payload
-        """The driver's export data."""
+        """The driver's export data: 64 bytes of ``cuMemPoolExportPointer`` or ``cuIpcGetMemHandle``."""
         # The driver gives an allocation of cuMemAlloc another address for each device that uses it.
         self.key: tuple[bytes, int] = new.payload, -1 if pool is not None else device.ordinal
         self.nbytes: int = new.base_size
@@ -245,22 +257,24 @@ class Import:
         self.count: int = 1
         """Number of uses that have not ended."""
         self.passed: tuple[Event, ...] = ()
-        """Events after the work of ended uses. The stream of the last release waits for them."""
+        """Events recorded after the work of uses that have ended. The stream of the last release waits for these
+        events.
+        """
 
     def _check_size(self, nbytes: int) -> None:
-        """Raise ValueError if ``nbytes``, the size in a descriptor, differs from that of the driver
-        (``cuPointerGetAttribute``). With 0, set :attr:`nbytes` to the driver's. Raises CudaError.
+        """Raise ValueError if ``nbytes``, the size in a descriptor, differs from the driver's size
+        (``cuPointerGetAttribute``). ``nbytes=0``: set :attr:`nbytes` to the driver's size. Raises CudaError.
         """
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
-        if not nbytes:  # a raw handle tells no size
+        if not nbytes:  # A raw handle of the driver tells no size.
             self.nbytes = int(found)
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
     def known(self) -> Import | None:
-        """Return the import that this process has of the same allocation; None if there is none."""
+        """Return the import that this process already has of the same allocation; None if there is none."""
         found = self.imports.allocations.get(self.key)
         return None if found is None or found._raw is None else found
 
@@ -294,8 +308,8 @@ class Import:
         self._check_size(self.nbytes)
 
     def join(self, other: Import) -> None:
-        """Add a use by ``other``, the import of a further descriptor of this memory, which was not begun. Errors as for
-        :meth:`begin`; ValueError also if the memory is open under another lease.
+        """Add a use to this import. ``other``, made for a further descriptor of the same memory, is not begun itself.
+        Raises the errors of :meth:`begin`; ValueError also if the memory is open under another lease.
         """
         self.count += 1
         if other.leased and not self.counted:
@@ -316,16 +330,16 @@ class Import:
             _refuse_freed(words, self.generation)
         except StaleDescriptorError:
             if self._raw is not None:
-                # The memory was imported before, without a lease: keep that import. This open has not used the memory,
-                # so the host can count it back.
+                # The memory was imported before, without a lease, and this import stays. The refused open has not used
+                # the memory, so the host can take its count back.
                 words.opened.value, self.counted = (number - 1) % WORD, False
             raise
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """Free the import after the work of ``stream`` (``cuMemFreeAsync``; or ``cuIpcCloseMemHandle``), and count the
-        close behind it: write ``closed`` and ``closing``. Raises CudaError; the import then stays.
+        """Free the import after the work of ``stream`` (``cuMemFreeAsync``, or ``cuIpcCloseMemHandle``). Then write
+        ``closed`` and ``closing``, which count the close. Raises CudaError; the import then stays.
 
-        ``handle``, ``sees_all``: the stream's ``CUstream``, and as for :meth:`ControlBlock.write_by`.
+        ``handle``: the stream's ``CUstream``. ``sees_all``: as for :meth:`ControlBlock.write_by`.
         """
         if self._raw is not None and self.from_pool is None:
             with self.device.current():
@@ -341,28 +355,31 @@ class Import:
             del self.imports.allocations[self.key]
         self.count = 0
         words = self.words
-        # If the word is higher, a later import of the same slot is open; its end writes the word.
+        # If the word ``opened`` is higher, a later import of the same slot is open, and the end of that import writes
+        # the words.
         if not self.counted or words.opened.value != self.number:
             return
         block: Any = self.block
         before = (self.number - 1) % WORD
         if not self.address:
-            # The import was refused, so count the open back. ``closed`` must not be used for that: streams may still
-            # write it for earlier imports.
+            # The import was refused, so its open is not counted. ``closed`` must not be written instead: streams may
+            # still write it for earlier imports.
             words.opened.value = before
             return
         closed = words.closed.value
         if closed != before and not reached(closed, before):
-            # Another stream will still write the end of an earlier import. Wait for it, because the word may only rise.
+            # Another stream will still write the end of an earlier import. This stream waits for that write, because
+            # the word may only rise.
             block.wait(stream, words.closed, before)
         block.write_by(handle, sees_all, words.closed, self.number)
         words.closing.value = self.number
 
 
 class ImportUse(Deferred):
-    """The use of an import by one object. The release of the last one ends the import.
+    """The use of an import by one object. The release of the last use ends the import.
 
-    As a deferred item, it is the release for an object that was dropped, after the work of the object's stream.
+    As an item of the queue of ends, this object releases the use of an object that was dropped, after the work of the
+    object's stream.
     """
 
     __slots__ = ("imported", "over", "stream")
@@ -373,12 +390,12 @@ class ImportUse(Deferred):
         self.over: bool = False
 
     def acquire(self, new: Import) -> None:
-        """Begin the import ``new``, or join the import that this process has of the same allocation. Errors as for
-        :meth:`Import.begin`; the caller then calls :meth:`release`.
+        """Begin the import ``new``, or add a use to the import that this process already has of the same allocation.
+        Raises the errors of :meth:`Import.begin`; the caller then calls :meth:`release`.
         """
         with new.imports.lock:
             known = new.known()
-            # Set before the import begins, so that a release after an error finds it.
+            # Set before the import begins, so that :meth:`release` after an error finds the import.
             self.imported = new if known is None else known
             if known is None:
                 new.begin()
@@ -386,11 +403,11 @@ class ImportUse(Deferred):
                 known.join(new)
 
     def release(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use after the work of ``stream``; the end of the last use ends the import. After an error, a
-        CudaError, the call can be repeated.
+        """End the use after the work of ``stream``; the end of the last use ends the import. After a CudaError the call
+        can be repeated.
 
-        ``used``: whether ``stream`` may have used the memory. After a failed open it has not, and nothing needs to wait
-        for it.
+        ``used``: whether ``stream`` may have used the memory. After a failed open it is False, and nothing waits for
+        the stream.
         """
         imported = self.imported
         if imported is None:
@@ -399,7 +416,7 @@ class ImportUse(Deferred):
         if session.forked:
             session.check_process()
         if imported.from_pool is None and not self.over:
-            stream.synchronize()  # Not under the lock, with which other imports would wait.
+            stream.synchronize()  # The host waits before it takes the lock: other imports would otherwise wait with it.
         with imported.imports.lock:
             if self.over:
                 return  # Another thread has ended the import.
@@ -421,7 +438,8 @@ class ImportUse(Deferred):
 
     def attempt(self) -> bool:
         imported = self.imported
-        if imported is not None and imported.from_pool is None:  # Its release waits for the stream.
+        # The release waits for the stream, so it is made once the stream is idle.
+        if imported is not None and imported.from_pool is None:
             imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
         else:
             self._close()
@@ -432,31 +450,31 @@ class ImportUse(Deferred):
 
 
 class Imports:
-    """The imports of this process through one driver, and the thread that releases dropped ones."""
+    """The imports of this process through one driver, and the thread that releases the imports of dropped objects."""
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to count imports. Code under it waits for no stream or process."""
+        """Held while uses of imports are counted. Code under this lock waits neither for a stream nor for a process."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.version: int = int(session.call("cuDriverGetVersion"))
         self.blocks: dict[bytes, ControlBlock] = {}
         self.pools: dict[bytes, PoolHandle] = {}
-        """Imported pools by id."""
+        """Imported pools by their ids in descriptors (16 bytes)."""
         self.handles: dict[int, PoolHandle] = {}
-        """Imported pools by ``CUmemoryPool``. The driver returns the same handle for repeated imports."""
+        """Imported pools by ``CUmemoryPool`` as a number. The driver returns the same handle for repeated imports."""
         self.allocations: dict[tuple[bytes, int], Import] = {}
         """Imported allocations by :attr:`Import.key`."""
         self.ranges: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
-        """Growable ranges (:class:`ImportedRange`) by id."""
+        """Growable ranges (:class:`ImportedRange`) by their ids in descriptors (16 bytes)."""
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
-        """Wakes the thread. A finaliser may put into a ``SimpleQueue`` at any time."""
+        """Each value put here wakes the thread. A ``SimpleQueue``, because a finaliser may put into it at any time."""
         self._thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
-        """Start the thread that does deferred work after a drop, before the first import. Idempotent. A finaliser could
-        not start it.
+        """Start the thread that attempts queued items after an object was dropped. Idempotent. Called before each
+        import, because a finaliser could not start a thread.
         """
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
@@ -466,15 +484,15 @@ class Imports:
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
-        """Submit ``item``, the release of a dropped object, and wake the thread. Takes no lock, so finalisers
-        call it.
+        """Submit ``item``, the release of a dropped object, to the queue of ends, and wake the thread. Takes no lock,
+        so finalisers may call it.
         """
         self.deferred.submit(item)
         self._dropped.put(True)
 
     def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device that owns the described memory. For memory of another machine, return the device of
-        ``stream``. Raises ValueError if this process does not see the device.
+        """Return the device that owns the memory of ``described``. For memory of another machine, return the device of
+        ``stream``. Raises ValueError if this process cannot use the device.
         """
         uuid = described.device
         found = self.device_of(uuid)
@@ -494,8 +512,8 @@ class Imports:
         return self._devices.get(uuid)
 
     def check_version(self, version: int) -> None:
-        """Warn (:class:`DriverVersionWarning`) if ``version``, that of the exporter's driver, differs from this
-        process's.
+        """Warn (:class:`DriverVersionWarning`) if ``version``, the exporter's driver version, differs from the version
+        of this process's driver.
         """
         if version != self.version:
             warn(
@@ -505,8 +523,8 @@ class Imports:
             )
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
-        """Return the exporter's control block, which is mapped at the first call. None if the descriptor names none, or
-        if it is on another machine. Raises ValueError, ConnectionError.
+        """Return the exporter's control block, which is mapped at the first call. None if the descriptor names no
+        block, or if the block is on another machine. Raises ValueError, ConnectionError.
         """
         name = described.control_block
         if name == NOWHERE:
@@ -519,8 +537,8 @@ class Imports:
             raise
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
-        """Return the control block with the id ``name``. The first call maps the file that ``take(name)`` returns.
-        Raises ValueError if that is no such block.
+        """Return the control block with the id ``name`` (16 bytes). The first call maps the file that ``take(name)``
+        returns. Raises ValueError if the file is no such block.
         """
         block = self.blocks.get(name)
         if block is not None:
@@ -538,8 +556,8 @@ class Imports:
                 fd.close()
 
     def pool(self, described: Descriptor, handles: ReceivedHandles) -> PoolHandle:
-        """Return the described pool. The first call imports it; it stays in :attr:`pools`, because later descriptors
-        may come without the handle. Raises ValueError, ConnectionError, CudaError.
+        """Return the pool that a descriptor names; the first call imports it. The pool stays in :attr:`pools`, because
+        later descriptors may come without its handle. Raises ValueError, ConnectionError, CudaError.
         """
         pool = self.pools.get(described.origin)
         if pool is None:
@@ -551,21 +569,22 @@ class Imports:
         return pool
 
     def import_pool(self, fd: int) -> PoolHandle:
-        """Import the pool of the file descriptor ``fd``, which stays open (``cuMemPoolImportFromShareableHandle``).
+        """Import the pool of the file descriptor ``fd`` (``cuMemPoolImportFromShareableHandle``). ``fd`` stays open.
         Raises ValueError, CudaError.
         """
-        with self.lock:  # a concurrent destruction of the same pool would make the driver's handle invalid
+        # Without the lock, another thread's destruction of the same pool could make the driver's handle invalid.
+        with self.lock:
             new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
             new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
             return self.handles.setdefault(int(new._raw), new)
 
     def release_ended(self) -> None:
-        """Release what nothing here uses: pools that their owners have closed, pools and control blocks of exporters
-        that have ended, and pools that no descriptor named (:meth:`ImportedPool.from_handle`).
+        """Release what nothing in this process uses: pools that their owners have closed, pools and control blocks of
+        exporters that have ended, and pools of :meth:`ImportedPool.from_handle`, which no descriptor names.
         """
         with self.lock:
-            # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
-            # its end.
+            # A function of its own, because since Python 3.12 an exception of a signal handler in a loop can leave a
+            # ``with`` block without its end.
             self._submit_ended()
 
     def _submit_ended(self) -> None:
@@ -574,7 +593,7 @@ class Imports:
         for number, pool in list(self.handles.items()):
             ended = pool.ended() or pool not in self.pools.values()
             if pool not in used and not pool.users and ended:
-                # A later descriptor must import the pool anew, because this handle will be destroyed.
+                # A later descriptor has to import the pool anew, because this handle will be destroyed.
                 for name in [name for name, known in self.pools.items() if known is pool]:
                     del self.pools[name]
                 self.deferred.submit(pool)
@@ -585,8 +604,8 @@ class Imports:
                 self.deferred.submit(OnceIdle(self.session, block.close))
 
     def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
-        """Import a chunk of physical memory (``cuMemImportFromShareableHandle``). The caller owns the result: each call
-        makes another driver handle. A missing file descriptor is fetched from the exporter. Raises ValueError,
+        """Import a chunk of physical memory (``cuMemImportFromShareableHandle``). Each call returns another driver
+        handle, which the caller owns. A missing file descriptor is fetched from the exporter. Raises ValueError,
         ConnectionError, CudaError.
         """
         if chunk.fabric:
@@ -596,11 +615,11 @@ class Imports:
 
 
 def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
-    """Do deferred work after each True in the queue ``dropped``, and end at False. The thread of :class:`Imports` runs
-    this function.
+    """Attempt the items of the queue of ends after each True in the queue ``dropped``, and return at False. The thread
+    of :class:`Imports` runs this function.
 
-    Without the thread, this process might reach no point of work, and the owner of a dropped import would wait for its
-    release for ever.
+    Without the thread, this process might make no further call that attempts items. The owner of a dropped import would
+    then wait for its release for ever.
     """
     while dropped.get():
         session = reference()
@@ -611,4 +630,4 @@ def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]
 
 
 imports_of: PerDriver[Imports] = PerDriver(Imports)
-"""The imports of this process through each driver."""
+"""The :class:`Imports` object of each driver in this process."""

@@ -1,7 +1,7 @@
 """``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
 
-The steps of an open: the open is counted in the lease (:mod:`.imports`), the driver imports the memory, the stream
-waits for the contents, the hold of the descriptor ends. Until the open is counted, only the hold keeps the exporter
+An open has four steps. The open is counted in the lease (:mod:`.imports`); the driver imports the memory; the stream
+waits for the contents; the hold of the descriptor ends. Until the open is counted, only the hold keeps the exporter
 from freeing the memory. If the hold ended earlier, the import could find other memory.
 """
 
@@ -57,15 +57,15 @@ def open(
     data
         The descriptor's bytes.
     handles
-        The handles that came with the descriptor, in the order of :attr:`Shared.fds`. This call closes them, except
-        those that this process has shared. They are needed once for each pool, control block and chunk of physical
-        memory. Fabric handles are in the descriptor.
+        The file descriptors that came with the descriptor, in the order of :attr:`Shared.fds`. This call closes them,
+        except those that this process has shared itself. The handle of each pool, control block and chunk of physical
+        memory is needed once. Fabric handles are in the descriptor.
     stream
-        The stream that waits for the exporter's work, and of operations that name no other. Other streams need a
-        dependency on it. Default: the device's default stream; then every other stream also waits before it uses the
-        memory. The host waits before it returns :attr:`~Memory.address` or an interface without a stream, and before a
-        use in a capture. Memory of another machine is opened for the device of this stream, and nobody waits for its
-        contents. For pools and events, the stream only names the driver.
+        The stream that waits for the exporter's work. Operations that name no stream run on it too. Other streams need
+        a dependency on this stream. Default: the device's default stream; then every other stream also waits before it
+        uses the memory. The host waits before it returns :attr:`~Memory.address` or an interface without a stream, and
+        before a use in a capture. Memory of another machine is opened for the device of this stream, and nobody waits
+        for its contents. For pools and events, the stream only names the driver.
     driver
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
@@ -75,9 +75,9 @@ def open(
     Returns
     -------
     ImportedArray, ImportedBuffer, ImportedRange, PhysicalMemory, ImportedPool or Event
-        According to what was shared. A result of :meth:`Memory.view_as` gives an array, unless ``kind`` is another
-        class. An allocation that is open already gives a second object for the same memory. A growable buffer that has
-        grown gives the same object, grown.
+        The class depends on what was shared. A shared result of :meth:`Memory.view_as` is opened as an array, unless
+        ``kind`` is another class. An allocation that is open already gives a second object for the same memory. A
+        growable buffer that has grown gives the same object, grown.
 
     Raises
     ------
@@ -100,7 +100,8 @@ def open(
     try:
         return _open(session, data, given, stream, kind)  # type: ignore[return-value]
     finally:
-        # Last, because one of the handles may be a pipe, which holds the allocation until it is open here.
+        # The handles are closed last, because one of them may be a pipe that holds the allocation until it is open
+        # here.
         given.close()
 
 
@@ -145,11 +146,11 @@ class _Request(NamedTuple):
     handles: ReceivedHandles
     device: Device
     stream: Stream | None
-    """The caller's stream. If it is None, each stream that uses the memory waits."""
+    """The caller's stream. If None, each stream that uses the memory waits for the contents."""
     block: ControlBlock | None
     """The exporter's control block. None if there is none, or if it is on another machine."""
     announced: Announcement | None
-    """The announcement of the contents; None without a control block."""
+    """The announcement of the contents; None if there is no control block."""
 
     def ordered(self) -> Stream:
         """Return the stream that waits for the contents: the caller's, or else the device's default stream."""
@@ -159,8 +160,8 @@ class _Request(NamedTuple):
 def _open(
     session: Session, data: bytes, handles: ReceivedHandles, stream: StreamLike | None, kind: type[object] | None
 ) -> Imported:
-    """Decode and check the descriptor ``data``, import its handles, and open its memory, pool or event. Errors as for
-    :func:`open`.
+    """Decode and check the descriptor ``data``, import its handles, and open its memory, pool or event. Raises the
+    errors of :func:`open`.
     """
     session.check_process()
     imports = imports_of(session)
@@ -186,11 +187,12 @@ def _open(
         block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            block.marked("hold", described.hold)  # A number of no mark is refused before the import.
+            block.marked("hold", described.hold)  # A number that is not that of a mark is refused before the import.
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
-            # After an error, too: the exporter would keep the memory for a hold that nobody ends (exports.Hold).
+            # The hold also ends after an error: otherwise the exporter would keep the memory for a hold that nobody
+            # ends (exports.Hold).
             if block is not None:
                 block.end_hold(described.hold)
     if not is_array:
@@ -201,10 +203,10 @@ def _open(
 
 
 def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
-    """Return the caller's stream, which will wait for the contents. Raises CaptureError if it is being captured;
+    """Return the stream of ``stream`` that will wait for the contents. Raises CaptureError if it is being captured;
     TypeError, ValueError, ClosedError.
 
-    A default stream, which other libraries may capture, is checked later, and only if a wait is needed: before an
+    A default stream, which other libraries may capture, is checked later, and only if it must wait: before an
     allocation is imported (:func:`_open_allocation`), and before the wait.
     """
     ordered = as_stream(stream, session)
@@ -236,7 +238,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         raise
     except BaseException:
         if not known:
-            # The handle may belong to another pool than the descriptor says, so no later open may use it.
+            # The handle may be of another pool than the descriptor says, so no later open may use it.
             imports.pools.pop(described.origin, None)
         raise
 
@@ -294,7 +296,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             undo.enter_context(undoing(opened.close))
         elif int(raw_handle(opened.stream)) != int(raw_handle(streams[0])):
             streams.append(opened.stream)
-        # Compare ids and not handles, because different handles may share the same chunk.
+        # Compare the ids of chunks and not their driver handles: different handles may name the same chunk.
         ids = [chunk[:2] for chunk in described.chunks]
         opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], request.handles), described.size)
         announced = request.announced
@@ -309,7 +311,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     if announced is not None:
         opened._announced = announced
         if request.stream is None and opened.stream.is_default:
-            # If it was opened before on another stream, that stream waits.
+            # If the range was opened before on another stream, that stream waits for the contents.
             opened._contents = tuple(one for one in (*opened._contents, announced) if not one.seen(opened))
     return opened
 
@@ -318,7 +320,8 @@ def _open_event(request: _Request) -> Event:
     return Event.from_handle(request.described.payload, request.device)
 
 
-# Function and result class of each mechanism. A single chunk of physical memory gives the memory itself.
+# For each mechanism: the function that opens it, and the class of the result. A descriptor of one chunk without an
+# origin is opened as :class:`PhysicalMemory` instead.
 _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),
