@@ -1,17 +1,17 @@
-"""Errors of a store, one class for each kind. The server names the kind in its answer."""
+"""Errors of a store. The server's answer to a refused request has the name of one of these classes."""
 
 from __future__ import annotations
 
 
 class StoreError(RuntimeError):
-    """A store refused a request.
+    """A store refused a request. Base of the other errors of a store.
 
-    The calls of a :class:`Store` raise it.
+    The methods of :class:`Store` raise it.
     """
 
 
 class StoreKeyError(StoreError, KeyError):
-    """The store holds nothing under this key, or already holds something.
+    """The store has no commit under this key, or already has a commit that must not be replaced.
 
     :meth:`Store.open`, :meth:`Store.write` and :meth:`Store.remove` raise it.
     """
@@ -21,7 +21,7 @@ class StoreKeyError(StoreError, KeyError):
 
 
 class StoreBusyError(StoreError):
-    """Another process writes this key, or serves a store of this name.
+    """Another process is writing this key, or serves a store of this name.
 
     :meth:`Store.write` and :meth:`Store.serve` raise it.
     """
@@ -38,7 +38,7 @@ class StoreFullError(StoreError, MemoryError):
 class StoreGoneError(StoreError, ConnectionError):
     """The server of the store has ended, or closed the connection.
 
-    The calls of a :class:`Store` raise it.
+    The methods of :class:`Store` raise it.
     """
 
 
@@ -51,6 +51,6 @@ class LayoutChangedError(StoreError, ValueError):
 
 KINDS: dict[str, type[StoreError]]
 KINDS = {"refused": StoreError, "key": StoreKeyError, "busy": StoreBusyError, "full": StoreFullError}
-"""Error classes by the names that the server's answers have."""
+"""Error class for each name in an answer of the server."""
 NAMES: dict[type[BaseException], str] = {kind: name for name, kind in KINDS.items()}
-"""Name of each error class in an answer. An error of any other class has the name ``"refused"``."""
+"""Name of each error class in an answer of the server. An error of any other class is sent as ``"refused"``."""

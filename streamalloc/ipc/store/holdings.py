@@ -1,7 +1,8 @@
-"""The epochs of a store by key: commits, readers, limits and eviction. No sockets and no driver calls.
+"""The memory that a store holds: commits by key, their readers, limits and eviction. No sockets and no driver calls.
 
-An epoch is the physical memory of one commit, as file descriptors that the writer's driver exported. The driver keeps
-the memory while a descriptor, a handle or a mapping of it exists. So the server needs no import and no context.
+An epoch is the physical memory of one commit, held as file descriptors that the writer's driver exported. The driver
+keeps this memory while a descriptor, a handle or a mapping of it exists. So the server imports no memory and needs no
+context.
 """
 
 from __future__ import annotations
@@ -22,64 +23,71 @@ from streamalloc.formats.sizes import counted
 from streamalloc.ipc.store.errors import StoreBusyError, StoreError, StoreFullError, StoreKeyError
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-# First address proposed to writers, the distance between the addresses of two keys, and the number of such addresses.
+# First device address that is proposed to writers, distance between the addresses of two keys in bytes, number of such
+# addresses.
 _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 
 
 class Holder:
-    """A process that writes or reads one epoch, seen as one connection."""
+    """A process that writes or reads one epoch by one connection."""
 
     def __init__(self, pid: int) -> None:
         self.pid: int = pid
         self.epoch: Epoch | None = None
-        """Epoch that the process writes, has written, or reads."""
+        """Epoch that the process writes, has written, or reads; None before and after."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Epoch:
-    """The memory of one commit, complete or in progress."""
+    """The memory of one commit, which is complete or still being written."""
 
     entry: HeldEntry
     device: str
     """UUID of the device, 32 hexadecimal digits."""
     replace: bool
-    """Whether the epoch may replace a commit of the same key."""
+    """Whether the epoch may replace an earlier commit of the same key."""
     writer: Holder | None
-    """The writing process; after the commit, the process whose copies are still queued."""
+    """The process that writes the epoch. After the commit, this process while its copies are still queued, then
+    None.
+    """
     number: int = 0
-    """Number of the epoch, from 1; 0 before the commit."""
+    """Number of the commit, from 1 for the first commit of the key; 0 before the commit."""
     nbytes: int = 0
-    """Bytes that count for the limit: until the commit the bytes that the writer has reserved, then the bytes of the
-    commit.
+    """Bytes that count for the limit of the store. Until the commit, these are the bytes that the writer has reserved;
+    then the bytes of the commit.
     """
     chunks: list[int] = field(default_factory=list)
-    """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before :meth:`Holdings.prepare`,
-    sizes of the epoch that the writer asked to be like.
+    """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before :meth:`Holdings.prepare`: the
+    chunk sizes of the last commit, if the writer asked for its layout; else empty.
     """
     handles: list[Fd] = field(default_factory=list)
-    """Descriptors of the chunks. Before :meth:`Holdings.prepare`, all descriptors of reused memory; empty without
-    reuse.
+    """File descriptors of the chunks. Before :meth:`Holdings.prepare`: the descriptors of the spare memory that the
+    epoch uses again; empty if it uses none.
     """
     like: int = 0
-    """Bytes of the epoch whose layout the writer got; 0 if it asked for no layout."""
+    """Size in bytes of the commit whose layout the writer got; 0 if the writer asked for no layout."""
     ready: ReadyWord | None = None
-    """Ready word of the contents; None once the contents are complete."""
+    """Word in shared memory that is written once the contents are complete; None after that."""
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     files: tuple[Fd, ...] = ()
-    """Files of the layout and of the rest of the manifest. Before :meth:`Holdings.prepare`, at most the layout."""
+    """Two files: the layout, and the rest of the manifest. Before :meth:`Holdings.prepare`: the layout alone, or
+    none.
+    """
     layout: str = ""
-    """Hash of the layout."""
+    """SHA-256 of the layout, in hexadecimal digits."""
     count: int = 0
     """Number of tensors."""
     address: int = field(init=False)
     """Device address of the range in the writer's process. This field and :attr:`fabric` are set at the commit."""
     fabric: bool = field(init=False)
-    """Whether the memory has fabric handles, so that other machines may use it unknown to the store."""
+    """Whether the memory has fabric handles. If so, other machines may use it, and the store is not told."""
 
     adopted: bool = False
-    """Whether the epoch was taken over from a killed server. Its readers at that time are unknown."""
+    """Whether the epoch was taken over from a server that was killed. Readers that opened it from that server are
+    unknown.
+    """
 
     def close(self) -> None:
         """Close the epoch's file descriptors. The driver frees the memory once no process has a descriptor, a handle or
@@ -89,49 +97,53 @@ class Epoch:
         self.settle()
 
     def settle(self) -> None:
-        """Forget the writer and its announcement. The control block is not closed here: an answer that is not sent yet
-        may need its descriptor.
+        """Set :attr:`ready` and :attr:`writer` to None. The control block of the word is not closed: an answer that is
+        not sent yet may need its descriptor.
         """
         self.ready = self.writer = None
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class HeldEntry:
-    """A key: its last commit, older commits that still have readers, and the epoch that is being written."""
+    """A key of the store: its last commit, older commits that still have readers, and the epoch that is being
+    written.
+    """
 
     key: str
     place: int
-    """Index of the address that is proposed to writers of the key: each index is one ``_ADDRESS_STEP`` further."""
+    """Index of the device address that is proposed to writers of the key. The address of each index is
+    ``_ADDRESS_STEP`` bytes after the one before.
+    """
     number: int
     """Number of the last commit."""
     current: Epoch | None = None
     before: Epoch | None = None
-    """The previous commit. It becomes valid again if the writer dies before the contents of :attr:`current` are
-    complete.
+    """The previous commit, kept until the contents of :attr:`current` are complete. If the writer dies before that,
+    this commit becomes the current one again.
     """
     older: list[Epoch] = field(default_factory=list)
     """Replaced or removed epochs that still have readers."""
     next: Epoch | None = None
     recycles: bool = False
-    """Whether the last commit was like the one before. More such commits are then expected, and :attr:`spare`
-    is kept.
+    """Whether the last commit had the layout of the commit before it (``like="previous"``). Then more such commits are
+    expected, and :attr:`spare` is kept for them.
     """
     spare: Epoch | None = None
-    """A replaced epoch that no process has. The next epoch that is like the current epoch gets its memory."""
+    """A replaced epoch that no process uses. The next epoch with the layout of the current one gets its memory."""
 
     @property
     def epochs(self) -> list[Epoch]:
-        """All commits of this key that the store holds."""
+        """All commits of this key whose memory the store holds: current, previous, older."""
         return [epoch for epoch in (self.current, self.before, *self.older) if epoch is not None]
 
     @property
     def all_epochs(self) -> list[Epoch]:
-        """All commits, the epoch that is being written, and the spare one."""
+        """All commits of this key, the epoch that is being written, and the spare epoch."""
         return [*self.epochs, *(epoch for epoch in (self.next, self.spare) if epoch is not None)]
 
     def retire(self, *epochs: Epoch | None) -> None:
-        """Keep replaced epochs that have readers in :attr:`older`. Release the memory of the other ``epochs``, or keep
-        it for the next commit (:meth:`unused`).
+        """Take ``epochs``, which were replaced, out of use. Those that have readers are kept in :attr:`older`; the
+        others are released, or kept for the next commit (:meth:`unused`).
         """
         for epoch in epochs:
             if epoch is not None and epoch.readers:
@@ -140,11 +152,12 @@ class HeldEntry:
                 self.unused(epoch)
 
     def unused(self, epoch: Epoch) -> None:
-        """Keep ``epoch``, which no process has, as :attr:`spare` if the next epoch can use its memory; otherwise close
+        """Keep ``epoch``, which no process uses, as :attr:`spare` if the next epoch can use its memory. Otherwise close
         it.
         """
         current = self.current
-        # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
+        # Memory whose contents were announced but not completed is not used again: the writer's copies may still write
+        # into it.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
         known = epoch.ready is None and not epoch.fabric and not epoch.adopted
         if self.recycles and self.spare is None and fits and known:
@@ -167,14 +180,14 @@ class HeldEntry:
 
 
 class Holdings:
-    """Epochs and memory of one store.
+    """All keys of one store, and the limits of their memory.
 
     Parameters
     ----------
     devices
-        UUIDs of the allowed devices; None: all.
+        UUIDs of the allowed devices, each of 32 hexadecimal digits; None: all devices.
     limit
-        Limit of the bytes held per device; None: no limit.
+        Largest number of bytes held per device; None: no limit.
     evict
         Whether to make room by removing keys without readers, the least recently used first.
     journal
@@ -189,18 +202,21 @@ class Holdings:
         """Number of keys that were removed to make room."""
         self.entries: dict[str, HeldEntry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
-        """For each key that was lost without a request: its last epoch, and the reason."""
+        """For each key that was lost without a request: the number of its last epoch, and the reason as text."""
         self.keep: Callable[[Sequence[HeldEntry]], None] | None = None
-        """Called with the entries of keys whose last complete commit has changed, before any client gets an answer."""
+        """Function that is called with the entries of keys whose last complete commit has changed, before a client gets
+        an answer. None: no keeper.
+        """
         self._journal = journal
         self._read_journal()
 
     def adopt(self, epoch: Epoch) -> None:
-        """Take over ``epoch``, a commit that a killed server held and its keeper has kept."""
+        """Take over ``epoch``, a commit of a server that was killed, whose descriptors the keeper has kept."""
         entry = epoch.entry
         epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
         number, _ = self.lost.pop(entry.key, (0, ""))
-        entry.number = max(epoch.number, number)  # A commit with incomplete contents had a number, too.
+        # A later commit whose contents were never complete had a number too, which must not be given again.
+        entry.number = max(epoch.number, number)
         entry.current, self.entries[entry.key] = epoch, entry
 
     def _changed(self, *entries: HeldEntry) -> None:
@@ -211,10 +227,10 @@ class Holdings:
     # -- writers ---------------------------------------------------------------------------------------------------
 
     def begin(self, holder: Holder, key: str, device: str, replace: bool, like: bool, reuse: bool) -> int:
-        """Begin an epoch of ``key`` that ``holder`` writes, and return the address to propose to it.
+        """Begin an epoch of ``key`` that ``holder`` writes. Returns the device address to propose to the writer.
 
-        ``device``: UUID of the device. ``replace``: whether a commit may exist. ``like``: the epoch gets the layout of
-        the last commit. ``reuse``: it also gets the spare memory.
+        ``device``: UUID of the device. ``replace``: whether the key may have a commit. ``like``: whether the epoch gets
+        the layout of the last commit. ``reuse``: whether it then also gets the spare memory.
 
         Raises
         ------
@@ -243,22 +259,23 @@ class Holdings:
         if current is None:
             return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
         epoch.like, epoch.chunks = sum(current.chunks), current.chunks
-        epoch.files = (Fd(os.dup(current.files[0].fileno())),)  # Another client may remove the key before the commit.
+        # A duplicate, because another client may remove the key before the commit.
+        epoch.files = (Fd(os.dup(current.files[0].fileno())),)
         epoch.layout, epoch.count = current.layout, current.count
         spare = entry.spare
         if spare is not None and reuse:
-            # The memory now belongs to the new epoch alone. If the writer dies, that epoch is closed and never becomes
-            # a spare, because the writer's kernels may still write for a moment.
+            # From now on the memory belongs to the new epoch. If the writer dies, the new epoch is closed and never
+            # becomes a spare, because the writer's kernels may still write into it for a moment.
             epoch.nbytes, epoch.handles = spare.nbytes, spare.handles
             entry.spare, spare.handles = None, []
             spare.close()
         return current.address
 
     def reserve(self, epoch: Epoch, total: int) -> None:
-        """Set the bytes that a writer has created and is about to create in all.
+        """Reserve ``total`` bytes for ``epoch``: all memory that its writer has created or is about to create.
 
-        If that exceeds the limit, spare memory is released first, then unused keys. If that is too little, raises
-        ``StoreFullError``.
+        If the store would exceed its limit, spare memory is released first. Then keys without readers are removed, if
+        the store evicts. If this is too little, raises ``StoreFullError``.
         """
         more = total - epoch.nbytes
         if self.limit is not None and more > 0:
@@ -281,8 +298,8 @@ class Holdings:
         epoch.nbytes = total
 
     def _make_room(self, device: str, wanted: int) -> None:
-        """Remove keys without readers, the least recently used first, until at most ``wanted`` bytes of ``device`` are
-        held. If that is not possible, remove no key.
+        """Remove keys without readers, the least recently used first, until the store holds at most ``wanted`` bytes of
+        ``device``. If that cannot be reached, no key is removed.
         """
         idle = [
             entry.current
@@ -301,10 +318,11 @@ class Holdings:
             self._changed(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], files: tuple[Fd, ...], handles: list[Fd]) -> None:
-        """Take over the memory of a complete epoch; :meth:`publish` makes it visible. Raises StoreError, StoreKeyError.
+        """Take over the memory of an epoch that its writer has completed; :meth:`publish` makes it visible. Raises
+        StoreError, StoreKeyError.
 
-        ``address``: that of the range in the writer. ``chunks``: sizes in bytes. ``files``: layout and rest of the
-        manifest. ``handles``: descriptors of the chunks beyond those that were reused.
+        ``address``: device address of the range in the writer. ``chunks``: chunk sizes in bytes. ``files``: layout and
+        rest of the manifest. ``handles``: file descriptors of the chunks, except those of reused memory.
         """
         if sum(chunks) > epoch.nbytes or len(epoch.files) > 1 or not chunks:
             raise StoreError(f"a commit of {sum(chunks)} bytes, and {epoch.nbytes} were reserved")
@@ -315,8 +333,8 @@ class Holdings:
         epoch.handles += handles
 
     def publish(self, epochs: Sequence[Epoch]) -> None:
-        """Make prepared epochs the last commits of their keys: all, or none after an error. Raises StoreKeyError if a
-        key exists and must not be replaced.
+        """Make prepared epochs the last commits of their keys: all of them, or none after an error. Raises
+        StoreKeyError if a key has a commit that must not be replaced.
         """
         for epoch in epochs:
             epoch.entry.check_free(epoch.replace)
@@ -364,8 +382,8 @@ class Holdings:
         holder.epoch = epoch
 
     def remove(self, key: str) -> None:
-        """Remove a key. Its memory is freed once its readers have closed it. Raises StoreKeyError for a key that the
-        store neither holds nor has lost.
+        """Remove a key. Its memory is freed once its readers have closed it. Raises StoreKeyError if the store has
+        neither a commit of this key nor a note that it was lost.
         """
         entry = self.entries.get(key)
         known = self.lost.pop(key, None)
@@ -395,7 +413,7 @@ class Holdings:
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
-        """Handle the end of ``holder``'s connection: abort its write, or end its read of an epoch."""
+        """Handle the end of ``holder``'s connection: abort the write of its epoch, or end its read."""
         epoch, holder.epoch = holder.epoch, None
         if epoch is None:
             return
@@ -412,7 +430,9 @@ class Holdings:
         self._forget(entry)
 
     def settle(self) -> bool:
-        """Record which announced contents are there and which are lost. Returns whether some are still pending."""
+        """Check all announced contents, and record which are complete and which are lost. Returns whether some are
+        still awaited.
+        """
         for entry in list(self.entries.values()):
             self._settle(entry)
         return any(entry.current is not None and entry.current.ready for entry in self.entries.values())
@@ -426,8 +446,8 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # First ask whether the writer has ended, then read its word. In the other order, a writer that writes the word
-        # and ends in between would count as dead before its contents were complete.
+        # Ask first whether the writer has ended, then read its word. In the other order, a writer that writes the word
+        # and ends between the two checks would count as dead before its contents were complete.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready
         if word.reached and not word.lost:
@@ -444,28 +464,30 @@ class Holdings:
             self._changed(entry)
 
     def release(self) -> None:
-        """Close the descriptors of all epochs."""
+        """Close the file descriptors of all epochs. The journal stays."""
         for epoch in self.all_epochs():
             epoch.close()
 
     def close(self) -> None:
-        """Close the descriptors of all epochs, and remove the journal, so that the next server reports nothing as
+        """Close the file descriptors of all epochs, and remove the journal, so that the next server reports no key as
         lost.
         """
         self.release()
-        # A server that was killed in the middle of a write has left the second file.
+        # The second file is left by a server that was killed while it wrote the journal.
         for path in (self._journal, self._journal.with_suffix(".new")):
             path.unlink(missing_ok=True)
 
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def all_epochs(self) -> Iterator[Epoch]:
-        """Yield all epochs of all keys, also those that are being written, and the spare ones."""
+        """Yield all epochs of all keys, also those that are being written, and spare epochs."""
         for entry in self.entries.values():
             yield from entry.all_epochs
 
     def reserved(self, device: str | None = None) -> int:
-        """Return the bytes held or reserved, of one device or of all."""
+        """Return the bytes that are held or reserved: on the device with the UUID ``device``, or on all devices if
+        None.
+        """
         return sum(epoch.nbytes for epoch in self.all_epochs() if device in (None, epoch.device))
 
     # -- the journal -----------------------------------------------------------------------------------------------
@@ -474,7 +496,7 @@ class Holdings:
         held = {entry.key: entry.number for entry in self.entries.values() if entry.current is not None}
         lost = {key: number for key, (number, _) in self.lost.items()}
         temporary = self._journal.with_suffix(".new")
-        with contextlib.suppress(OSError):  # A full disk must not fail a commit.
+        with contextlib.suppress(OSError):  # An error is hidden, because a full disk must not make a commit fail.
             temporary.write_text(json.dumps({"pid": os.getpid(), "lost": lost | held}), encoding="utf-8")
             temporary.replace(self._journal)
 

@@ -1,8 +1,8 @@
-"""Keepers, which keep the descriptors of a store while its server is dead, and give them to the next server.
+"""Keepers, which keep the file descriptors of a store while its server is dead, and give them to the next server.
 
-The descriptors are with systemd, or else with a process of its own (:class:`KeeperProcess`). That process does nothing
-else and reads no contents, so that little can end it. Both do the same: they store a descriptor under a name, drop it,
-and pass all of them to the next server. :class:`Keeper` makes whole commits of that.
+The keeper is systemd, or else a process of the package (:class:`KeeperProcess`). That process does nothing else and
+reads no contents, so that few errors can end it. Both store a descriptor under a name, drop it, and pass all
+descriptors to the next server. :class:`Keeper` stores whole commits in this way.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _SECONDS = 30.0
 
 
 class Kept(NamedTuple):
-    """The last complete commit of a key: its description as JSON, and its descriptors."""
+    """The last complete commit of a key: its description as JSON, and its file descriptors."""
 
     text: str
     handles: tuple[Fd, ...]
 
 
 class Keeper(Closes):
-    """The complete commits of a store, with systemd or a keeper process.
+    """Keeps the complete commits of a store in systemd or in a keeper process.
 
     Each descriptor is sent in one message, with a name of its own, because the order in which systemd returns them is
     not documented.
 
     The text of a commit is stored last and removed first, so a commit that has its text is whole. If the server dies
-    after it has stored a commit and before it has removed the previous one, both are there, and the commit with the
-    higher number counts.
+    after it has stored a commit and before it has removed the previous commit, both are kept, and the commit with the
+    higher number is used.
 
-    Two epochs may share a file, and systemd drops a duplicate of a descriptor that it has. So files are stored as
-    copies.
+    Two epochs may share a file, and systemd drops a duplicate of a descriptor that it already has. So copies of the
+    files are stored.
 
     Parameters
     ----------
@@ -68,14 +68,20 @@ class Keeper(Closes):
         self._names = f"streamalloc-{store}-"
         self._place = Systemd(self._names) if Systemd.is_there() else KeeperProcess(path)
         self._kept: dict[str, tuple[str, list[str]]] = {}
-        """By key: the text of the key's commit, and the names of the commit's descriptors, the text's name first."""
+        """For each key: the text of its commit, and the names of the commit's descriptors, the name of the text
+        first.
+        """
         self._over: list[str] = []
-        """Names of descriptors of replaced and dropped commits. They are removed once the new commits are stored."""
+        """Names of the descriptors of replaced and dropped commits. These descriptors are removed once the new commits
+        are stored.
+        """
         self.closed: bool = False
         """Whether the connection was closed."""
 
     def take(self) -> Iterator[Kept]:
-        """Yield the kept commits. The caller closes their descriptors. Raises ProtocolError if they cannot be read."""
+        """Yield the commits that the keeper has. The caller closes their descriptors. Raises ProtocolError if a commit
+        cannot be read.
+        """
         found: dict[str, dict[str, Fd]] = {}
         for name, fd in self._place.passed():
             token, _, place = name.rpartition("-")
@@ -92,14 +98,14 @@ class Keeper(Closes):
         try:
             while left:
                 yield left.pop()
-        finally:  # If the server refuses a commit, it does not take the rest.
+        finally:  # If the server refuses a commit, it takes no further one, and their descriptors are closed here.
             close_all(fd for kept in left for fd in kept.handles)
 
     def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
         """Return the last commit of each key, and drop all other commits.
 
-        ``found`` has descriptors by token and place. All descriptors of a commit have one token; the place is ``text``,
-        or the index among the other descriptors.
+        ``found``: for each commit's token, its descriptors by place. The place is ``text``, or the index among the
+        other descriptors.
         """
         latest: dict[str, tuple[int, str, Kept]] = {}
         for token, parts in found.items():
@@ -121,9 +127,9 @@ class Keeper(Closes):
         return [kept for _, _, kept in latest.values()]
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
-        """Keep the commits of ``kept``, pairs of key and commit, in place of earlier commits, and forget the keys
-        ``dropped``. After the return, the death of this process loses none of them. Raises OSError (``EMFILE``) if
-        systemd keeps too few descriptors.
+        """Keep the commits of ``kept``, tuples of key and commit, in place of earlier commits of these keys. Remove the
+        commits of the keys in ``dropped``. After the return, the death of this process loses none of the kept commits.
+        Raises OSError (``EMFILE``) if systemd keeps too few descriptors.
         """
         new = {key: one for key, one in kept if self._kept.get(key, ("",))[0] != one.text}
         count = sum(len(names) for _, names in self._kept.values()) + sum(1 + len(one.handles) for one in new.values())
@@ -140,12 +146,12 @@ class Keeper(Closes):
             self._place.wait()
         self._drop(self._over)
         self._over.clear()
-        if dropped:  # Otherwise the death of this process could bring the keys back.
+        if dropped:  # Without this wait, the death of this process could bring the dropped keys back.
             self._place.wait()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
-        """Send the descriptors of a commit. ``names`` gets the names of these descriptors, the name of the
-        text first.
+        """Send the descriptors of a commit to the keeper. The names of these descriptors are put into ``names``, the
+        name of the text first.
         """
         token = f"{self._names}{token_hex(8)}"
         with contextlib.ExitStack() as files:
@@ -161,15 +167,19 @@ class Keeper(Closes):
         close_all(handles)
 
     def leave(self) -> None:
-        """Close the connection, and leave what is kept to the next server. A keeper serves one server at a time."""
+        """Close the connection, and leave all kept descriptors to the next server. A keeper serves one server at a
+        time.
+        """
         self.closed = True
         self._place.close()
 
     def close(self) -> None:
-        """Release all that is kept. Idempotent; errors are hidden."""
+        """Release all kept descriptors, and close the connection. Idempotent; errors are hidden."""
         if not self.closed:
             with contextlib.suppress(OSError, ClosedError):
-                self._drop(self._over)  # The text of a commit goes first: without it no server takes the rest.
+                # The text of a commit is removed first: without the text no server takes the commit's other
+                # descriptors.
+                self._drop(self._over)
                 for _, names in self._kept.values():
                     self._drop(names)
             self.leave()
@@ -182,7 +192,7 @@ class Systemd:
     def __init__(self, names: str) -> None:
         self._names = names
         self.most: int = int(os.environ["FDSTORE"])
-        """Limit of the number of descriptors."""
+        """Largest number of descriptors that systemd keeps for the service."""
         address = os.environ["NOTIFY_SOCKET"]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with undoing(self._socket.close):
@@ -191,38 +201,40 @@ class Systemd:
 
     @staticmethod
     def is_there() -> bool:
-        """Whether systemd started this process and keeps descriptors for it. systemd says so since version 254.
+        """Whether systemd started this process and keeps descriptors for it. systemd sets the variable ``FDSTORE``
+        since version 254.
 
-        Child processes inherit these variables. But systemd takes no descriptor from a child, or never passes one to
-        it.
+        Child processes inherit these variables. But systemd takes no descriptors from a child process, or never passes
+        them to the child.
         """
         ours = str(os.getpid())
         keeps = bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()
         return keeps and os.environ.get("SYSTEMD_EXEC_PID", ours) == ours
 
     def passed(self) -> Iterator[tuple[str, Fd]]:
-        """Yield the descriptors, with their names, that systemd passed to this process for the store (as
+        """Yield tuples of name and descriptor: those of this store that systemd passed to this process (as
         ``sd_listen_fds``). A second call yields none.
         """
         if os.environ.get("LISTEN_PID") == str(os.getpid()):
             passed = os.environ["LISTEN_FDNAMES"].split(":")
-            # The whole name must match, because the name of another store may begin with this prefix.
+            # The whole name must match, because the name of another store may begin with the same prefix.
             own = re.compile(re.escape(self._names) + r"[0-9a-f]{16}-(\d+|text)")
             for number, name in enumerate(passed):
                 if own.fullmatch(name):
                     passed[number] = "taken"
-                    # After a close, another file may get this number: a second call must not take that file.
+                    # After the descriptor is closed, another file may get its number. Because of the new name, a second
+                    # call does not take that file.
                     os.environ["LISTEN_FDNAMES"] = ":".join(passed)
                     os.set_inheritable(3 + number, False)
                     yield name, Fd(3 + number)
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send the fields ``state``, and at most one descriptor. Raises OSError."""
+        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError."""
         self._socket.sendmsg([state.encode()], rights_of(handles))
 
     def wait(self) -> None:
-        """Wait until systemd has processed all messages: it then closes the pipe that ``BARRIER=1`` carries. Raises
-        TimeoutError after 30 seconds.
+        """Wait until systemd has processed all messages: then it closes the pipe that the message ``BARRIER=1``
+        carries. Raises TimeoutError after 30 seconds.
         """
         ours, theirs = map(Fd, os.pipe())
         with ours:
@@ -238,14 +250,14 @@ class Systemd:
         self._socket.close()
 
     def end(self) -> None:
-        """Do nothing: systemd has released what was dropped."""
+        """Do nothing: systemd has released the dropped descriptors already, and ends by itself."""
 
 
 class KeeperProcess:
-    """The connection to a process that keeps descriptors (:func:`keep`). It starts one if the store has none."""
+    """The connection to a keeper process (:func:`keep`). The process is started if the store has none."""
 
     most = sys.maxsize
-    """Limit of the number of descriptors: none."""
+    """Largest number of descriptors that the process keeps: no limit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -256,8 +268,8 @@ class KeeperProcess:
             return
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "streamalloc.ipc.store.keeper", str(path)]
-        # A separate session, so that a signal to the group of the server's terminal leaves the keeper alive.
-        # The keeper inherits no file of the server: a pipe would stay open when the server has ended.
+        # A session of its own, so that a signal to the group of the server's terminal leaves the keeper alive. The
+        # keeper inherits no file of the server: an inherited pipe would stay open after the server has ended.
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._process = subprocess.Popen(command, **quiet, start_new_session=True)
         with undoing(self._process.kill):
@@ -272,17 +284,19 @@ class KeeperProcess:
                     time.sleep(0.02)
 
     def passed(self) -> Iterator[tuple[str, Fd]]:
-        """Yield duplicates of the kept descriptors, with their names. Raises OSError."""
+        """Yield tuples of name and descriptor for all kept descriptors. The descriptors are duplicates. Raises
+        OSError.
+        """
         self.send("PASS=1")
         while (message := self._channel.receive(timeout=_SECONDS)).handles:
             yield message.data.decode(), message.handles[0]
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send the fields ``state``, and at most one descriptor. Raises OSError, ClosedError."""
+        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError, ClosedError."""
         self._channel.send(state.encode(), handles, timeout=_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the process has taken all messages. Raises OSError."""
+        """Wait until the process has processed all messages. Raises OSError."""
         self.send("BARRIER=1")
         self._channel.receive(timeout=_SECONDS)
 
@@ -291,20 +305,21 @@ class KeeperProcess:
         self._channel.close()
 
     def end(self) -> None:
-        """End the process, which releases all that it keeps."""
-        # On a new connection, because the process closes one whose message it has refused.
+        """End the keeper process, which releases all descriptors that it keeps."""
+        # A new connection is used, because the process closes a connection after a message that it refuses.
         with contextlib.suppress(OSError, ValueError), Channel.connect(self._path, timeout=_SECONDS) as channel:
             channel.send(b"END=1", timeout=_SECONDS)
             channel.receive(timeout=_SECONDS)
         if self._process is not None:
-            self._process.kill()  # It has answered, or never will.
+            self._process.kill()  # The process has answered, or will never answer.
             self._process.wait()
 
 
 def keep(path: str) -> None:
-    """Keep descriptors by name for a server, and for the next server, until one ends this process.
+    """Run the keeper process: keep descriptors by name for one server after another, until a server sends ``END``.
+    ``path``: path of the socket.
 
-    A message has the fields that systemd takes, and ``PASS`` or ``END``. A connection with another message is closed.
+    A message has the fields that systemd takes, or ``PASS`` or ``END``. A connection with any other message is closed.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -325,7 +340,9 @@ def keep(path: str) -> None:
                         continue
                     for name, fd in kept.items() if "PASS" in fields else ():
                         channel.send(name.encode(), [fd], timeout=_SECONDS)
-                    if "END" in fields:  # Before the answer, so that the next server cannot connect to this process.
+                    # The socket closes before the answer, so that the next server cannot connect to this process any
+                    # more.
+                    if "END" in fields:
                         listener.close()
                         close_all(kept.values())
                     channel.send(b"", timeout=_SECONDS)

@@ -1,8 +1,8 @@
 """Manifests: names, types, shapes, strides and offsets of the tensors of one epoch, and the user's metadata, as JSON.
 
 A manifest has two files: the layout, which many epochs share, and all that changes with the epoch. If an epoch has the
-layout of the one before, neither its writer nor the server nor a reader that has the layout reads that file again. So
-the number of tensors does not matter then.
+layout of the epoch before, nobody who has that layout reads its file again: neither the writer, nor the server, nor a
+reader. So a commit takes the same time for any number of tensors.
 
 A manifest comes from another process and is untrusted. The server checks all of it before a commit. A reader checks the
 format, and each tensor on its first use, so that ten thousand names cost little.
@@ -26,7 +26,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.ipc.transport.channel import MAX_FILE, ProtocolError
 
 ALIGNMENT = 512
-"""Alignment of allocations' offsets, in bytes."""
+"""Alignment of the offsets of allocations, in bytes."""
 _MOST_METADATA = 1 << 20
 _MOST_TENSORS = 200_000
 _MOST_DIMENSIONS = 16
@@ -41,27 +41,27 @@ TYPES: dict[str, int] = {
     "complex128": 16,
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
 }
-"""Bytes of an element by type name, as in NumPy, ``ml_dtypes`` and PyTorch."""
+"""Size of an element in bytes, by the name of its type in NumPy, ``ml_dtypes`` and PyTorch."""
 
 
 class Tensor(NamedTuple):
-    """One tensor of an epoch.
+    """Type, shape, strides and offset of one tensor of an epoch.
 
-    A layout contains them; :meth:`WeightsWriter.place` takes one.
+    The values of a :class:`TensorLayout`; :meth:`WeightsWriter.place` takes one.
     """
 
     dtype: str
     """Name of the element type, a key of :data:`TYPES`."""
     shape: tuple[int, ...]
-    """Elements by dimension."""
+    """Number of elements in each dimension."""
     strides: tuple[int, ...] | None
-    """Strides in elements by dimension; None if the tensor is C-contiguous."""
+    """Stride of each dimension in elements; None if the tensor is C-contiguous."""
     offset: int
-    """Bytes from the start of the range."""
+    """Offset in bytes from the start of the range."""
 
     @property
     def elements(self) -> int:
-        """Number of elements from the first to the last in memory, including gaps between strides."""
+        """Number of elements from the first to the last in memory, including the gaps that strides leave."""
         if self.strides is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -89,7 +89,8 @@ def dtype_name(dtype: object) -> str:
     raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
 
 
-@functools.cache  # NumPy computes the name of a type at each call, which is half of the cost of a tensor.
+# NumPy computes the name of a type at each call, which is half of the cost of a tensor without this cache.
+@functools.cache
 def _dtype_name(dtype: Hashable) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in TYPES:
@@ -102,8 +103,8 @@ def _dtype_name(dtype: Hashable) -> str:
 
 @functools.cache
 def numpy_type(name: str) -> np.dtype[Any]:
-    """Return the NumPy type with this name in :data:`TYPES`. If NumPy lacks it, return the type of ``ml_dtypes`` if
-    that is installed, otherwise an unsigned integer of the same size.
+    """Return the NumPy type for a name in :data:`TYPES`. If NumPy lacks the type, return that of ``ml_dtypes`` if
+    installed, otherwise an unsigned integer type of the same size.
     """
     with contextlib.suppress(TypeError):
         return np.dtype(name)
@@ -116,21 +117,23 @@ def numpy_type(name: str) -> np.dtype[Any]:
 class TensorLayout(Mapping[str, Tensor]):
     """The tensors of one epoch by name.
 
-    An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
+    :attr:`Weights.layout` has this class, and :meth:`Store.open` takes it.
     """
 
     def __init__(self, data: bytes = b"{}") -> None:
-        """Make a layout of ``data``, JSON that is parsed at the first use of a tensor; by default without tensors."""
+        """Make a layout from ``data``, JSON that is parsed at the first use of a tensor. Without an argument the layout
+        is empty.
+        """
         self._data = data
         self._found: dict[str, list[Any]] | None = None
         self._hash = ""
 
     @property
     def _rows(self) -> dict[str, list[Any]]:
-        """Return type, shape, strides and offset of each tensor by its name, in their JSON form.
+        """For each name, the type, shape, strides and offset of the tensor as a list in JSON form.
 
-        The JSON is parsed at the first use. No :class:`Tensor` is made before it is asked for, because a layout may
-        have ten thousand.
+        The JSON is parsed at the first use. A :class:`Tensor` is only made when it is read, because a layout may have
+        ten thousand tensors.
 
         Raises
         ------
@@ -149,18 +152,18 @@ class TensorLayout(Mapping[str, Tensor]):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the names, types, shapes, strides and offsets, in hexadecimal digits."""
+        """SHA-256 of the names, types, shapes, strides and offsets, as hexadecimal digits."""
         if not self._hash:
             self._hash = hashlib.sha256(self.to_bytes()).hexdigest()
         return self._hash
 
     def to_bytes(self) -> bytes:
-        """Return the layout as JSON.
+        """Return the layout as JSON in UTF-8.
 
         Raises
         ------
         ValueError
-            There are too many tensors.
+            The JSON is larger than a file of the store may be.
         """
         self._data = data = self._data or json.dumps(self._rows, separators=(",", ":")).encode()
         if len(data) > MAX_FILE:
@@ -178,7 +181,7 @@ class TensorLayout(Mapping[str, Tensor]):
         return len(self._rows)
 
     def add(self, name: str, tensor: Tensor, nbytes: int) -> None:
-        """Add a tensor; ``nbytes`` is the size of the memory.
+        """Add a tensor. ``nbytes``: size of the epoch's memory in bytes.
 
         Raises
         ------
@@ -188,13 +191,13 @@ class TensorLayout(Mapping[str, Tensor]):
         self.add_rows({str(name): self.new_row(name, tensor, nbytes)})
 
     def add_rows(self, rows: dict[str, list[Any]]) -> None:
-        """Add tensors in their JSON form by name, which :meth:`new_row` has checked."""
+        """Add the tensors of ``rows``: JSON forms by name, which :meth:`new_row` has returned."""
         self._rows.update(rows)
         self._data, self._hash = b"", ""
 
     def new_row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
-        """Return ``tensor`` in its JSON form, to be added later by :meth:`add_rows`. ``nbytes``: the size of the
-        memory. Raises ValueError as :meth:`add` does.
+        """Return the JSON form of ``tensor``, for :meth:`add_rows`. ``nbytes``: size of the epoch's memory in bytes.
+        Raises the ValueError of :meth:`add`.
         """
         row = [list(value) if isinstance(value, tuple) else value for value in tensor]
         fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *row)
@@ -203,7 +206,7 @@ class TensorLayout(Mapping[str, Tensor]):
         return row
 
     def check(self, nbytes: int, names: Iterable[str] | None = None) -> None:
-        """Check tensors, by default all, of an epoch with ``nbytes`` bytes.
+        """Check the tensors ``names``, by default all, of an epoch whose memory has ``nbytes`` bytes.
 
         Raises
         ------
@@ -216,7 +219,9 @@ class TensorLayout(Mapping[str, Tensor]):
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
     def changes(self, newer: TensorLayout) -> list[str]:
-        """Return one text for each difference from a newer layout."""
+        """Return one text for each tensor that is missing, new or different in ``newer``; an empty list for equal
+        layouts.
+        """
         texts = [f"{name!r} is gone" for name in self if name not in newer]
         texts += [f"{name!r} is new" for name in newer if name not in self]
         for name, tensor in self.items():
@@ -228,7 +233,7 @@ class TensorLayout(Mapping[str, Tensor]):
 
 
 def metadata_text(metadata: dict[str, Any]) -> str:
-    """Return the metadata of an epoch as JSON. Raises TypeError, ValueError if it is not JSON, or larger than 1 MiB."""
+    """Return ``metadata`` as JSON text. Raises TypeError, ValueError if it is no JSON object or larger than 1 MiB."""
     try:
         text = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -239,8 +244,8 @@ def metadata_text(metadata: dict[str, Any]) -> str:
 
 
 class Manifest(NamedTuple):
-    """Layout, metadata and fabric handles of an epoch, the memory of one commit (:mod:`.holdings`), as the server
-    stores them.
+    """The description of an epoch (the memory of one commit) that the server stores: layout, metadata and fabric
+    handles.
     """
 
     layout: TensorLayout
@@ -249,7 +254,7 @@ class Manifest(NamedTuple):
     """Fabric handles of the chunks in hexadecimal; empty if the memory has none."""
 
     def to_bytes(self) -> bytes:
-        """Return the manifest without the layout, as JSON.
+        """Return version, fabric handles and metadata as JSON; the layout is a file of its own.
 
         Raises
         ------
@@ -261,7 +266,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def parse(cls, layout: TensorLayout, data: bytes) -> Manifest:
-        """Return the manifest of ``layout`` and ``data``, the bytes of :meth:`to_bytes`.
+        """Return the manifest that consists of ``layout`` and of ``data``, bytes made by :meth:`to_bytes`.
 
         Raises
         ------
@@ -279,7 +284,7 @@ class Manifest(NamedTuple):
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Convert the errors of an unreadable manifest to ``ProtocolError``."""
+    """Convert errors of the ``with`` block, which reads a manifest, to ``ProtocolError``."""
     try:
         yield
     except (ValueError, TypeError, RecursionError) as error:
@@ -293,7 +298,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
-    """Return as text why a tensor in its JSON form is not valid in an epoch of ``nbytes`` bytes; empty if it is
+    """Return a text that says why a tensor in JSON form is not valid in an epoch of ``nbytes`` bytes; empty if it is
     valid.
     """
     if not isinstance(name, str) or not 0 < len(name) <= 1024 or not name.isprintable():
@@ -318,7 +323,7 @@ def _refuse(constant: str) -> None:
 
 
 read_json = json.JSONDecoder(parse_constant=_refuse).decode
-"""Decode JSON; ``ValueError`` for ``NaN`` and ``Infinity``.
+"""Decode JSON text. Raises ``ValueError`` for ``NaN`` and ``Infinity`` too.
 
-The decoder is made once, because making it takes longer than decoding a message.
+The decoder is made once, because making a decoder takes longer than decoding a message.
 """

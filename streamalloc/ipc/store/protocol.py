@@ -1,4 +1,4 @@
-"""Requests and answers between a store's server and its clients: one message of a channel each.
+"""Requests and answers between a store's server and its clients. Each is one message of a :class:`Channel`.
 
 A message is a JSON object with the version of the protocol and the fields of a request or an answer. File descriptors
 travel beside it (``SCM_RIGHTS``). One table lists the fields of each request; a request with other fields is refused.
@@ -30,11 +30,11 @@ from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolEr
 
 VERSION = 3
 MOST_CHUNKS = 2048
-"""Limit of the number of chunks of physical memory in an epoch."""
+"""Largest number of chunks of physical memory in an epoch."""
 
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0
-"""Seconds that a client waits for an answer."""
+"""Seconds that a client waits until a message is sent or an answer has come."""
 
 
 _TEXT = json.JSONEncoder(separators=(",", ":")).encode
@@ -87,27 +87,28 @@ REQUESTS: dict[str, dict[str, _Check]] = {
 }
 """Fields of each request, with the check of each field.
 
-* ``write`` makes the connection a writer's: its end aborts the epoch. With ``like``, the answer has the layout of the
-  last commit; with ``reuse`` as well, also memory that no process has any more, if the store kept some.
+* ``write`` begins an epoch; the end of the connection aborts it. With ``like``, the answer has the layout of the last
+  commit; with ``reuse`` as well, also memory that no process has any more, if the store kept some.
 * ``reserve`` comes before the writer creates memory.
-* ``commit`` sends the epoch. ``same`` says that its layout is the one that the store gave, so no file of it is sent.
-  With ``prepare``, nothing is published before ``confirm``. With ``keep``, the connection becomes a reader's.
+* ``commit`` sends the epoch. With ``same``, the layout is the one that the store gave, so its file is not sent. With
+  ``prepare``, nothing is published before ``confirm``. With ``keep``, the connection reads the epoch from then on.
 * ``confirm`` publishes the prepared epochs of a group, all or none.
-* ``open`` makes the connection a reader's: its end closes the epoch.
+* ``open`` begins to read an epoch; the end of the connection ends the reading.
 """
 
 
 def checked_key(key: object) -> str:
-    """Return ``key`` as a plain string. Raises TypeError, and ValueError unless it has 1 to 512 printable characters;
-    slashes and dots are allowed.
+    """Return ``key`` as a ``str``. Raises TypeError; ValueError unless it has 1 to 512 printable characters. Slashes
+    and dots are allowed.
     """
-    if not _is_key(str(checked_type("key", key, str))):  # ``str`` makes a plain string, for example of a numpy.str_.
+    # ``str`` also converts subclasses such as numpy.str_, which the JSON encoder should not get.
+    if not _is_key(str(checked_type("key", key, str))):
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
 
 
 def encode(fields: dict[str, Any]) -> bytes:
-    """Return a message with these fields and the version of the protocol, as JSON."""
+    """Return a message as JSON in UTF-8: ``fields``, and the version of the protocol."""
     return _TEXT({"version": VERSION, **fields}).encode()
 
 
@@ -123,15 +124,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the name and the fields of a request, after a check of each field.
-
-    Raises
-    ------
-    StoreError
-        The client has another version of the protocol.
-    ProtocolError
-        The bytes are not a request, or its fields differ from the table.
-    """
+    """Return the name of a request and a dictionary of its fields. Each field is checked."""
     fields = decode(data)
     version, name = fields.pop("version", None), fields.pop("request", None)
     if version != VERSION:
@@ -152,13 +145,15 @@ def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def folder() -> Path:
-    """Return the folder of this user's stores: in ``XDG_RUNTIME_DIR`` if set, otherwise in ``/tmp``."""
+    """Return the folder with the sockets of this user's stores: in ``XDG_RUNTIME_DIR`` if set, otherwise in
+    ``/tmp``.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime, "streamalloc") if runtime else Path(f"/tmp/streamalloc-{os.geteuid()}")
 
 
 def socket_path(name: str) -> Path:
-    """Return the path of the socket of a store.
+    """Return the path of the socket of the store ``name``. The store need not exist.
 
     Raises
     ------
@@ -172,7 +167,9 @@ def socket_path(name: str) -> Path:
 
 
 def store_names() -> list[str]:
-    """Return the names of this user's stores whose servers run, in order. Each is asked by a connection."""
+    """Return the names of this user's stores whose servers run, in alphabetical order. Each server is tested by a
+    connection.
+    """
     found = []
     for path in sorted(folder().glob("*.store")):
         with contextlib.suppress(StoreGoneError, OSError, ValueError), Connection(socket_path(path.stem)):
@@ -215,13 +212,14 @@ class Connection(Closes):
 
     @property
     def alive(self) -> bool:
-        """Whether the server still has this connection open. Always False in a forked child."""
+        """Whether the server still has this connection open. False in a forked child."""
         return (
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
 
     def ask(self, request: str, handles: Sequence[Fd] = (), **fields: Any) -> tuple[dict[str, Any], tuple[Fd, ...]]:
-        """Send a request. Returns the fields and the descriptors of the answer; the caller closes the descriptors.
+        """Send a request with ``fields`` and the descriptors ``handles``. Returns the fields and the file descriptors
+        of the answer; the caller closes these descriptors.
 
         Raises
         ------
@@ -240,8 +238,8 @@ class Connection(Closes):
                     f"this connection to the store {self.name!r} is that of process {self._process}"
                 )
             try:
-                # A server without a free descriptor refuses a connection before the first request, and closes it. The
-                # send then fails, but its refusal can be received.
+                # A server without a free descriptor refuses a connection before the first request, and closes it. Then
+                # the send fails, but the refusal can still be received.
                 with contextlib.suppress(PeerGoneError):
                     self._channel.send(encode({"request": request, **fields}), handles, timeout=_SECONDS)
                 data, received = self._channel.receive(timeout=_SECONDS)
@@ -249,7 +247,8 @@ class Connection(Closes):
                 self.close()
                 raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
             except BaseException:
-                self.close()  # Otherwise a late answer would be taken for the answer to the next request.
+                # The connection is closed: otherwise a late answer would be taken for the answer to the next request.
+                self.close()
                 raise
         with undoing(functools.partial(close_all, received)):
             return self._answer(data), received
@@ -264,5 +263,5 @@ class Connection(Closes):
         return fields
 
     def close(self) -> None:
-        """Close the connection; idempotent. The server then aborts the write of this connection, or ends its read."""
+        """Close the connection. The server then aborts the write of this connection, or ends its read. Idempotent."""
         self._channel.close()

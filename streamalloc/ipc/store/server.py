@@ -1,7 +1,7 @@
-"""The server of a store: one event loop that receives requests and keeps file descriptors.
+"""The server of a store: one loop that receives requests and keeps file descriptors.
 
-It makes no driver call: the writers' exported descriptors keep the memory, so the server has no context and no device
-memory. When a client dies, its connection ends, and with it the client's write or read.
+The server makes no driver call. The descriptors that writers have exported keep the memory, so the server has no
+context and no device memory. When a client dies, its connection ends, and this ends the client's write or read.
 """
 
 from __future__ import annotations
@@ -38,59 +38,62 @@ from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, reques
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors, read_file
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-# Seconds between two checks of announced contents, and between two attempts to send an answer.
+# Seconds between two checks whether announced contents are complete, and between two attempts to send an answer.
 _PAUSE = 0.02
 _ROOM = 8
-"""Number of free descriptors that a commit must leave for connections and the journal."""
+"""Number of file descriptors that must be free after a commit, for connections and the journal."""
 
 
 class _Client(Holder):
-    """A connection, the descriptors of its request, and its unsent answer."""
+    """A connection to a client, with the descriptors of its request and its unsent answer."""
 
     handles: list[Fd]
-    """Descriptors of the request. A handler removes the descriptors that it keeps; the end of the request closes the
-    rest.
+    """File descriptors of the request. The function that handles the request removes those that it keeps. The others
+    are closed at the end of the request.
     """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel.peer.pid)
         self.channel = channel
         self.number = channel.fileno()
-        """Number of the connection's file descriptor, kept because a channel that has closed itself has none."""
+        """Number of the connection's file descriptor. It is stored, because a closed channel does not have it any
+        more.
+        """
         self.answer: bytes | None = None
         self.sends: Sequence[Fd] = ()
-        """Descriptors that the answer sends."""
+        """File descriptors that are sent with the answer."""
 
     def check_new(self) -> None:
-        """Raise StoreError if the connection has an epoch already."""
+        """Raise StoreError if this connection already writes or reads an epoch."""
         if self.epoch is not None:
             raise StoreError("this connection writes or reads already: each epoch has its own")
 
     def writing(self) -> Epoch:
-        """Return the epoch that this client writes. Raises StoreError if it writes none."""
+        """Return the epoch that this client writes. Raises StoreError if it writes no epoch."""
         if self.epoch is None or self.epoch.entry.next is not self.epoch:
             raise StoreError("this connection writes nothing")
         return self.epoch
 
 
 class StoreServer(Closes):
-    """Serves one store; made by :meth:`Store.serve`. Closing it ends the store; readers keep their mapped memory.
+    """Serves one store; made by :meth:`Store.serve`. Closing the server ends the store; readers keep their mapped
+    memory.
 
     Parameters
     ----------
     name
         1 to 64 letters, digits, ``_``, ``-`` and ``.``.
     devices
-        Allowed devices, or their ordinals; None: all.
+        Allowed devices, or their ordinals; None: all devices.
     limit
-        Limit of the bytes held per device; None: no limit.
+        Largest number of bytes held per device, as an integer or as text; None: no limit.
     evict
         Whether to make room by removing keys without readers, the least recently used first.
     keep
-        Whether systemd, or else a small process, has the descriptors of all complete commits as well, so that the next
-        server goes on with them if this one is killed.
+        Whether systemd, or else a small process, also keeps the descriptors of all complete commits. If this server is
+        killed, the next server with ``keep=True`` takes over these commits.
     driver
-        The driver that numbers the devices.
+        The driver in which ``devices`` are ordinals.
 
     Raises
     ------
@@ -116,18 +119,19 @@ class StoreServer(Closes):
         if evict and limit is None:
             raise ValueError("evict=True: the store makes room below a limit=, which is missing")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Each chunk of each epoch is an open file, including those that are taken over.
+        # Each chunk of each epoch is an open file, also of epochs that are taken over, so the limit of open files is
+        # raised.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
             known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices or ()]
             uuids = None if devices is None else [device.uuid.hex for device in known]
-            # An existing socket is stale, because a live server would hold the lock.
+            # A socket that exists is left over from a dead server, because a live server would hold the lock.
             path.unlink(missing_ok=True)
             self._listener: Listener = undo.enter_context(Channel.listen(path))
             self.address: str = self._listener.address
-            """Path of the socket."""
+            """Path of the socket on which the server listens."""
             self._holdings = Holdings(uuids, most, evict, path.with_suffix(".held"))
             self._keeper: Keeper | None = None
             if keep:
@@ -136,8 +140,8 @@ class StoreServer(Closes):
             undo.pop_all()
 
     def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
-        """Adopt the commits that the store's keeper at ``path`` has, and have the keeper keep later ones. ``undo``:
-        closes the connection after an error. Raises OSError, ProtocolError.
+        """Take over the commits that the store's keeper at ``path`` has. From now on the keeper also gets later
+        commits. ``undo`` gets the functions that undo this after an error. Raises OSError, ProtocolError.
         """
         undo.callback(self._holdings.release)
         self._keeper = keeper = Keeper(self.name, path)
@@ -148,24 +152,26 @@ class StoreServer(Closes):
         self._holdings.keep = self._keep
 
     def _await_clients(self, undo: contextlib.ExitStack) -> None:
-        """Make the selector of :meth:`run`. It waits for new connections, and for the pipe to which :meth:`stop`
+        """Prepare :meth:`run`: make the selector that waits for new connections, and for the pipe to which :meth:`stop`
         writes.
         """
         self._clients: dict[int, _Client] = {}
         self._wake = tuple(map(Fd, os.pipe()))
         self._spare = Fd(os.dup(self._wake[0].fileno()))
-        """Descriptor in reserve. It is closed to accept a connection when no other descriptor is left, so that the
-        connection can be refused.
+        """Spare file descriptor. If no other is free, it is closed to accept a connection, which can then be refused
+        with an answer.
         """
         self._told = False
-        """Whether the log already says that no descriptor is left."""
+        """Whether the log already has the warning that no file descriptor is free."""
         self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake[0], selectors.EVENT_READ)
 
     @property
     def lost(self) -> dict[str, str]:
-        """Keys that were lost without a request, for example when a server was killed, each with the reason."""
+        """Keys that were lost without a request, for example when a server was killed, with the reason of each as
+        text.
+        """
         return {key: reason for key, (_, reason) in self._holdings.lost.items()}
 
     @property
@@ -174,13 +180,13 @@ class StoreServer(Closes):
         return self._lock.closed
 
     def start(self) -> Self:
-        """Serve on a thread, which keeps the process alive until :meth:`close`."""
+        """Serve on a thread until :meth:`close`. The thread keeps the process alive. Returns the server."""
         self._thread = threading.Thread(target=self.run, name=f"streamalloc store {self.name}")
         self._thread.start()
         return self
 
     def run(self) -> None:
-        """Serve until :meth:`stop` is called by a signal handler or another thread, then close."""
+        """Serve on this thread until another thread or a signal handler calls :meth:`stop`, then close the server."""
         awaited = False
         while True:
             late = [client for client in self._clients.values() if client.answer is not None]
@@ -195,7 +201,7 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """Have :meth:`run` return. Takes no lock, so a signal handler may call this."""
+        """Make :meth:`run` close the server and return. Takes no lock, so a signal handler may call this method."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
 
@@ -222,13 +228,14 @@ class StoreServer(Closes):
     def _keep(self, entries: Sequence[HeldEntry]) -> None:
         """Send the complete commits of changed keys to the keeper.
 
-        If the keeper fails, the log says so, and the server continues without one.
+        If the keeper fails, a warning is logged, and the server continues without a keeper.
         """
         if self._keeper is None:
             return
         kept, dropped = [], []
         for entry in entries:
-            # Keep only complete commits: until the contents of a new commit are complete, keep the previous commit.
+            # The keeper gets only complete commits: until the contents of a new commit are complete, it has the
+            # previous commit.
             epoch = entry.current if entry.current is None or entry.current.ready is None else entry.before
             if epoch is not None:
                 kept.append((entry.key, Kept(_described(epoch), (*epoch.files, *epoch.handles))))
@@ -240,7 +247,7 @@ class StoreServer(Closes):
             text = "nothing is kept any more of the store %r: what it holds is lost if its server is killed (%s)"
             logging.getLogger(__name__).warning(text, self.name, error)
             keeper, self._keeper = self._keeper, None
-            keeper.close()  # Otherwise the next server would adopt commits that this server replaces from now on.
+            keeper.close()  # Without this, the next server would adopt commits that this server replaces from now on.
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -258,20 +265,23 @@ class StoreServer(Closes):
         self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
 
     def _refuse_connection(self) -> None:
-        """Accept a connection with the spare descriptor, answer that no descriptor is left, and close it."""
+        """Accept a connection by means of the spare descriptor, answer that no descriptor is free, and close the
+        connection.
+        """
         self._spare.close()
         try:
             with self._listener.accept(timeout=0) as channel:
                 channel.send(self._refusal(no_descriptors(1)), timeout=0)
         except OSError:
-            time.sleep(_PAUSE)  # Another thread took the spare number. The client waits in the queue for the next try.
+            # Another thread took the spare descriptor's number. The client waits in the queue until the next try.
+            time.sleep(_PAUSE)
         finally:
             with contextlib.suppress(OSError):
                 self._spare = Fd(os.dup(self._wake[0].fileno()))
 
     def _refusal(self, error: Exception) -> bytes:
-        """Return the answer for a request that failed with ``error``. That no descriptor is left becomes a
-        StoreFullError, which is logged once.
+        """Return the answer for a request that failed with ``error``. If no file descriptor is free, the client gets a
+        StoreFullError, and a warning is logged once.
         """
         if _is_out_of_descriptors(error):
             error = no_descriptors(1) if error.strerror == os.strerror(error.errno or 0) else error
@@ -301,7 +311,7 @@ class StoreServer(Closes):
             client.sends = ()
             client.answer = self._refusal(error)
         except Exception:
-            # A fault of this server must not end the connections of other clients.
+            # An error in this server must not end the connections of other clients.
             traceback.print_exc()
             self._drop(client)
         finally:
@@ -309,15 +319,15 @@ class StoreServer(Closes):
         self._send(client)
 
     def _send(self, client: _Client) -> None:
-        """Send the client's answer. If there is no room for it, a later round of the loop sends it; if the connection
-        has ended, the client is dropped.
+        """Send the client's answer. If the socket does not take it now, the loop sends it later. If the connection has
+        ended, the client is removed.
         """
         if client.answer is None:
             return
         try:
             client.channel.send(client.answer, client.sends, timeout=0)
         except TimeoutError:
-            return  # Too many descriptors are in flight, so the answer is sent later.
+            return  # Too many file descriptors are in flight in the kernel, so the answer is sent later.
         except OSError:
             self._drop(client)
         else:
@@ -408,7 +418,7 @@ class StoreServer(Closes):
 
     def _confirm(self, client: _Client, tokens: list[str]) -> dict[str, Any]:
         if client.epoch is not None and client.epoch.number:
-            return {"epoch": client.epoch.number}  # The request of another rank has published the whole group.
+            return {"epoch": client.epoch.number}  # The request of another rank has already published the whole group.
         written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
         epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and len(epoch.files) > 1]
         if len(epochs) != len(tokens) or client.epoch not in epochs:
@@ -440,7 +450,7 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {name: vars(StoreServer)[f"
 
 
 def _about(entry: HeldEntry) -> dict[str, Any]:
-    """Return the fields that the request ``list`` returns for a key."""
+    """Return a dictionary of the fields that the request ``list`` returns for one key."""
     epoch = entry.current
     about: dict[str, Any] = {
         "key": entry.key,
@@ -458,8 +468,8 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
 
 
 def _checked(layout: TensorLayout, nbytes: int, last: Epoch | None) -> int:
-    """Return the number of tensors of ``layout``, after a check that they fit ``nbytes`` bytes. The layout of the
-    commit ``last`` was checked already. Raises ProtocolError.
+    """Check that the tensors of ``layout`` fit ``nbytes`` bytes, and return their number. If the layout equals that of
+    the commit ``last``, it was checked already. Raises ProtocolError.
     """
     if last is not None and last.layout == layout.hash and sum(last.chunks) <= nbytes:
         return last.count
@@ -473,7 +483,9 @@ def _described(epoch: Epoch) -> str:
 
 
 def _adopted(kept: Kept) -> Epoch:
-    """Return the epoch that :func:`_described` wrote. Raises ``ProtocolError`` if the text describes no epoch."""
+    """Return the epoch that :func:`_described` has written as text. Raises ``ProtocolError`` if the text describes no
+    epoch.
+    """
     try:
         about = json.loads(kept.text)
         entry = HeldEntry(checked_key(about["key"]), int(about["place"]), 0)
@@ -497,7 +509,7 @@ _DESCRIBED: dict[str, type] = {
     "device": str, "number": int, "chunks": list, "created": float, "layout": str, "count": int, "address": int,
     "fabric": bool,
 }  # fmt: skip
-"""Fields of an epoch that the keeper has as JSON, with their types."""
+"""Fields of an epoch that the keeper stores as JSON, with the type of each."""
 
 
 def _pids(epoch: Epoch) -> list[int]:
@@ -505,7 +517,7 @@ def _pids(epoch: Epoch) -> list[int]:
 
 
 def _check_room(fd: Fd) -> None:
-    """Raise ``OSError`` (``EMFILE``) if fewer than ``_ROOM`` descriptors are free."""
+    """Raise ``OSError`` (``EMFILE``) if fewer than ``_ROOM`` file descriptors are free. ``fd``: any open descriptor."""
     with contextlib.ExitStack() as room:
         try:
             for _ in range(_ROOM):
@@ -520,8 +532,8 @@ def _is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
 
 
 def _locked(name: str, path: Path) -> Fd:
-    """Return the file ``path``, locked until it is closed. The kernel releases the lock with the process, so a killed
-    server leaves none. Raises StoreBusyError if another server has the lock.
+    """Open and lock the file ``path``. The lock holds until the returned file is closed. The kernel also releases the
+    lock when the process ends, so a killed server leaves no lock. Raises StoreBusyError if another server has the lock.
     """
     while True:
         lock = Fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -536,4 +548,5 @@ def _locked(name: str, path: Path) -> Fd:
                 os.ftruncate(lock.fileno(), 0)
                 os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
                 return lock
-        lock.close()  # The previous server removed the file before this lock: the next round locks a new file.
+        # The previous server removed the file before this lock was taken, so the next round locks a new file.
+        lock.close()

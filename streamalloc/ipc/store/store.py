@@ -28,20 +28,22 @@ from streamalloc.ipc.transport.communicator import CommunicatorLike
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A key of a store, with its writer and readers.
+    """A key of a store, with its last commit, its writer and its readers.
 
-    :meth:`Store.list` returns them.
+    :meth:`Store.list` returns these objects.
     """
 
     key: str
     epoch: int
-    """Number of the last commit; 0 before the first."""
+    """Number of the last commit; 0 before the first commit."""
     nbytes: int
     """Bytes of device memory, including replaced epochs with readers and the epoch that is being written."""
     writer: int | None
     """Id of the process that writes the next epoch; None while no process writes."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Replaced epochs with readers, each with its number, bytes, and process ids."""
+    """Replaced epochs that still have readers, each as a tuple of its number, its bytes, and the process ids of its
+    readers.
+    """
     readers: tuple[int, ...] = ()
     """Process ids of the last commit's readers."""
     tensors: int = 0
@@ -50,41 +52,41 @@ class StoreEntry:
     address: int = 0
     """Device address of the range in the writer's process."""
     layout: str = ""
-    """Hash of the layout."""
+    """SHA-256 of the layout, in hexadecimal digits."""
     awaited: bool = False
-    """Whether copies of the writer are still queued."""
+    """Whether the contents of the last commit are not complete yet, because copies of the writer are still queued."""
     created: float = 0.0
     """Unix time in seconds at which the write of the last commit began."""
     used: float = 0.0
     """Unix time in seconds at which a process last opened or closed the last commit."""
     spare: int = 0
-    """Bytes kept for the next epoch that is like the last epoch; a part of ``nbytes``."""
+    """Bytes of a replaced epoch that are kept for the next write with ``like="previous"``; a part of ``nbytes``."""
 
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Identity of a store, and sums over its contents.
+    """Identity and limits of a store, and sums over all its keys.
 
-    :meth:`Store.statistics` returns it.
+    :meth:`Store.statistics` returns this object.
     """
 
     pid: int
     """Process id of the server."""
     devices: tuple[str, ...] | None
-    """UUIDs of the allowed devices; None: all."""
+    """UUIDs of the allowed devices, 32 hexadecimal digits each; None: all devices."""
     limit: int | None
-    """Limit of the bytes that the store holds on each device; None: no limit."""
+    """Largest number of bytes that the store holds on each device; None: no limit."""
     evicted: int
     """Number of keys that were removed to make room."""
     keys: int
     nbytes: int
-    """Bytes of device memory held, or reserved by writers."""
+    """Bytes of device memory that the store holds or writers have reserved."""
     by_device: dict[str, int]
-    """Bytes of device memory held, or reserved by writers, by the UUID of the device."""
+    """The same bytes for each device, by the device's UUID."""
     readers: int
     writers: int
     lost: dict[str, str]
-    """Keys that were lost without a request, each with the reason; at most 100."""
+    """Keys that were lost without a request, with the reason of each as text; at most 100 keys."""
 
 
 class Store(Closes):
@@ -117,10 +119,10 @@ class Store(Closes):
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
         self.closed: bool = False
-        """Whether the client was closed."""
+        """Whether this client was closed."""
         self._driver = driver
         self._path = socket_path(name)
-        Connection(self._path).close()  # This raises if no server runs.
+        Connection(self._path).close()  # Raises StoreGoneError if no server runs.
 
     @staticmethod
     def serve(
@@ -133,7 +135,7 @@ class Store(Closes):
         driver: Driver | None = None,
     ) -> StoreServer:
         """Serve a store on a thread of this process until :meth:`StoreServer.close`. Parameters as for
-        :class:`StoreServer`. Raises ValueError, StoreBusyError, OSError.
+        :class:`StoreServer`. Returns the server. Raises ValueError, StoreBusyError, OSError.
         """
         return StoreServer(name, devices, limit, evict=evict, keep=keep, driver=driver).start()
 
@@ -153,13 +155,13 @@ class Store(Closes):
     ) -> WeightsWriter:
         """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
 
-        An epoch is the memory of one commit. With ``like="previous"`` it begins with the names, the types and the
-        offsets of the last commit, at its addresses if they are free. Readers then switch to it by
-        ``attach(latest=True)``, and the time of the commit and of the switch does not depend on the number of tensors.
-        The contents are undefined until they are written.
+        An epoch is the memory of one commit. With ``like="previous"`` the epoch begins with the names, types and
+        offsets of the last commit, at the same addresses if these are free. Readers then switch to the new epoch by
+        ``attach(latest=True)``. The time of the commit and of the switch does not depend on the number of tensors. The
+        contents are undefined until they are written.
 
-        After such a commit, the store keeps the memory of the replaced epoch once no process has it. The next such
-        epoch gets this memory without ``cuMemCreate``; :meth:`trim` releases it.
+        After such a commit, the store keeps the memory of the replaced epoch once no process uses it. The next epoch
+        with ``like="previous"`` gets this memory without ``cuMemCreate``. :meth:`trim` releases this memory.
 
         Parameters
         ----------
@@ -168,11 +170,11 @@ class Store(Closes):
         device
             The device of the memory, or its ordinal; default: device 0.
         replace
-            Whether the key may exist. Readers keep the previous epoch until they close it.
+            Whether the key may have a commit, which is then replaced. Its readers keep it until they close it.
         metadata
             A dict of JSON for readers, at most 1 MiB.
         stream
-            The stream of operations that name no other; default: the device's default stream.
+            The stream of operations that name no stream; default: the device's default stream.
         group
             A communicator whose ranks commit together or not at all. Each rank has its own key.
         handle_types
@@ -185,9 +187,9 @@ class Store(Closes):
         Raises
         ------
         StoreKeyError
-            The key exists, and ``replace`` is False; or ``like`` is given, and it does not exist.
+            The key exists, and ``replace`` is False; or ``like`` is given, and the key does not exist.
         StoreBusyError
-            Another process writes it.
+            Another process is writing the key.
         StoreError
             The store takes no memory of this device.
         TypeError, ValueError
