@@ -47,7 +47,7 @@ TYPES: dict[str, int] = {
 class Tensor(NamedTuple):
     """Type, shape, strides and offset of one tensor of an epoch.
 
-    The values of a :class:`TensorLayout`; :meth:`WeightsWriter.place` takes one.
+    The values of :attr:`Weights.layout` have this class, and :meth:`WeightsWriter.place` takes one.
     """
 
     dtype: str

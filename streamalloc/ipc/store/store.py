@@ -220,18 +220,18 @@ class Store(Closes):
         device
             The device that gets access, or its ordinal; default: the device that owns the memory.
         at
-            A required address; True requires the writer's address. Default, or False: the writer's address if it is
-            free.
+            A device address at which the range must be; True requires the writer's address. Default, or False: the
+            writer's address if it is free, otherwise any.
         stream
-            The stream that waits for pending copies of the writer, and of operations that name no other. Default: the
-            device's default stream; then every other stream also waits before it uses the memory.
+            The stream that waits for pending copies of the writer. Operations that name no stream run on it too.
+            Default: the device's default stream; then every other stream also waits before it uses the memory.
         layout
             The layout that the caller expects (:attr:`Weights.layout`), or its hash.
 
         Raises
         ------
         StoreKeyError
-            The store holds nothing under this key; the message says if it was lost.
+            The store holds nothing under this key; the message says if the key was lost.
         AddressSpaceError
             The addresses that ``at`` demands are taken.
         LayoutChangedError
@@ -260,13 +260,14 @@ class Store(Closes):
         Parameters
         ----------
         files
-            Files, or folders of them; no name may be in two of them.
+            Files, or folders with such files. No tensor name may be in two files.
         key
             The key; default: the name of the first file or folder, without ``.safetensors``.
         device, replace
             As for :meth:`write`.
         progress
-            Function that is called after each tensor, with the bytes copied so far and the bytes of all files.
+            Function that is called after each tensor with two integers: the bytes copied so far, and the bytes of all
+            files.
 
         Raises
         ------
@@ -298,7 +299,9 @@ class Store(Closes):
     # -- the store -------------------------------------------------------------------------------------------------
 
     def list(self) -> list[StoreEntry]:
-        """Return all keys in order, with their writers and readers. Raises StoreGoneError if the server has ended."""
+        """Return the keys in alphabetical order, with their writers and readers. Raises StoreGoneError if the server
+        has ended.
+        """
         entries = self._ask("list")["entries"]
         for about in entries:
             about["readers"] = tuple(about.get("readers", ()))
@@ -311,13 +314,13 @@ class Store(Closes):
         Raises
         ------
         StoreKeyError
-            The store holds nothing under this key.
+            The store neither holds this key nor has lost it.
         """
         self._ask("remove", key=checked_key(key))
 
     def trim(self) -> int:
-        """Release spare memory: that of replaced commits that the next ``write(key, like="previous")`` would use again.
-        Returns its bytes.
+        """Release spare memory: memory of replaced commits that the next ``write(key, like="previous")`` would use
+        again. Returns the number of released bytes.
 
         The server does this by itself before it refuses a write over its limit, and when a writer runs out of device
         memory. Raises StoreGoneError if the server has ended.
@@ -325,7 +328,7 @@ class Store(Closes):
         return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
-        """Return the server's process id, the limits, and the numbers and bytes of keys, readers and writers. Raises
+        """Return the server's process id and limits, and the number and bytes of keys, readers and writers. Raises
         StoreGoneError if the server has ended.
         """
         answer = self._ask("status")
@@ -337,14 +340,14 @@ class Store(Closes):
             return connection.ask(request, **fields)[0]
 
     def _connect(self) -> Connection:
-        """Return a new connection to the server. A writer or reader keeps it: the end of the connection ends its write
-        or read. Raises ClosedError, StoreGoneError, PermissionError.
+        """Return a new connection to the server. A writer or a reader keeps its connection, because the end of the
+        connection ends the write or the read. Raises ClosedError, StoreGoneError, PermissionError.
         """
         self._check_open()
         return Connection(self._path)
 
     def close(self) -> None:
-        """Close the client: further calls raise ClosedError. Idempotent. Open writers and weights continue."""
+        """Close the client: later calls raise ClosedError. Writers and weights that are open continue. Idempotent."""
         self.closed = True
 
     def __contains__(self, key: object) -> bool:
@@ -364,11 +367,13 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""Names in :data:`TYPES` by the names of types in files."""
+"""Element types of ``safetensors`` files, with their names in :data:`TYPES`."""
 
 
 class _File(NamedTuple):
-    """One file: its tensors, with offsets from the start of the file, and its metadata."""
+    """Contents of a ``safetensors`` file's header: the tensors, with offsets in bytes from the start of the file, and
+    the metadata.
+    """
 
     path: Path
     tensors: dict[str, Tensor]
@@ -380,9 +385,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> _File:
-    """Read and check the header of a file, and return its tensors. Raises ValueError if it is no ``safetensors`` file,
-    OSError.
-    """
+    """Read and check the header of a ``safetensors`` file. Raises ValueError if the file is none, OSError."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -409,8 +412,8 @@ def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -
 
 
 def _copies(file: _File, writer: WeightsWriter) -> Iterator[int]:
-    """Copy the tensors of ``file`` to the tensors of ``writer`` with the same names, in file order. Yields the bytes of
-    each copy.
+    """Copy the tensors of ``file`` to the tensors of ``writer`` with the same names, in file order. Yields the number
+    of bytes after each copy.
     """
     with open(file.path, "rb") as opened:
         source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)

@@ -26,20 +26,21 @@ from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import After, import_memory, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
-"""Sizes in bytes, smallest first, of the range that a reader reserves at the requested address.
+"""Sizes in bytes, smallest first, of the range that a reader tries to reserve at the requested address. If the driver
+gives another address, the reader tries the next size.
 
-If the driver gives another address, the reader tries the next size. Driver 580 may place a small range inside a larger
-one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed larger ranges.
+Driver 580 may place a small range inside a larger one that it has kept: always for 2 MiB, and for 64 MiB if the process
+has freed larger ranges.
 """
 
 
 _MOST_SHOWN = 8
-"""Names that the error for an unknown name shows."""
+"""Number of names that the error for an unknown name shows."""
 
 
 class StoredView(ForeignMemory, RangeView):
-    """A part of the range of :class:`Weights`. A stream, or the host, waits until the contents are complete before its
-    first use of the part.
+    """A part of the range of :class:`Weights`. Before its first use of the part, each stream, or the host, waits until
+    the contents are complete.
     """
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
@@ -64,24 +65,26 @@ class StoredView(ForeignMemory, RangeView):
 
     @property
     def stream(self) -> Stream:
-        """The stream of operations that name no other: that of the open, or the device's default stream."""
+        """The stream of operations that name no stream: the stream of the open, or else the device's default stream."""
         return self.weights.stream
 
 
 class Tensors(Mapping[str, TypedView[Any]]):
-    """Tensors of one range by name. A view is made on access."""
+    """Tensors of one address range by name. A view of a tensor is made when it is read."""
 
     range: AddressRange
     stream: Stream
     """Stream of operations that name no stream."""
     layout: TensorLayout
-    """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
+    """Types, shapes, strides and offsets of the tensors by name. ``layout.hash`` is equal for equal layouts."""
     metadata: dict[str, Any]
     nbytes: int
     """Size of the memory in bytes."""
 
     _contents: tuple[Announcement, ...] = ()
-    """Announcement that each stream waits for before it uses the tensors; empty if no stream needs to wait."""
+    """The announcement that each stream waits for before it uses the tensors, as a tuple. Empty if no stream needs to
+    wait.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,10 +92,11 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return tuple(self.layout)
 
     def __getitem__(self, name: str) -> TypedView[Any]:
-        """Return the tensor as a typed view. If it is not C-contiguous, the view is flat, from the first to the last
-        element.
+        """Return the tensor as a typed view. If the tensor is not C-contiguous, the view has one dimension and all
+        elements from the first to the last in memory.
 
-        If NumPy lacks the dtype, the view has that of ``ml_dtypes`` if installed, else an unsigned integer.
+        If NumPy lacks the dtype, the view has the dtype of ``ml_dtypes`` if installed, else an unsigned integer of the
+        same size.
         """
         if name not in self.layout:
             known = ", ".join(map(repr, itertools.islice(self.layout, _MOST_SHOWN)))
@@ -113,7 +117,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return len(self.layout)
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # To compare contents would need a synchronisation.
+        return self is other  # A comparison of the contents would need a synchronisation.
 
     __hash__ = object.__hash__
 
@@ -130,13 +134,13 @@ class OpenEpoch:
     """Device address of the range in the writer's process."""
     manifest: Manifest
     chunks: list[PhysicalMemory] = field(default_factory=list)
-    """Chunks of the memory in the order of addresses."""
+    """Chunks of physical memory in the order of addresses."""
     ready: Announcement | None = None
-    """Announcement of the contents; None if the contents are complete."""
+    """Announcement of the contents; None if the contents were complete at the open."""
 
     @classmethod
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory. The epoch owns the connection.
+        """Open the last commit of ``key``, and import its memory. The returned object owns ``connection``.
 
         ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError,
         LayoutChangedError, StoreError if this process does not see the device, CudaError.
@@ -179,7 +183,7 @@ class OpenEpoch:
         return sum(memory.nbytes for memory in self.chunks)
 
     def close(self) -> None:
-        """Release the handles of the memory (``cuMemRelease``), and end the connection, so that the server no longer
+        """Release the handles of the memory (``cuMemRelease``), and end the connection. The server then no longer
         counts this reader. Idempotent.
         """
         close_all((*self.chunks, self.connection))
@@ -188,17 +192,17 @@ class OpenEpoch:
 class Weights(Tensors, Closes):
     """The weights of one epoch, mapped for reading; made by :meth:`Store.open`.
 
-    A mapping of names to :class:`TypedView`. Writes fault, or the driver refuses them. The contents stay the same until
-    :meth:`close`, even if a writer replaces the epoch or the server ends.
+    A mapping of names to :class:`TypedView`. Writes by kernels fault, and the driver refuses other writes. The contents
+    stay the same until :meth:`close`, even if a writer replaces the epoch or the server ends.
 
     Attributes
     ----------
     key
         The key in the store.
     device
-        The device that has access.
+        The device that can read the memory.
     epoch
-        Number of the commit, from 1. The numbers of a key continue after a server was killed.
+        Number of the commit of the key, from 1. The numbers continue after a server was killed.
     nbytes
         Size of the memory in bytes.
     """
@@ -210,7 +214,7 @@ class Weights(Tensors, Closes):
         self._adopt(opened)
         self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
-        """Whether each stream that uses the contents waits for them, and not only :attr:`stream`."""
+        """True if every stream that uses the contents waits for them; False if only :attr:`stream` waits."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
 
     def _adopt(self, opened: OpenEpoch) -> None:
@@ -225,8 +229,8 @@ class Weights(Tensors, Closes):
     def open(
         cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
-        """Map ``opened`` at the writer's addresses, or at the address that ``at`` requires, for reading by ``device``.
-        Parameters and errors as for :meth:`Store.open`. After an error the epoch is closed.
+        """Map the memory of ``opened`` for reading by ``device``: at the writer's addresses, or at the address that
+        ``at`` requires. Parameters and errors as for :meth:`Store.open`. After an error the epoch is closed.
         """
         with undoing(opened.close):
             range = _reserved(opened, at)
@@ -242,8 +246,8 @@ class Weights(Tensors, Closes):
         return weights
 
     def _expect(self) -> None:
-        """Have the stream wait for the contents (``cuStreamWaitValue32``). If the caller gave no stream, each stream
-        also waits before its first use. Raises CaptureError, CudaError.
+        """Have :attr:`stream` wait for the contents (``cuStreamWaitValue32``). If the caller gave no stream, every
+        other stream waits before its first use. Raises CaptureError, CudaError.
         """
         ready, self._contents = self._epoch.ready, ()
         if ready is not None:
@@ -255,19 +259,19 @@ class Weights(Tensors, Closes):
 
     @property
     def address(self) -> int:
-        """Device address of the first byte of the range. Raises ClosedError."""
+        """Device address of the first byte of the range. Raises ClosedError if the weights were closed."""
         self._check_open()
         return self.range.address
 
     @property
     def memory(self) -> StoredView:
-        """All bytes of the weights as memory. Raises ClosedError."""
+        """All bytes of the range as one piece of memory. Raises ClosedError if the weights were closed."""
         self._check_open()
         return StoredView(self, 0, self.nbytes)
 
     @property
     def attached(self) -> bool:
-        """Whether the memory is mapped here; False between :meth:`detach` and :meth:`attach`."""
+        """Whether the memory is mapped in this process; False between :meth:`detach` and :meth:`attach`."""
         return not self.range.closed and self.range.mapped_bytes == self.nbytes
 
     @property
@@ -277,20 +281,22 @@ class Weights(Tensors, Closes):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the store's server is alive. After its end the weights stay until the last process closes them."""
+        """Whether the store's server is alive. After the server's end the memory stays until the last process closes
+        it.
+        """
         return self._epoch.connection.alive
 
     @property
     def lost(self) -> bool:
-        """Whether the contents will never be complete, because the writer died."""
+        """Whether the contents will never be complete, because the writer died before its copies were done."""
         ready = self._epoch.ready
         return ready is not None and ready.lost
 
     def fabric_descriptor(self) -> bytes:
         """Return the descriptor by which processes of other machines in the IMEX domain open the memory.
 
-        They call :func:`streamalloc.ipc.open`, which maps it for reading and writing. The contents must be complete.
-        Until the open, only this object and the store keep the memory.
+        Those processes call :func:`streamalloc.ipc.open`, which maps the memory for reading and writing. The contents
+        must be complete before. Until the open, only this object and the store keep the memory.
 
         Raises
         ------
@@ -312,11 +318,11 @@ class Weights(Tensors, Closes):
     # -- detach and attach -----------------------------------------------------------------------------------------
 
     def detach(self, after: After = None) -> None:
-        """Unmap the memory (``cuMemUnmap``), after the host has waited for ``after`` (default: all work of the device).
+        """Unmap the memory (``cuMemUnmap``), after the host has waited for ``after``; default: all work of the device.
         Idempotent.
 
-        The addresses stay reserved, and this process keeps the epoch; :meth:`attach` maps it again. Until then, uses of
-        the views raise :class:`ClosedError`.
+        The addresses stay reserved, and this process keeps the epoch. :meth:`attach` maps the memory again. Until then,
+        uses of the views raise :class:`ClosedError`.
         """
         self._check_open()
         self.range.unmap(after=after)
@@ -327,8 +333,8 @@ class Weights(Tensors, Closes):
         Parameters
         ----------
         latest
-            Map the last commit instead of this one, and release this one. The layout must be the same, so that pointers
-            and graphs stay valid.
+            Map the last commit of the key in place of this epoch, and release this epoch. Both layouts must be equal,
+            so that pointers and graphs stay valid.
         after
             Work that still uses the present mapping; default: all work of the device.
 
@@ -347,8 +353,8 @@ class Weights(Tensors, Closes):
                 map_side_by_side(self.range, self._epoch.chunks, self._rights)
 
     def _renew(self, after: After) -> None:
-        """Map the last commit in place of the mapped epoch, and close that. After an error the mapped epoch stays.
-        Errors as for :meth:`attach`.
+        """Map the last commit in place of the present epoch, and close the present epoch. After an error the present
+        epoch stays. Raises the errors of :meth:`attach`.
         """
         before = self._epoch
         connection = Connection(before.connection.path)
@@ -374,8 +380,8 @@ class Weights(Tensors, Closes):
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def close(self, after: After = None) -> None:
-        """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``), after the host has waited for ``after``
-        (default: all work of the device). Idempotent.
+        """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``). The host first waits for ``after``; default:
+        all work of the device. Idempotent.
 
         The device memory of a replaced or removed epoch is freed when the last process closes it.
         """
@@ -393,8 +399,8 @@ class Weights(Tensors, Closes):
 
 
 def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLayout) -> LayoutChangedError:
-    """Return the error for ``epoch`` of ``key``, whose layout ``found`` differs from ``expected``, a layout or its
-    hash. The message lists the differences.
+    """Return the error for ``epoch`` of ``key``, whose layout ``found`` differs from ``expected`` (a layout or its
+    hash). The message lists the differences.
     """
     if isinstance(expected, str):
         what = f"its layout has the hash {found.hash}, not {expected}"
@@ -405,20 +411,21 @@ def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLay
 
 
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
-    """Reserve the writer's addresses, or those that ``at`` requires (``cuMemAddressReserve``). If ``at`` requires none,
-    other addresses are taken if these are not free; otherwise that raises AddressSpaceError.
+    """Reserve the writer's addresses, or the address that ``at`` requires (``cuMemAddressReserve``). If ``at`` requires
+    no address and the writer's addresses are taken, other addresses are reserved. Raises AddressSpaceError if a
+    required address is taken.
     """
     wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
-    with contextlib.suppress(AddressSpaceError):  # The addresses may have no room for the larger sizes.
+    with contextlib.suppress(AddressSpaceError):  # The larger sizes may not fit at the address.
         for nbytes in sizes:
             reserved = AddressRange(nbytes, address=wanted, driver=driver)
             if reserved.honoured:
                 return reserved
             found = reserved.address
             reserved.close()
-            # Ranges whose release is still in the queue may hold the wanted addresses. This releases those that can be.
+            # Ranges in the queue of ends may still occupy the wanted addresses, so the queue's items are attempted.
             work(session_of(opened.device))
     if at is None or at is False:
         return AddressRange(sizes[0], address=wanted, driver=driver)

@@ -1,8 +1,8 @@
-"""The writer of an epoch. It creates and maps memory, and passes it to the store at the commit.
+"""The writer of an epoch: it creates and maps memory, and passes the memory to the store at the commit.
 
-Until the commit only this process has the memory, so its death frees it. The commit is one message with the manifest
-and the descriptors of all chunks. If copies are still queued, a ready word announces their end, and this process keeps
-its mapping until then.
+Until the commit only this process has the memory, so the memory is freed if the process dies. The commit is one message
+with the manifest and the descriptors of all chunks. If copies are still queued, the stream writes a word in shared
+memory after them, for which readers wait. This process keeps its mapping until then.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _LARGEST_CHUNK = 1 << 30
 class WeightsWriter(Tensors, Unique, Leaves):
     """One epoch of a key while it is written; made by :meth:`Store.write`. A mapping of names to :class:`TypedView`.
 
-    The end of the ``with`` block commits. After an exception in the block, :meth:`abort`, or the death of this process,
-    nothing is committed, and readers still open the previous epoch.
+    The end of the ``with`` block commits the epoch. After an exception in the block, :meth:`abort`, or the death of
+    this process, nothing is committed, and readers open the previous epoch.
 
     Attributes
     ----------
     key
         The key in the store.
     epoch
-        Number of the commit, from 1; 0 before it.
+        Number of the commit of the key, from 1; 0 before the commit.
     metadata
         A dict of JSON for readers, at most 1 MiB; change it before the commit.
     """
@@ -84,28 +84,29 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
         self._voted = False
-        """Whether the other ranks have this rank's vote, or will get it."""
+        """Whether this rank has sent its vote to the other ranks of the group."""
         self._chunks: list[PhysicalMemory] = []
-        """Chunks in the order of addresses; the chunks that the store gave come first."""
+        """Chunks in the order of addresses; chunks that the store gave come first."""
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self._granularity = PhysicalMemory.granularity(device)
         self.nbytes: int = 0
-        """Bytes allocated so far."""
+        """Bytes of the range up to the end of the last allocation."""
         self._mapped = 0
         """Bytes that are mapped, from the start of :attr:`range`."""
-        # As many addresses as the device has memory: they cost none, and the range never has to move.
+        # The range has as many addresses as the device has memory: addresses cost no memory, and the range never has to
+        # move.
         capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
-        """The lease whose ready word announces the contents, the value that this word then reaches, and the event after
-        that write. None if no copies were queued at the commit.
+        """The lease whose word ``ready`` announces the contents, the value that this word then reaches, and an event
+        recorded after the write. None if no copies were queued at the commit.
         """
         self._connection = connection
         with undoing(self._connection.close):
             self._begin(capacity, replace, like)
 
     def _begin(self, capacity: int, replace: bool, like: bool) -> None:
-        """Ask the store to begin an epoch, and reserve ``capacity`` bytes of addresses where it proposes
-        (``cuMemAddressReserve``). With ``like``, take over the layout of the last commit. Raises StoreError,
+        """Ask the store to begin an epoch, and reserve ``capacity`` bytes of addresses at the address that the store
+        proposes (``cuMemAddressReserve``). ``like``: take over the layout of the last commit. Raises StoreError,
         AddressSpaceError.
         """
         reuse, device = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR, self.device
@@ -122,7 +123,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._take_over(answer["chunks"], *received)
 
     def _take_over(self, chunks: list[int], layout: Fd, *reused: Fd) -> None:
-        """Begin with the layout of the previous epoch, which the store gave.
+        """Begin with the layout of the previous epoch. ``layout``: the file with the layout, which the store gave.
 
         The memory is ``reused``, chunks that no process uses any more, or else new chunks of the sizes ``chunks``.
         """
@@ -142,7 +143,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
         """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``), at an address that readers can usually use too.
 
-        :meth:`allocate_all` costs a fraction for many tensors.
+        For many tensors, :meth:`allocate_all` takes a fraction of the time.
 
         Parameters
         ----------
@@ -171,10 +172,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self[name]
 
     def allocate_all(self, tensors: Mapping[str, tuple[int | Sequence[int], object]]) -> None:
-        """Allocate memory for all these tensors at once, or for none: ``allocate_all({"norm": (8192, "bfloat16")})``.
+        """Allocate memory for all tensors at once, or for none after an error: ``allocate_all({"norm": (8192,
+        "bfloat16")})``.
 
-        :doc:`/docs/guides/store` shows what that saves. They get one chunk of memory (``cuMemCreate``, ``cuMemMap``),
-        whatever their number, with as much for each as :meth:`allocate` gives. ``weights[name]`` is a view of a tensor.
+        The missing memory is one chunk for any number of tensors (``cuMemCreate``, ``cuMemMap``).
+        :doc:`/docs/guides/store` shows the time that this saves. Afterwards ``weights[name]`` is a view of a tensor.
 
         Parameters
         ----------
@@ -193,20 +195,20 @@ class WeightsWriter(Tensors, Unique, Leaves):
             tensor = Tensor(dtype_name(dtype), _sizes(shape), None, _aligned(end))
             end = tensor.offset + tensor.nbytes
             rows[str(name)] = self.layout.new_row(name, tensor, end)
-        self.reserve(end - start)  # Last, so that a bad tensor leaves no memory in the epoch.
+        self.reserve(end - start)  # Memory is reserved last, so that an invalid tensor leaves no memory in the epoch.
         self.layout.add_rows(rows)
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
-        """Give the tensor ``to`` the further name ``name``, for tied weights. Returns its view. Raises KeyError if
-        there is no such tensor, ValueError for a name that is not allowed.
+        """Give the tensor ``to`` a second name, ``name``, for tied weights. Returns the view of the tensor. Raises
+        KeyError if there is no tensor ``to``, ValueError for a name that is not allowed.
         """
         return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
         """Give a name to allocated memory: a part of a tensor, a transposed tensor, or memory of :meth:`reserve`.
 
-        ``tensor`` describes the memory: dtype, shape, offset in bytes in the range, and strides if it is not
-        C-contiguous.
+        ``tensor`` describes the memory: dtype, shape, offset in bytes from the start of the range, and strides in
+        elements if it is not C-contiguous.
 
         Raises
         ------
@@ -217,15 +219,16 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self[name]
 
     def reserve(self, nbytes: int | str) -> int:
-        """Allocate memory without a name, for :meth:`place` (``cuMemCreate``, ``cuMemMap``). Returns its offset in the
-        range, a multiple of 512 bytes. Errors as for :meth:`allocate`.
+        """Allocate ``nbytes`` bytes without a name, for :meth:`place` (``cuMemCreate``, ``cuMemMap``). Returns the
+        offset of the memory in the range in bytes, a multiple of 512. Raises the errors of :meth:`allocate`.
         """
         self._check_open()
         nbytes = checked_size("nbytes", nbytes)
         offset = _aligned(self.nbytes)
         missing = offset + nbytes - self._mapped
         if missing > 0:
-            # The memory grows in steps of an eighth: many small tensors need few chunks, and little memory is wasted.
+            # The memory grows by at least an eighth, up to 1 GiB: so many small tensors need few chunks, and little
+            # memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(self._rounded(step))
         self.nbytes = offset + nbytes
@@ -236,8 +239,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return -(-nbytes // self._granularity) * self._granularity
 
     def _grow(self, *sizes: int) -> None:
-        """Create and map one more chunk of each size (``cuMemCreate``, ``cuMemMap``). After an error, the chunks before
-        it stay. Raises ValueError for too many chunks, StoreFullError, OutOfMemoryError.
+        """Create and map one more chunk for each of ``sizes``, in bytes (``cuMemCreate``, ``cuMemMap``). After an
+        error, the chunks made before it stay. Raises ValueError for too many chunks, StoreFullError, OutOfMemoryError.
         """
         if len(self._chunks) + len(sizes) > MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
@@ -251,8 +254,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._mapped += nbytes
 
     def _created(self, nbytes: int) -> PhysicalMemory:
-        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``). If there is no memory, ask the store to release its
-        spare memory, and attempt it again. Raises OutOfMemoryError.
+        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``). If the device has no memory left, the store is asked to
+        release its spare memory, and the chunk is attempted again. Raises OutOfMemoryError.
         """
         try:
             return PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
@@ -271,13 +274,14 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def commit(self) -> None:
         """Commit the epoch, as the end of the ``with`` block does.
 
-        The contents include all work that this process has queued on its devices. Readers' streams wait for it; the
-        host does not. Ranks of a ``group`` commit together: the host then waits for the copies and the votes.
+        The contents include all work that this process has queued on its devices. Readers' streams wait for this work;
+        the host does not. With a ``group`` the ranks commit together, and the host waits for the work and for the votes
+        of the other ranks.
 
         Raises
         ------
         StoreFullError
-            The server has no room for the descriptors. Nothing was committed; :meth:`commit` can be called again.
+            The server has too few free file descriptors. Nothing was committed; :meth:`commit` can be called again.
         StoreError
             The store refused the commit, or another rank did not commit. Nothing was committed.
         """
@@ -289,19 +293,19 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._finish()
 
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
-        """Send the epoch to the server, and return the fields of its answer. Raises StoreError, CudaError.
+        """Send the epoch to the server. Returns the fields of the server's answer. Raises StoreError, CudaError.
 
         ``block``: the host first waits for all queued work. ``prepare``: the server publishes nothing before the
-        request ``confirm``. ``keep``: this connection becomes a reader of the epoch.
+        request ``confirm``. ``keep``: this connection reads the epoch from now on.
         """
         session = session_of(self.device)
         self._pending, ready = None, ""
         with contextlib.ExitStack() as undo:
             undo.enter_context(session.relaxed())
             if not self._chunks:
-                # All tensors are empty. Readers still get a chunk, because the driver maps no empty range.
+                # If all tensors are empty, readers still get a chunk, because the driver maps no empty range.
                 self._grow(self._rounded(1))
-            # A commit includes the work of all streams, even of streams that only other libraries know.
+            # A commit includes the work of all streams, also of streams that only other libraries use.
             devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
             events = [] if block else [event for device in devices for event in all_work(device)]
             if block:
@@ -319,20 +323,22 @@ class WeightsWriter(Tensors, Unique, Leaves):
             about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
             about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
             answer, _ = self._connection.ask("commit", [*files, *handles], **about)
-            self.epoch = answer.get("epoch", 0)  # Set at once, because an error from here on does not undo the commit.
+            # Set at once, because an error after this line does not undo the commit.
+            self.epoch = answer.get("epoch", 0)
         return answer
 
     def _manifest(self) -> Manifest:
-        # With FABRIC this process has created all chunks: the store gives only memory without fabric handles.
+        # With FABRIC this process has created all chunks itself, because the store gives back only memory without
+        # fabric handles.
         fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)
 
     def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
-        """Have a new stream wait for ``events``, and then write the word ``ready`` of a new lease, which announces the
-        contents. Raises CudaError.
+        """Have a new stream wait for ``events`` and then write the word ``ready`` of a new lease. This write announces
+        the contents. Raises CudaError.
 
-        Returns the lease, the value that the word reaches, and an event after the write.
+        Returns the lease, the value that the word reaches, and an event recorded after the write.
         """
         stream = self.device.create_stream()
         for event in events:
@@ -341,8 +347,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:
-        """Prepare the epoch, vote with the other ranks, and publish the epochs of all ranks; each server publishes
-        those of its ranks at once. Raises StoreError if a rank did not prepare its epoch.
+        """Prepare the epoch, vote with the other ranks, and publish the epochs of all ranks. Each server publishes the
+        epochs of its ranks at once. Raises StoreError if a rank did not prepare its epoch.
         """
         assert self._group is not None
         try:
@@ -359,18 +365,18 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.epoch = self._connection.ask("confirm", tokens=tokens)[0]["epoch"]
 
     def _vote(self, token: str) -> list[tuple[str, str]]:
-        """Send this rank's vote, the ``token`` of its prepared epoch or ``""`` against the commit. Returns server and
-        token of each rank. Raises errors of the communicator.
+        """Send this rank's vote: the ``token`` of its prepared epoch, or ``""`` against the commit. Returns a tuple of
+        server name and token for each rank. Raises errors of the communicator.
         """
         assert self._group is not None
         self._voted = True
-        # The host is a part of the name: on another machine, a server of the same name is another server.
+        # The host belongs to the name of a server: on another machine, a server of the same name is another server.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory without a commit; idempotent. With a ``group``, no rank commits."""
+        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent."""
         if not self.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
@@ -382,7 +388,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the mapping after the commit: now, or by an item once the queued copies are done."""
+        """Release the writer's mapping after the commit: at once, or by an item of the queue of ends after the queued
+        copies.
+        """
         pending = self._pending
         if pending is None:
             self._release(())
@@ -392,8 +400,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         deferred_queue(session_of(self.device)).submit(item)
 
     def _release(self, after: Any = None) -> None:
-        """Unmap and release the memory after ``after``, and end the connection, by which the server aborts an
-        uncommitted epoch (``cuMemUnmap``, ``cuMemRelease``). Raises CudaError.
+        """Unmap and release the memory after ``after`` (``cuMemUnmap``, ``cuMemRelease``), and end the connection. The
+        server then aborts the epoch if it was not committed. Raises CudaError.
         """
         self.range.unmap(after=after)
         close_all(self._chunks)
@@ -401,8 +409,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._connection.close()
 
     def _kept(self) -> Weights:
-        """Commit the epoch, and return a reader that keeps its mapping, with read access only. Errors as for
-        :meth:`commit`.
+        """Commit the epoch, and return :class:`Weights` that use this writer's mapping, now with read access only.
+        Raises the errors of :meth:`commit`.
         """
         self._check_open()
         answer = self._commit(keep=True, block=True)
@@ -419,7 +427,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _leave(self, *, failed: bool) -> None:
         if self.closed:
             return
-        # If the driver refuses a call below, end the connection at least, so that other processes can write the key.
+        # If the driver refuses a call below, at least the connection ends, so that other processes can write the key.
         with undoing(self._connection.close):
             if failed:
                 self.abort()
@@ -444,7 +452,7 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _Ending(Deferred):
-    """Queue item: the end of a writer whose copies were still queued at the commit."""
+    """Item of the queue of ends: it releases the mapping of a writer whose copies were still queued at the commit."""
 
     def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
         self._writer: WeightsWriter | None = writer
@@ -460,8 +468,8 @@ class _Ending(Deferred):
         return self._writer is None
 
     def forget(self) -> None:
-        """Handle the loss of the context: the contents will never be complete. The end of the connection tells the
-        server.
+        """The context is lost, so the contents will never be complete. End the connection, from which the server learns
+        this.
         """
         writer, self._writer = self._writer, None
         _endings.discard(self)
@@ -470,13 +478,13 @@ class _Ending(Deferred):
 
 
 _endings: set[_Ending] = set()
-"""Writers that keep their mapping because copies were queued at the commit."""
+"""Items of writers that keep their mapping because copies were queued at the commit."""
 
 
 @atexit.register
 def _await_copies() -> None:
-    """Block at the exit of the process until the copies of all commits are done: otherwise readers would find these
-    commits lost.
+    """Block at the exit of the process until the copies of all commits are done. Otherwise these commits would be lost
+    for readers.
     """
     for item in list(_endings):
         with contextlib.suppress(CudaError, ForkedProcessError):  # A forked child has no copies to wait for.
