@@ -1,1 +1,1 @@
-"""Connections between processes: channels, file descriptors over them, and groups of processes."""
+"""Connections between processes: channels for bytes and file descriptors, and groups of processes over them."""

@@ -1,13 +1,13 @@
 """Private connections between processes of one user on one machine, for messages and file descriptors.
 
 A :class:`Channel` is one end of an ``AF_UNIX`` connection of type ``SOCK_SEQPACKET``. A packet arrives whole or not at
-all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet. The packet of a large message carries two
-descriptors in place of the contents: an in-memory file with the bytes, and a channel whose queue has the descriptors.
-So a message cannot arrive in part, whichever end dies or times out. The peer's user is checked before the first byte is
-read (``SO_PEERCRED``).
+all, and file descriptors travel in the packet (``SCM_RIGHTS``). A message is one packet. The packet of a large message
+carries two descriptors in place of the contents: an in-memory file with the bytes, and a channel whose queue has the
+descriptors. So a message cannot arrive in part, even if one end dies or times out. The peer's user is checked before
+the first byte is read (``SO_PEERCRED``).
 
-File descriptors travel in no other way: what :func:`streamalloc.ipc.send` sends, the answers of the handle server, the
-requests of a store, and the exchanges of a group are messages of channels.
+The package sends all file descriptors in messages of channels: in :func:`streamalloc.ipc.send`, the handle server,
+stores and groups.
 
 If a signal handler raises, the message that is being received may be lost, with its descriptors.
 """
@@ -46,28 +46,28 @@ Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 class Peer(NamedTuple):
     """The process that made the other end of a channel, as the kernel reports it.
 
-    For both ends of :meth:`Channel.pair` this is the process that called it, even after an end was passed to another
-    process. ``pid`` is 0 for a process of another PID namespace (a container).
+    For both ends of :meth:`Channel.pair` this is the process that called ``pair``, even after an end was passed to
+    another process. ``pid`` is 0 for a process of another PID namespace (a container).
     """
 
     pid: int
     """Process id; 0 for a process of another PID namespace."""
     uid: int
-    """User id."""
+    """User id of the process."""
     gid: int
-    """Group id."""
+    """Group id of the process."""
 
 
 _CREDENTIALS = struct.Struct("3i")
-_LONGEST_PATH = 107  # Size of ``sun_path`` in bytes, without the zero that ends the path.
+_LONGEST_PATH = 107  # Size of ``sun_path`` in bytes, without the zero byte that ends the path.
 
 
 def to_kernel(address: Address) -> str | bytes:
-    """Return an address for the socket functions: bytes with a leading zero for an abstract name, else a path. Raises
-    ValueError for an address that is too long or too short.
+    """Return ``address`` in the form that socket functions take: bytes with a leading zero for an abstract name, else a
+    path. Raises ValueError for an address that is too long or too short.
 
-    Abstract names are local to a machine. If ``STREAMALLOC_HOST`` is set, it precedes the name, so that only processes
-    with the same host name can connect.
+    Abstract names are valid on one machine. If ``STREAMALLOC_HOST`` is set, its value precedes the name, so that only
+    processes with the same value can connect.
     """
     name = os.fsdecode(address)
     host = os.environ.get("STREAMALLOC_HOST")
@@ -79,14 +79,14 @@ def to_kernel(address: Address) -> str | bytes:
 
 
 def shown(address: Address) -> str:
-    """Return an address for messages; an abstract name begins with ``@``."""
+    """Return an address as text for error messages; an abstract name begins with ``@``."""
     name = os.fsdecode(address)
     return "@" + name[1:] if name.startswith("\0") else name
 
 
 def check_private(path: str) -> None:
-    """Raise ``ValueError`` for a socket's path in a directory that other users may enter: they could put a socket of
-    their own there. Raises OSError for a missing directory.
+    """Raise ``ValueError`` if ``path``, the path of a socket, is in a directory that other users may enter: they could
+    put a socket of their own there. Raises OSError for a missing directory.
     """
     directory = Path(path).absolute().parent
     found = os.stat(directory)
@@ -98,7 +98,7 @@ def check_private(path: str) -> None:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Return device and inode number of a file, without following links; None if the file does not exist."""
+    """Return a tuple of device and inode number of a file, without following links. None if the file does not exist."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -107,13 +107,15 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return the process that made the other end (``SO_PEERCRED``)."""
+    """Return the process that made the other end of ``connection`` (``SO_PEERCRED``)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(found))
 
 
 def admitted(connection: socket.socket) -> Peer:
-    """Return the process at the other end. Raises ``PermissionError`` if it belongs to another user."""
+    """Return the process at the other end of ``connection``. Raises ``PermissionError`` if it belongs to another
+    user.
+    """
     peer = peer_of(connection)
     if peer.uid != os.geteuid():
         raise PermissionError(
@@ -125,21 +127,21 @@ def admitted(connection: socket.socket) -> Peer:
 
 
 PACKET_DATA = 64 * 1024
-"""Limit of the data in one packet, in bytes."""
+"""Largest size of the data in one packet, in bytes."""
 PACKET_HANDLES = 64
-"""Limit of the number of file descriptors in one packet."""
+"""Largest number of file descriptors in one packet."""
 MAX_DATA = 1 << 24
-"""Limit of the data in one message, in bytes."""
+"""Largest size of the data in one message, in bytes."""
 MAX_HANDLES = 4096
-"""Limit of the number of file descriptors in one message."""
+"""Largest number of file descriptors in one message."""
 MAX_FILE = 32 << 20
-"""Limit of the size of a sealed file from another process, in bytes."""
+"""Largest size of a sealed file from another process, in bytes."""
 
 
 class ProtocolError(ValueError):
     """A packet is not a message of this library: it is truncated or damaged, or another version or program sent it.
 
-    :meth:`Channel.receive` and the ends of a :class:`Ring` raise it.
+    :meth:`Channel.receive` and the methods of ring ends (:class:`Ring`) raise it.
     """
 
 
@@ -151,7 +153,7 @@ class PeerGoneError(ConnectionError):
 
 
 class Message(NamedTuple):
-    """A received message: bytes and descriptors.
+    """A received message: bytes and file descriptors.
 
     :meth:`Channel.receive` returns it.
     """
@@ -168,7 +170,7 @@ _DAY = 86400.0
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the deadline ``timeout`` seconds from now, in seconds on the monotonic clock; None for none.
+    """Return the time ``timeout`` seconds from now, in seconds of ``time.monotonic()``. None for no limit.
 
     Raises
     ------
@@ -183,19 +185,21 @@ def deadline_after(timeout: float | None) -> float | None:
 
 
 def left(deadline: float | None) -> float:
-    """Return the seconds until a deadline, 0 or more; infinite without a deadline."""
+    """Return the seconds until ``deadline``, at least 0. Infinite if ``deadline`` is None."""
     return math.inf if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def milliseconds(deadline: float | None) -> int:
-    """Return the milliseconds until a deadline, rounded up, and at most a day, because ``poll`` takes a 32-bit int."""
+    """Return the milliseconds until ``deadline``, rounded up. At most a day, because ``poll`` takes a 32-bit
+    integer.
+    """
     return math.ceil(min(left(deadline), _DAY) * 1000)
 
 
 # -- packets --------------------------------------------------------------------------------------------------
 
-# Magic, version, descriptors and bytes of the message. The packet of a large message has another magic, and its two
-# descriptors are those of the file and the channel with the contents.
+# Magic, version, number of descriptors, number of bytes of the message. The packet of a large message has another
+# magic, and carries two descriptors: the file with the bytes, and the channel with the descriptors.
 _HEADER = struct.Struct("<4sHHI")
 _MAGIC, _LARGE_MAGIC = b"SAch", b"SAcl"
 _LARGE_HANDLES = 2
@@ -205,7 +209,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def sealed_file(data: bytes) -> Fd:
-    """Return a new in-memory file with these bytes, sealed against changes."""
+    """Return a new in-memory file that contains ``data`` and is sealed against changes (``memfd_create``)."""
     fd = Fd(os.memfd_create("streamalloc:message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     view = memoryview(data)
     while view:
@@ -215,7 +219,7 @@ def sealed_file(data: bytes) -> Fd:
 
 
 def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
-    """Read a file of :func:`sealed_file`.
+    """Return the bytes of a file that :func:`sealed_file` made, in this or another process.
 
     Raises
     ------
@@ -241,7 +245,7 @@ def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[i
 
 
 def as_bytes(data: BytesLike) -> bytes:
-    """Return the data to send as bytes; raises ``TypeError`` if it is not bytes-like."""
+    """Return ``data`` as bytes. Raises ``TypeError`` if it is not bytes-like."""
     try:
         return data if type(data) is bytes else bytes(memoryview(data))
     except (TypeError, BufferError):
@@ -252,29 +256,32 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def number_of(handle: Fd | int) -> int:
-    """Return the number of a file descriptor, or of its owner. Raises TypeError for other objects, ClosedError for a
-    closed owner.
+    """Return the number of a file descriptor, given as a number or as its owner. Raises TypeError for other objects,
+    ClosedError for a closed owner.
     """
     return handle.fileno() if isinstance(handle, Fd) else operator.index(handle)
 
 
 def no_descriptors(needed: int) -> OSError:
-    """Return the OSError (``EMFILE``) of a process without room for ``needed`` more file descriptors. The text says how
-    many are open and allowed.
+    """Return the OSError (``EMFILE``) for a process that cannot open ``needed`` more file descriptors. The text says
+    how many are open and allowed.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
-        count = len(os.listdir("/proc/self/fd")) - 1  # listdir() has opened a descriptor for the folder.
+        # listdir() itself has opened a descriptor for the folder, which does not count.
+        count = len(os.listdir("/proc/self/fd")) - 1
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
 
-# Plain integers: enum operators would cost more than the rest of a call.
+# Plain integers, because the operators of enums would take longer than the rest of a call.
 _TRUNCATED, _HANDLES_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 
 
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
-    """Return as text why a packet is invalid; None if it is valid. ``handles``: number of descriptors that came."""
+    """Return a text that says why a packet is invalid; None if it is valid. ``handles``: number of descriptors that
+    came. ``flags``: those of ``recvmsg``.
+    """
     if flags & _TRUNCATED:
         return f"a packet of more than {_PACKET_BYTES} bytes"
     if len(packet) < _HEADER.size:
@@ -294,12 +301,13 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     return None
 
 
-# Nanoseconds that a receiver polls before it sleeps. A message within this time arrives in a third of the time of a
-# thread wake-up. On one processor polling would only delay the sender.
+# Nanoseconds that a receiver polls before it sleeps. A message that comes within this time arrives in a third of the
+# time that waking a thread takes. With one processor, polling would only delay the sender.
 _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
-# After this many waits in a row without a message, only each 32nd wait polls.
+# After this many waits in a row without a message while polling, only every 32nd wait polls.
 _MISSES_BEFORE_SLEEP, _POLL_EVERY = 3, 32
-# Calls never block in the kernel, where Python would restart them after each signal. poll() has the deadline.
+# Socket calls never block in the kernel, where Python would restart them after each signal. Only poll() waits, with the
+# deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
@@ -309,10 +317,10 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 
 class _Socket(socket.socket):
-    """A socket that closes without a ``ResourceWarning`` when it is dropped, even in a reference cycle."""
+    """A socket without a ``ResourceWarning`` when it is dropped without a close, even in a reference cycle."""
 
     def __del__(self) -> None:
-        # Close by the C type: a signal handler may have raised before the object had its attributes.
+        # Close by the C type, because a signal handler may have raised before the Python object had its attributes.
         super(socket.socket, self).close()
 
 
@@ -345,8 +353,8 @@ class _SocketOwner(Closes):
         return ClosedError(f"this {type(self).__name__.lower()} was closed")
 
     def _poll(self, events: int, timeout: int) -> bool:
-        """Wait up to ``timeout`` milliseconds until the socket has one of ``events`` (``poll``). Returns whether it
-        has. Raises ClosedError.
+        """Wait up to ``timeout`` milliseconds until the socket has one of ``events`` (``poll``). Returns whether it has
+        one. Raises ClosedError.
         """
         poll = select.poll()
         poll.register(self.fileno(), events)
@@ -363,13 +371,14 @@ class _SocketOwner(Closes):
 class Channel(_SocketOwner):
     """One end of a private connection; made by :meth:`pair`, :meth:`connect`, :meth:`Listener.accept`, :meth:`from_fd`.
 
-    One thread may send while another receives. Two threads that send, or two that receive, need a lock. :meth:`close`
-    does not wake a waiting thread; :meth:`shutdown` does. If a signal handler raises during :meth:`receive`, the
-    channel stays usable, and one packet may be lost.
+    One thread may send while another receives. Two threads that send, or two threads that receive, need a lock.
+    :meth:`shutdown` wakes a waiting thread; :meth:`close` does not. If a signal handler raises during :meth:`receive`,
+    the channel stays usable, and one packet may be lost.
 
-    Child processes inherit no descriptor of it. Pass an end to a child as an argument of ``multiprocessing.Process``
-    (spawn and forkserver), or pass its number with ``subprocess.Popen(..., pass_fds=[channel.fileno()])`` and call
-    :meth:`from_fd` there. Then close this process's copy: a connection ends when the last copy of one end is closed.
+    Child processes do not inherit the channel's file descriptor. Pass an end to a child as an argument of
+    ``multiprocessing.Process`` (spawn and forkserver), or pass its number with ``subprocess.Popen(...,
+    pass_fds=[channel.fileno()])`` and call :meth:`from_fd` there. Then close this process's copy: a connection ends
+    when the last copy of one end is closed.
 
     Attributes
     ----------
@@ -389,14 +398,15 @@ class Channel(_SocketOwner):
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._sent: set[bytes] = set()
-        """Ids of handles already sent over this channel."""
+        """Ids of the handles that were already sent over this channel."""
         self._misses = 0
-        """Number of waits in a row in which polling found no message."""
-        # Constants: the properties ``family`` and ``type`` of a socket make an enum member at each call.
+        """Number of waits in a row in which no message came while the receiver polled."""
+        # The constants are written out, because the properties ``family`` and ``type`` of a socket make an enum member
+        # at each call.
         self._socket = connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, connection.detach())
         self.peer: Peer = peer
-        """Process that made the other end."""
-        # Bound once: looking a method up at each call costs a tenth of a hand-off.
+        """The process that made the other end of the connection."""
+        # Methods are looked up once here, because a look-up at each call takes a tenth of the time of a hand-off.
         self._send_with = connection.sendmsg
         self._receive = connection.recvmsg
         poll = select.poll()
@@ -408,7 +418,7 @@ class Channel(_SocketOwner):
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Make both ends of a new connection (``socketpair``)."""
+        """Make both ends of a new connection (``socketpair``). Returns them as a tuple."""
         first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
@@ -439,7 +449,7 @@ class Channel(_SocketOwner):
         Parameters
         ----------
         address
-            :attr:`Listener.address` of that listener.
+            The listener's address, :attr:`Listener.address`.
         timeout
             Seconds to wait while the listener's queue is full; None: no limit.
 
@@ -455,7 +465,7 @@ class Channel(_SocketOwner):
         end = deadline_after(timeout)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
-            # A full queue gives EAGAIN, and poll() has no event for it.
+            # While the listener's queue is full, connect() fails with EAGAIN, and poll() has no event for it.
             connection.setblocking(False)
             while True:
                 try:
@@ -503,14 +513,14 @@ class Channel(_SocketOwner):
     # -- messages --------------------------------------------------------------------------------------------
 
     def send(self, data: BytesLike, handles: Sequence[Fd | int] = (), *, timeout: float | None = None) -> None:
-        """Send one message; returns when the kernel has stored it for the receiver.
+        """Send one message. Returns when the kernel has stored the message for the receiver.
 
         Parameters
         ----------
         data
-            At most 16 MiB.
+            The bytes of the message, at most 16 MiB.
         handles
-            At most 4096 descriptors. The receiver gets duplicates; the caller keeps the originals.
+            At most 4096 file descriptors. The receiver gets duplicates; the caller keeps the originals.
         timeout
             Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
 
@@ -521,7 +531,7 @@ class Channel(_SocketOwner):
         TimeoutError
             The receiver's queue stayed full. The message is not delivered. The channel stays usable.
         PeerGoneError
-            The other end is closed. Messages that it sent before can still be received.
+            The other end is closed. Messages that came from it before can still be received.
         ClosedError
             This end is closed.
         """
@@ -555,7 +565,7 @@ class Channel(_SocketOwner):
         TimeoutError
             No message came. The channel stays usable.
         PeerGoneError
-            The other end is closed, and all its messages were received.
+            The other end is closed, and all messages from it were received.
         ProtocolError
             The packet is not a valid message. The channel is closed.
         OSError
@@ -566,7 +576,7 @@ class Channel(_SocketOwner):
         """
         wait = self.timeout if timeout is None else timeout
         if wait is not None and not wait > 0:
-            deadline_after(wait)  # This raises for a negative timeout.
+            deadline_after(wait)  # Only for the error: deadline_after() refuses a negative timeout.
         end: float | None = None
         while True:
             try:
@@ -578,7 +588,9 @@ class Channel(_SocketOwner):
             return self._message(packet, _handles_in(extra), flags)
 
     def _send_packet(self, packet: bytes, handles: Sequence[Fd | int], wait: float | None, end: float | None) -> None:
-        """Send a packet; errors as for :meth:`send`. ``wait``: seconds to wait for room, until ``end``."""
+        """Send a packet with the descriptors ``handles``. ``end``: deadline; ``wait``: the timeout in seconds, for the
+        error's text. Raises the errors of :meth:`send`.
+        """
         rights = rights_of(handles)
         while True:
             try:
@@ -596,15 +608,19 @@ class Channel(_SocketOwner):
                 if error.errno == errno.EAGAIN:
                     self._poll(select.POLLOUT, milliseconds(end))
                 else:
-                    # Out of kernel memory, or too many descriptors in flight: no event reports room.
+                    # Kernel memory is used up, or too many descriptors are in flight: poll() has no event for their
+                    # end.
                     time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
-        """Wait until the socket is readable, after a receive that failed with ``error``; raise if it cannot be."""
+        """Wait until the socket may be readable, after a receive that failed with ``error``. Raises the errors of
+        :meth:`receive`. ``end``: deadline; ``wait``: the timeout in seconds, for the error's text.
+        """
         if self.closed:
             raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:
-            # Reported once, when the peer ended with unread messages. Its own messages can still be received.
+            # The kernel reports this once, if the peer ended with unread messages. Messages that the peer sent can
+            # still be received.
             return
         if error.errno != errno.EAGAIN:
             raise error
@@ -621,7 +637,9 @@ class Channel(_SocketOwner):
         ready(milliseconds(end))
 
     def _message(self, packet: bytes, handles: tuple[Fd, ...], flags: int) -> Message:
-        """Check a packet, and return its message; errors as for :meth:`receive`."""
+        """Check a received packet, and return its message. ``flags``: those of ``recvmsg``. Raises the errors of
+        :meth:`receive`.
+        """
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             raise PeerGoneError(f"{self._who} has ended or closed its end")
         lost = flags & (_TRUNCATED | _HANDLES_LOST) == _HANDLES_LOST and len(handles) < PACKET_HANDLES
@@ -637,14 +655,17 @@ class Channel(_SocketOwner):
             return self._unpacked(handles[0], handles[1], count, nbytes)
 
     def _unpacked(self, file: Fd, crate: Fd, count: int, nbytes: int) -> Message:
-        """Return the large message whose bytes are in ``file``, and whose descriptors are in the queue of ``crate``."""
+        """Return the large message of which ``file`` has the ``nbytes`` bytes, and the channel ``crate`` the ``count``
+        descriptors in its queue.
+        """
         found: list[Fd] = []
         with undoing(lambda: close_all(found)):
             try:
                 with file, crate, Channel.from_fd(crate) as queue:
                     data = read_file(file, nbytes)
                     while len(found) < count:
-                        # Not by receive(), because a large message in a crate could hold another crate, and so on.
+                        # Not by receive(), because a large message inside ``crate`` could carry another such channel,
+                        # and so on.
                         packet, extra, flags, _ = queue._receive(_HEADER.size, _RIGHTS_BYTES, _RECEIVE)
                         found += _handles_in(extra)
                         if flags & _HANDLES_LOST:
@@ -660,7 +681,7 @@ class Channel(_SocketOwner):
         return Message(data, tuple(found))
 
     def _refused(self, fault: str) -> ProtocolError:
-        """Close the channel, and return the error that names ``fault``, what is wrong with the received packet."""
+        """Close the channel, and return the error for a received packet. ``fault``: what is wrong with the packet."""
         self.close()
         return ProtocolError(f"{self._who} sent something else than a message: {fault}; the channel is closed")
 
@@ -673,13 +694,13 @@ class Channel(_SocketOwner):
         return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
-        """End the connection for every process that has one of the ends (``shutdown``). Waiting calls raise
+        """End the connection for every process that has one of its ends (``shutdown``). Calls that wait raise
         :class:`PeerGoneError`.
         """
         self._shut_down()
 
     def close(self) -> None:
-        """Close this process's copy of this end; idempotent. Sent messages still arrive."""
+        """Close this process's copy of this end of the connection. Messages sent before still arrive. Idempotent."""
         self._socket.close()
 
     def _text(self) -> str:
@@ -692,7 +713,7 @@ class Listener(_SocketOwner):
     Attributes
     ----------
     address
-        The argument of :meth:`Channel.connect`: a path, or an abstract name that begins with ``@``.
+        Address for :meth:`Channel.connect`: a path, or an abstract name that begins with ``@``.
     """
 
     def __init__(self, name: Address | None = None) -> None:
@@ -719,12 +740,12 @@ class Listener(_SocketOwner):
             self._socket.listen(128)
 
     def accept(self, timeout: float | None = None) -> Channel:
-        """Accept the next connection (``accept``).
+        """Accept the next connection, and return this process's end of it (``accept``).
 
         Parameters
         ----------
         timeout
-            Seconds to wait for it; None: no limit.
+            Seconds to wait for a connection; None: no limit.
 
         Raises
         ------
@@ -752,10 +773,10 @@ class Listener(_SocketOwner):
             return Channel(connection, admitted(connection))
 
     def close(self) -> None:
-        """Stop listening, and remove the socket's path if it has one; idempotent. Accepted channels stay open."""
-        # A forked child closes only its copy: the parent owns the listener.
+        """Stop listening, and remove the socket's path if it has one. Accepted channels stay open. Idempotent."""
+        # A forked child closes only its copy, because the parent owns the listener.
         if not self.closed and os.getpid() == self._process:
-            # Another listener may have bound a new socket to the path meanwhile.
+            # The path is only removed if it is still this socket: another listener may have bound a new one meanwhile.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
             # close() alone would leave a thread that waits in accept() blocked.
@@ -771,7 +792,7 @@ class Listener(_SocketOwner):
 
 
 def _handles_in(extra: list[tuple[int, int, bytes]]) -> tuple[Fd, ...]:
-    """Return owners of the file descriptors in a packet's ancillary data (``SCM_RIGHTS``)."""
+    """Return :class:`Fd` objects for the file descriptors in a packet's ancillary data (``SCM_RIGHTS``)."""
     numbers = array.array("i")
     for level, kind, data in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -788,5 +809,6 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     return channel
 
 
-# pickle.dumps() still refuses a channel, because its bytes are useless without the descriptor.
+# Registered only for multiprocessing: pickle.dumps() still refuses a channel, because its bytes are useless without the
+# descriptor.
 ForkingPickler.register(Channel, lambda channel: (_rebuild, (DupFd(channel.fileno()), channel.timeout)))

@@ -3,9 +3,9 @@
 :class:`Communicator` is the interface that this library uses. The other classes implement it over mpi4py,
 ``torch.distributed`` and ``multiprocessing``; none starts processes. The first call exchanges addresses over the
 group's own transport. From then on the processes of one machine have channels to each other (:class:`Mesh`), over which
-bytes and descriptors travel, with time limits and errors that name the rank at fault. A group on several machines keeps
-to its own transport, and exchanges no descriptors. :func:`as_communicator` also accepts any object with a rank, a size
-and an all-gather of bytes.
+bytes and descriptors travel, with time limits and errors that name the rank at fault. A group on several machines uses
+its own transport for all calls, and exchanges no descriptors. :func:`as_communicator` also accepts any object with a
+rank, a size and an all-gather of bytes.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ from streamalloc.ipc.transport.channel import (
 
 
 class Collective(enum.IntEnum):
-    """A collective call. All ranks make the same calls in the same order."""
+    """A collective call of a group. All ranks make the same calls in the same order."""
 
     ALLGATHER = 1
     BARRIER = 2
     EXCHANGE = 3
     FAILED = 255
-    """In a packet: the sender's call failed, and the reason follows."""
+    """Not a call: the first field of a packet that tells the other ranks that the sender's call failed. The reason
+    follows.
+    """
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class TimeLimit(NamedTuple):
-    """Time limit of a call."""
+    """Time limit of a call, with its deadline."""
 
     seconds: float | None
     """The limit in seconds; None for no limit."""
@@ -72,7 +74,7 @@ class TimeLimit(NamedTuple):
         return cls(seconds, deadline_after(seconds))
 
     def passed(self) -> bool:
-        """Whether the time is over; False without a limit."""
+        """Whether the deadline has passed; False without a limit."""
         return left(self.end) == 0
 
     def __str__(self) -> str:
@@ -82,12 +84,13 @@ class TimeLimit(NamedTuple):
 class GroupError(Exception):
     """A call of a group has failed.
 
-    The calls of a :class:`Communicator` raise it.
+    The methods of a :class:`Communicator` raise it.
 
     Attributes
     ----------
     calls
-        The calls of the ranks at fault, by rank; ``""`` if unknown. If two ranks made different calls, both are listed.
+        For each rank at fault, the name of the call that it made; ``""`` if unknown. If two ranks made different calls,
+        both are listed.
     """
 
     def __init__(self, text: str, calls: Mapping[int, str] | None = None) -> None:
@@ -96,12 +99,12 @@ class GroupError(Exception):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault, in ascending order."""
+        """Numbers of the ranks at fault."""
         return tuple(self.calls)
 
 
 class GroupTimeoutError(GroupError, TimeoutError):
-    """Some ranks did not make the call in time."""
+    """Some ranks did not make the same call within the time limit."""
 
 
 class GroupGoneError(GroupError, PeerGoneError):
@@ -109,16 +112,20 @@ class GroupGoneError(GroupError, PeerGoneError):
 
 
 class GroupProtocolError(GroupError, ProtocolError):
-    """The ranks make different calls, or a rank runs another version of this library."""
+    """The ranks make different calls, or one rank runs another version of this library."""
 
 
 def described(error: BaseException) -> str:
-    """Return an error as text for other ranks: its message, with its class unless it is a :class:`GroupError`."""
+    """Return an error as text for other ranks: its message, preceded by its class unless it is a
+    :class:`GroupError`.
+    """
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
 
 def did_not_come(ranks: Iterable[int], limit: TimeLimit, where: str = "") -> GroupTimeoutError:
-    """Return the error for ranks that did not make a call in time. ``where`` names the call, after a space."""
+    """Return the error for ``ranks`` that did not make a call in time. ``where``: a space and the name of the call, for
+    the error's text.
+    """
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
 
@@ -130,8 +137,8 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def by_value(values: Sequence[Any], text: str) -> str:
-    """Return a text that says which ranks have which value: ``ranks 0, 1 have 4; rank 2 has 8``. ``text``: what is said
-    of a value, with ``{}`` in its place.
+    """Return a text that says which ranks have which value: ``ranks 0, 1 have 4; rank 2 has 8``. ``values``: one for
+    each rank. ``text``: the words for a value, with ``{}`` in the value's place.
     """
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
@@ -139,14 +146,14 @@ def by_value(values: Sequence[Any], text: str) -> str:
     return "; ".join(f"{listed(which)} {text.format(value)}" for value, which in ranks.items())
 
 
-# `_HEAD` begins each message: the call (u8), and the number of earlier calls (u32). After Collective.FAILED follows
-# JSON: whether a rank was late, the calls of the ranks at fault, and the error's text. `_HELLO` is a caller's first
-# message: a word, and its rank.
+# `_HEAD` begins each message: the call (u8), and the number of earlier calls (u32). After Collective.FAILED, JSON
+# follows: whether a rank was late, the calls of the ranks at fault, and the error's text. `_HELLO` is the first message
+# on a new connection: the word "hello", and the rank of the process that connected.
 _HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
 _NAMES = {int(call): str(call) for call in Collective if call != Collective.FAILED}
 _LONGEST_TEXT = 1000
-# Seconds: shortest and longest pause while ranks connect, and the limit for a caller's first message.
+# Seconds: shortest and longest pause while ranks connect, and the time limit for the first message on a new connection.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
@@ -155,20 +162,20 @@ _HELLO_SECONDS = 5.0
 class Mesh(Closes):
     """Channels to all other ranks of one machine; made by :meth:`meet`.
 
-    Each rank sends its data to all others, and receives in order of arrival. So each rank can name the ranks whose data
-    is missing, and all ranks detect a death at once.
+    Each rank sends its data to all other ranks, and receives their data in order of arrival. So each rank can name the
+    ranks whose data is missing, and all ranks detect a death at once.
     """
 
     def __init__(self, rank: int, channels: dict[int, Channel]) -> None:
         self._rank = rank
         self._channels = channels
         self._calls = 0
-        """Number of calls that have ended, which must be equal on all ranks."""
+        """Number of calls that have ended; it must be equal on all ranks."""
 
     @classmethod
     def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: TimeLimit) -> Mesh:
-        """Connect this rank to the lower ranks at ``addresses``, accept the higher ranks at ``listener``, and return
-        the mesh.
+        """Connect this rank to all others: to the lower ranks at ``addresses``, and from the higher ranks by
+        ``listener``.
 
         Raises
         ------
@@ -181,7 +188,8 @@ class Mesh(Closes):
         with undoing(lambda: close_all(channels.values())):
             while before or after:
                 for other in sorted(before):
-                    # The rank does not listen yet, or its queue is full.
+                    # Errors are hidden, because that rank may not listen yet, or its queue may be full; the next round
+                    # tries again.
                     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError, TimeoutError):
                         channels[other] = Channel.connect(addresses[other], timeout=0)
                         channels[other].send(_HELLO.pack(b"hello", rank))
@@ -197,11 +205,11 @@ class Mesh(Closes):
         return cls(rank, channels)
 
     def all_to_all(self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit) -> list[Message]:
-        """Send ``data`` and the descriptors ``handles`` to all ranks, within ``limit``. Returns the bytes and
-        descriptors of each rank, by rank.
+        """Send ``data`` and the descriptors ``handles`` to all ranks, within ``limit``. Returns one :class:`Message`
+        for each rank, in the order of ranks.
 
-        The entry of this rank has its own bytes, and duplicates of its descriptors. After an error the mesh is closed,
-        and the other ranks are notified.
+        The message of this rank has its own bytes, and duplicates of its own descriptors. After an error the mesh is
+        closed, and the other ranks are notified.
 
         Raises
         ------
@@ -228,10 +236,10 @@ class Mesh(Closes):
     def _run(
         self, call: Collective, packet: bytes, handles: Sequence[Fd | int], given: dict[int, Message], limit: TimeLimit
     ) -> None:
-        """Send a packet to all other ranks, and receive theirs into ``given``."""
+        """Send a packet to all other ranks, and receive their messages into ``given``, by rank."""
         unsent = set(self._channels)
         while missing := {rank for rank in self._channels if rank not in given} | unsent:
-            # While there is no room to send, take turns with receiving, which makes room in the other ranks.
+            # While a packet cannot be sent, messages are received: this makes room in the queues of the other ranks.
             unsent -= {rank for rank in sorted(unsent) if self._sent(rank, packet, handles)}
             ready = select.poll()
             awaited = {self._channels[rank].fileno(): rank for rank in missing if rank not in given}
@@ -244,9 +252,10 @@ class Mesh(Closes):
                 raise did_not_come(missing, limit, f" to the {call}")
 
     def _sent(self, rank: int, packet: bytes, handles: Sequence[Fd | int]) -> bool:
-        """Send a packet to a rank. Returns whether there was room for it."""
+        """Send a packet to a rank. Returns False if the rank's queue had no room for it."""
         try:
-            # Not 0 s: too many descriptors in flight give no event, and the caller's loop would run without a pause.
+            # Not 0 s: while too many descriptors are in flight, poll() has no event for it, and the caller's loop would
+            # run without a pause.
             self._channels[rank].send(packet, handles, timeout=_SHORT)
             return True
         except TimeoutError:
@@ -255,7 +264,7 @@ class Mesh(Closes):
             raise _why_gone(rank, self._channels[rank]) from None
 
     def _receive(self, rank: int, call: Collective, given: dict[int, Message]) -> None:
-        """Receive a rank's message into ``given``, if it has come."""
+        """Receive the message of ``rank`` into ``given``, if it has come."""
         try:
             data, handles = self._channels[rank].receive(timeout=0)
         except TimeoutError:
@@ -294,13 +303,13 @@ class Mesh(Closes):
         self.close()
 
     def close(self) -> None:
-        """Close the channels; idempotent. The other ranks detect the close at their next call."""
+        """Close the channels. The other ranks get an error from their next call. Idempotent."""
         close_all(self._channels.values())
 
 
 def _next_caller(listener: Listener, expected: set[int], wait: float, limit: TimeLimit) -> tuple[int, Channel] | None:
-    """Accept the connection of the next rank in ``expected``, waiting ``wait`` seconds. Returns its number and channel;
-    None if no such rank connects.
+    """Accept a connection from one of the ranks ``expected``, waiting up to ``wait`` seconds. Returns the rank and its
+    channel; None if no such rank connects.
     """
     try:
         channel = listener.accept(min(wait, left(limit.end)))
@@ -312,13 +321,16 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Tim
         if word == b"hello" and rank in expected:
             return rank, channel
     except (ConnectionError, TimeoutError, ProtocolError):
-        pass  # The caller has exited, or is no rank of this group: the next call may be from a rank.
+        # The process that connected has ended, or is no rank of this group. The next connection may be from a rank.
+        pass
     channel.close()
     return None
 
 
 def _why_gone(rank: int, channel: Channel) -> Exception:
-    """Return the error for a closed channel: the reason that the rank sent before, or that it has gone."""
+    """Return the error for a channel that its other end, ``rank``, has closed: the reason that the rank sent before, or
+    else that it is gone.
+    """
     while True:
         try:
             data, handles = channel.receive(timeout=0)
@@ -345,9 +357,9 @@ class Communicator(Protocol):
 
     All ranks make the same calls in the same order, each rank from one thread at a time. ``timeout`` is in seconds;
     None: the communicator's default. A call that fails on one rank fails on all ranks with a
-    :class:`~streamalloc.ipc.GroupError`. Its ``ranks`` are those at fault. It is a ``TimeoutError`` if they did not
-    make the call, and a :class:`PeerGoneError` if they are gone. Afterwards the group is unusable, and further calls
-    raise :class:`ClosedError`.
+    :class:`~streamalloc.ipc.GroupError`. The error's ``ranks`` are the ranks at fault. The error is also a
+    ``TimeoutError`` if these ranks did not make the call, and a :class:`PeerGoneError` if they are gone. Afterwards the
+    group is unusable, and further calls raise :class:`ClosedError`.
 
     Attributes
     ----------
@@ -362,26 +374,29 @@ class Communicator(Protocol):
     host: str
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """Return the bytes of all ranks, by rank. Ranks may pass different numbers of bytes."""
+        """Return the bytes of all ranks, in the order of ranks. Ranks may pass different numbers of bytes."""
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Block until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Return duplicates of the descriptors of all ranks, by rank. Raises ``ValueError`` if hosts differ."""
+        """Return duplicates of the file descriptors of all ranks, one tuple for each rank. Raises ``ValueError`` if
+        hosts differ.
+        """
 
     def close(self) -> None:
-        """Leave the group; idempotent."""
+        """Leave the group. Idempotent."""
 
 
 class GroupLike(Protocol):
-    """A group with a rank, a size and a blocking all-gather of bytes, under the names below or those of mpi4py.
+    """An object with ``rank``, ``size`` and a blocking ``allgather``, or with the names ``Get_rank`` and ``Get_size``
+    of mpi4py.
 
     :func:`as_communicator` accepts it.
     """
 
     def allgather(self, data: Any, /) -> Sequence[Any]:
-        """Return the data of all ranks, by rank."""
+        """Return the data of all ranks, in the order of ranks."""
 
 
 class TorchGroupLike(Protocol):
@@ -398,11 +413,13 @@ class TorchGroupLike(Protocol):
 
 
 CommunicatorLike: TypeAlias = Communicator | GroupLike | TorchGroupLike | None
-"""Groups that :func:`as_communicator` takes."""
+"""Types that :func:`as_communicator` takes; None stands for the default group of ``torch.distributed``."""
 
 
 class _Group(Closes):
-    """Base of the communicators. A subclass implements the group's own all-gather of packets (:meth:`_gathered`)."""
+    """Base of the communicators. A subclass implements :meth:`_gathered`, an all-gather of bytes by the group's own
+    transport.
+    """
 
     def __init__(self, rank: int, size: int, timeout: float | None) -> None:
         self.rank: int = rank
@@ -410,14 +427,15 @@ class _Group(Closes):
         self.timeout: float | None = timeout
         self.host: str = _host()
         self._hosts: list[str] = []
-        """Hosts of the ranks, by rank; empty before the first call."""
+        """Host name of each rank, in the order of ranks; empty before the first call."""
         self._mesh: Mesh | None = None
-        """Channels to all ranks; None before the first call, and for a group on several machines."""
+        """Channels to all other ranks; None before the first call, and for a group on several machines."""
         self._ended = ""
-        """Why further calls are refused, as text for errors; empty while the group can be used."""
+        """The reason why further calls are refused, for the error's text; empty while the group can be used."""
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """Return the bytes of all ranks, by rank. Ranks may pass different numbers of bytes, at most 16 MiB.
+        """Return the bytes of all ranks, in the order of ranks. Ranks may pass different numbers of bytes, at most 16
+        MiB.
 
         Raises
         ------
@@ -431,18 +449,18 @@ class _Group(Closes):
         return [one.data for one in self._all_to_all(Collective.ALLGATHER, bytes(memoryview(data)), (), timeout)]
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Block until all ranks have made this call. Errors as for :meth:`allgather`."""
+        """Block until all ranks have made this call. Raises the errors of :meth:`allgather`."""
         self._all_to_all(Collective.BARRIER, b"", (), timeout)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Return duplicates of the descriptors of all ranks, by rank, this one included. A rank sends at most 4096
-        descriptors.
+        """Return duplicates of the file descriptors of all ranks, one tuple for each rank, this rank included. A rank
+        sends at most 4096 descriptors.
 
-        Errors as for :meth:`allgather`. Every rank raises ``ValueError`` if the ranks are not all on one machine, of
-        one user and in one network namespace; the group stays usable.
+        Raises the errors of :meth:`allgather`. Every rank raises ``ValueError`` unless all ranks are on one machine, of
+        one user and in one network namespace; the group then stays usable.
         """
         handles = tuple(handles)
-        # First check that each is open: an error during the exchange would end the group.
+        # Check first that each descriptor is open: an error during the exchange would end the group.
         for handle in handles:
             os.fstat(number_of(handle))
         found = self._all_to_all(Collective.EXCHANGE, b"", handles, timeout)
@@ -457,8 +475,8 @@ class _Group(Closes):
     def _all_to_all(
         self, call: Collective, data: bytes, handles: Sequence[Fd | int], timeout: float | None
     ) -> list[Message]:
-        """Send bytes and descriptors to all ranks, and return those of each rank, by rank. Errors as for
-        :meth:`allgather`. Between several machines no descriptors travel.
+        """Send bytes and descriptors to all ranks. Returns one :class:`Message` for each rank, in the order of ranks.
+        Between machines no descriptors are sent. Raises the errors of :meth:`allgather`.
         """
         if self._ended:
             raise ClosedError(f"this communicator {self._ended}")
@@ -478,11 +496,13 @@ class _Group(Closes):
             raise
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
-        """Return the packets of all ranks, by rank, over the group's own transport. ``call`` is for errors."""
+        """Return the packets of all ranks, in the order of ranks, by the group's own transport. ``call``: name for
+        errors.
+        """
         raise NotImplementedError
 
     def _connected(self, call: Collective, limit: TimeLimit) -> Mesh | None:
-        """Return channels to all ranks; None if they are on several machines."""
+        """Return the channels to all ranks, which the first call makes. None if the ranks are on several machines."""
         if not self._hosts:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
@@ -504,7 +524,7 @@ class _Group(Closes):
         return bool(self._ended)
 
     def close(self) -> None:
-        """Leave the group; idempotent. Ranks that wait for this one raise :class:`PeerGoneError`."""
+        """Leave the group. Ranks that wait for this rank raise :class:`PeerGoneError`. Idempotent."""
         self._end("was closed")
 
     def __repr__(self) -> str:
@@ -513,7 +533,8 @@ class _Group(Closes):
 
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Descriptors travel over abstract sockets, which are visible within one network namespace.
+    # The network namespace belongs to the name, because descriptors travel over abstract sockets, which are visible
+    # only there.
     named = f"host {name}, " if (name := os.environ.get("STREAMALLOC_HOST")) else ""
     return f"{named}boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
 
@@ -531,9 +552,9 @@ class AllgatherCommunicator(_Group):
     group
         An object with ``rank``, ``size`` and ``allgather(data)``, or with mpi4py's names; the caller closes it.
     timeout
-        Seconds for calls without a timeout argument; None: no limit. ``group.allgather`` is not limited: it makes the
-        first call, and all calls of a group on several machines. Make no collective call of ``group`` on another thread
-        meanwhile.
+        Seconds for calls without a timeout argument; None: no limit. The time of ``group.allgather`` itself is not
+        limited; it is used by the first call, and by all calls of a group on several machines. Make no collective call
+        of ``group`` on another thread meanwhile.
     """
 
     def __init__(self, group: GroupLike, *, timeout: float | None = None) -> None:
@@ -552,9 +573,9 @@ class AllgatherCommunicator(_Group):
 
 
 class SelfCommunicator(_Group):
-    """A group with only this process.
+    """A group that has only this process.
 
-    :class:`~streamalloc.multicast.SymmetricMemory` accepts it like any :class:`Communicator`.
+    Use it where a :class:`Communicator` is needed, for example in :class:`~streamalloc.multicast.SymmetricMemory`.
     """
 
     def __init__(self) -> None:
@@ -565,11 +586,11 @@ class SelfCommunicator(_Group):
 class ProcessCommunicator(_Group):
     """A group of processes on one machine. :meth:`create` makes one communicator for each process.
 
-    ``notebooks/examples/symmetric_multiprocessing.py`` gives one to each process;
-    :class:`~streamalloc.multicast.SymmetricMemory` takes it.
+    ``notebooks/examples/symmetric_multiprocessing.py`` is a program with
+    :class:`~streamalloc.multicast.SymmetricMemory`.
 
-    Pass each one to its process as an argument of ``multiprocessing.Process``, before its first call. The processes
-    connect at the first call.
+    Pass each communicator to its process as an argument of ``multiprocessing.Process``, before its first call. The
+    processes connect at the first call.
     """
 
     def __init__(self, rank: int, size: int, token: str, timeout: float | None) -> None:
@@ -578,7 +599,7 @@ class ProcessCommunicator(_Group):
 
     @classmethod
     def create(cls, size: int, *, timeout: float | None = 60.0) -> list[ProcessCommunicator]:
-        """Return a communicator for each of ``size`` processes, by rank.
+        """Return a list of communicators, one for each of ``size`` processes, in the order of ranks.
 
         Parameters
         ----------
@@ -619,17 +640,18 @@ ForkingPickler.register(ProcessCommunicator, lambda group: (ProcessCommunicator,
 
 
 _PAUSE = 1e-3
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the group's store for the packets of other ranks."""
 
 
 class TorchCommunicator(_Group):
-    """A group of ``torch.distributed``. Every rank makes one.
+    """A group of processes of ``torch.distributed``. Every rank makes its own communicator.
 
-    If ranks make several for one group, all ranks make them in the same order.
+    If a rank makes several communicators for one group, all ranks must make them in the same order.
 
-    :func:`as_communicator` makes it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
+    :func:`as_communicator` returns it; ``notebooks/examples/symmetric_torchrun.py`` is a program.
 
-    With any backend, the group's own transport is its store, without tensors, devices or pickling.
+    For every backend, the communicator uses the store of the group as transport. It uses no tensors, devices or
+    pickling.
 
     Parameters
     ----------
@@ -658,7 +680,7 @@ class TorchCommunicator(_Group):
         self._prefix = f"streamalloc/{next(_numbers[group.group_name])}"
         self._calls = 0
         self._last = ""
-        """Key of this rank's last packet in the store."""
+        """Key of this rank's last packet in the group's store; empty before the first call."""
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.size)]
@@ -670,8 +692,8 @@ class TorchCommunicator(_Group):
                     raise did_not_come(missing, limit, f" to the {call}")
                 time.sleep(min(_PAUSE, left(limit.end)))
             packets = [bytes(self._store.get(key)) for key in keys]
-            # All ranks have made this call, so all have read the packets of the previous one. The first call deletes
-            # no key that there is.
+            # All ranks have made this call, so all have read the packets of the call before, and this rank's packet can
+            # be deleted. At the first call the key is empty, and nothing is deleted.
             with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete keys.
                 self._store.delete_key(self._last)
             self._last = keys[self.rank]
@@ -681,7 +703,7 @@ class TorchCommunicator(_Group):
         return packets
 
 
-# Number of communicators made per group in this process, by group name; equal on all ranks of a group.
+# For each group name, the numbers of the communicators that this process makes. They are equal on all ranks of a group.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -689,8 +711,8 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _loaded(module: str, name: str) -> Any:
-    """Return the attribute ``name`` of ``module`` if that is loaded, otherwise ``()``, of which no object is an
-    instance.
+    """Return the attribute ``name`` of ``module`` if the module is loaded. Otherwise return ``()``: no object is an
+    instance of it.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -720,7 +742,7 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
                 "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
             )
         return TorchCommunicator()
-    # An mpi4py or PyTorch object exists only if its module is loaded, so no import is needed.
+    # No import is needed: an object of mpi4py or PyTorch exists only if its module is loaded.
     if isinstance(group, _loaded("mpi4py.MPI", "Comm")) and not isinstance(group, _loaded("mpi4py.MPI", "Intracomm")):
         raise TypeError(f"group must be an intracommunicator of mpi4py, not {group!r}")
     if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):

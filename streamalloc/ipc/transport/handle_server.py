@@ -1,7 +1,7 @@
-"""A thread that sends file descriptors to processes that received only a descriptor's bytes.
+"""The handle server: a thread that sends file descriptors to processes which received only the bytes of a descriptor.
 
-Queues and pipes of :mod:`multiprocessing` carry only bytes. A process that opens them requests the file descriptor from
-the exporter, once for each pool, control block and chunk of physical memory.
+Queues and pipes of :mod:`multiprocessing` carry only bytes. A process that opens such bytes requests the file
+descriptors from the exporter, each once: for a pool, a control block, or a chunk of physical memory.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from streamalloc.core.resource import close_all
 from streamalloc.driver.internal import Lock
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError
 
-# Seconds until a silent client is dropped, or a request fails.
+# Seconds until a client that sends nothing is dropped, or until a request fails.
 _SECONDS = 10.0
 _ID_BYTES = 16
 
 
 def address_of(endpoint: bytes) -> str:
-    """Return the address of the server with this endpoint: an abstract socket, which is no file and ends with the
-    process.
+    """Return the address of the handle server with this endpoint (16 bytes). It is an abstract socket, which leaves no
+    file and ends with the process.
     """
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
 published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-"""The handles that this process has shared, by their ids in descriptors."""
+"""The file descriptors that this process has shared, by their ids in descriptors (16 bytes)."""
 
 
-# Endpoint by process id. A forked child lacks the parent's thread, so it must start a server of its own.
+# Endpoint by process id. A forked child does not have the parent's thread, so it must start a server of its own.
 _endpoints: dict[int, bytes] = {}
 _starting = Lock()
 
 
 def serve() -> bytes:
-    """Start the thread that serves :data:`published`, unless this process has it. Returns its endpoint, the 16 bytes
+    """Start the thread that serves :data:`published`, unless it runs in this process. Returns the endpoint, 16 bytes
     that :func:`fetch` takes.
     """
     with _starting:
@@ -54,21 +54,23 @@ def serve() -> bytes:
 
 
 def _serve(listener: Listener) -> None:
-    """Accept clients for ever, and answer each on a thread of its own, so that a silent client delays no other. The
-    server's thread runs this function.
+    """Accept clients for ever. Each is answered on a thread of its own, so that a client that sends nothing delays no
+    other. The server's thread runs this function.
     """
     while True:
         try:
             client = listener.accept()
             threading.Thread(target=_answer, args=(client,), name="streamalloc handles", daemon=True).start()
         except PermissionError:
-            pass  # accept() has refused and closed a client of another user.
+            pass  # accept() has already refused and closed a client of another user.
         except (OSError, RuntimeError):
-            time.sleep(0.01)  # No descriptor or thread is left. The client waits in the queue for the next try.
+            time.sleep(0.01)  # No file descriptor or thread is free. The client waits in the queue until the next try.
 
 
 def _answer(client: Channel) -> None:
-    """Send a client the handle whose id it has sent, or an empty message if there is none, and close the channel."""
+    """Receive an id from a client, send the file descriptor with this id, and close the channel. If there is no such
+    descriptor, an empty message is sent.
+    """
     with contextlib.suppress(OSError, ProtocolError), client:
         name, given = client.receive(timeout=_SECONDS)
         close_all(given)
@@ -76,17 +78,18 @@ def _answer(client: Channel) -> None:
         try:
             client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
         except ClosedError:
-            # The owner or a user of the handle has closed it meanwhile.
+            # Other code in this process has closed the descriptor meanwhile.
             client.send(b"", timeout=0)
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:
-    """Return the handle with the id ``name`` from the process whose server has ``endpoint``. The caller closes it.
+    """Fetch the file descriptor with the id ``name`` from the process whose handle server has ``endpoint``. The caller
+    closes it.
 
     Raises
     ------
     ValueError
-        The process has closed the memory, pool or event of the handle.
+        The process has closed the descriptor.
     ConnectionError
         The process has ended.
     TimeoutError
