@@ -1,1 +1,1 @@
-"""Formats that exporter and importer share: descriptors, and control blocks in shared memory."""
+"""Formats that exporter and importer use together: descriptors, and control blocks in shared memory."""

@@ -31,8 +31,9 @@ Word            Written by                                         Read by
                 at its end                                         ended
 ==============  =================================================  ==================================================
 
-A free while another process opens. Each side writes, executes a :func:`fence` and reads, so at least one of them sees
-the other. While a hold lasts, the exporter does not begin::
+A free in one process while another process opens the memory. Each process writes a word, executes a :func:`fence`, and
+reads the other's word. So at least one process finds what the other has written. While a hold lasts, the exporter does
+not begin::
 
     importer                                       exporter
     opened += 1; fence                             generation += 1; fence
@@ -43,7 +44,7 @@ the other. While a hold lasts, the exporter does not begin::
     close: the stream writes closed; closing         of work begins again
 
 A death. Each process locks one byte of the file. The kernel releases the lock when the process dies, so a thread that
-waits for the lock waits for the death. It starts before a stream waits for a word of the other process::
+waits for the lock waits for the death. This thread is started before a stream waits for a word of the other process::
 
     importer dies               The exporter's thread sets closing and closed to opened. Streams that wait for closed
                                 continue. A deferred free is made at the next point of work, not before.
@@ -80,21 +81,21 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
 
 SLOTS = 1024
-"""Number of slots of a control block, and of marks per kind."""
+"""Number of slots of a control block, and number of marks of each kind."""
 IMPORTERS = 128
-"""Most importers of one exporter at a time. They need 1.5 MiB of page-locked memory."""
+"""Largest number of importers of one exporter at a time. Their words need 1.5 MiB of page-locked memory."""
 WORD = 1 << 32
-"""Modulus at which words start again from 0."""
+"""Number of values of a word: after the highest value, words begin at 0 again."""
 
 _MAGIC = b"SAblock\3"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
-# Offset of a header byte that becomes 1 once a process has seen the exporter's death.
+# Offset of a byte in the header that becomes 1 once a process has detected the exporter's death.
 _DEAD = _HEADER_BYTES - 4
 _EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
 _IMPORTER_WORDS = ("opened", "closing", "closed")
-# For each kind: offset of the first word, and distance between two slots or marks, in bytes.
+# For each kind of word: offset in bytes of the first word, and distance in bytes between two slots or marks.
 _LAYOUT: dict[str, tuple[int, int]] = {}
 _BYTES = _HEADER_BYTES
 for _name in (*_EXPORTER_WORDS, *_IMPORTER_WORDS):
@@ -106,14 +107,14 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
-# Number of expected announcements at which those that have come are removed.
+# Number of expected announcements at which those that were written by now are removed.
 _MOST_EXPECTED = 64
 
 Words = npt.NDArray[np.uint32]
 
 
 class Word(ctypes.c_uint32):
-    """A word of a control block. Reading it is four times faster than reading an array element."""
+    """A word of a control block, 32 bits. Reading it is four times faster than reading an element of a NumPy array."""
 
     pointer: Any
     """``CUdeviceptr`` of the word."""
@@ -131,14 +132,16 @@ class SlotWords:
         self.lost: Word = block.word("lost", slot)
         (opened, step), (closed, _) = _LAYOUT["opened"], _LAYOUT["closed"]
         self.opened: slice = slice(opened + step * slot, opened + step * (slot + 1))
-        """Byte range of the words ``opened`` of all importers."""
+        """Byte range in the file of this slot's words ``opened`` of all importers."""
         self.closed: slice = slice(closed + step * slot, closed + step * (slot + 1))
-        """Byte range of the words ``closed`` of all importers."""
+        """Byte range in the file of this slot's words ``closed`` of all importers."""
         self.last_announced: int = 0
-        """The exporter's copy of ``announced``. Importers cannot write it."""
+        """The exporter's private copy of ``announced``, which importers cannot write."""
 
     def was_lost(self, wanted: int) -> bool:
-        """Whether ``ready`` reached ``wanted`` only because the exporter died."""
+        """Whether ``ready`` has reached the value ``wanted`` only because the exporter died: the contents never
+        came.
+        """
         return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
 
 
@@ -154,13 +157,13 @@ class ImporterWords:
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited: int = self.closed.value
-        """The highest value of ``closed`` that streams of this process wait for."""
+        """The highest value of ``closed`` that streams of this process (the exporter) wait for."""
         self.users: set[object] = set()
-        """Uses of the slot's memory whose closes the host counts. An importer may have several."""
+        """Uses of the slot's memory by this importer whose closes the host counts."""
 
 
 class ExporterMark:
-    """A word of the exporter that keeps its value while this object exists, and is 0 afterwards."""
+    """A word of the exporter that keeps one value while this object exists, and becomes 0 afterwards."""
 
     __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
 
@@ -170,7 +173,7 @@ class ExporterMark:
         self._value = value
         self._word: Word | None = None
         self.number: int = 0
-        """Index of the word in the lower 32 bits, its value in the upper; 0 if no word was free."""
+        """Index of the word in the lower 32 bits, and its value in the upper 32 bits; 0 if no word was free."""
         try:
             self._index = free.pop()
         except IndexError:
@@ -180,14 +183,14 @@ class ExporterMark:
         self._word.value = value
 
     def over(self) -> bool:
-        """Whether the word no longer has the value of this mark: an importer opened the descriptor, or changed the
-        word.
+        """Whether the word does not have the value of this mark any more: an importer has opened the descriptor, or has
+        changed the word.
         """
         return self._word is not None and self._word.value != self._value
 
     def __del__(self) -> None:
         word = getattr(self, "_word", None)
-        # A forked child has a copy of this object but shares the word.
+        # A forked child has a copy of this object, but the word is shared with the parent and must stay.
         if word is not None and not self._block.session.forked:
             self._word = None
             word.value = 0
@@ -195,12 +198,14 @@ class ExporterMark:
 
 
 class ControlBlock:
-    """A control block mapped into this process: by :meth:`create` in the exporter, by :meth:`attach` in importers."""
+    """A control block mapped into this process. The exporter makes one by :meth:`create`, importers by
+    :meth:`attach`.
+    """
 
     opened: Words
     closing: Words
     closed: Words
-    """Words by slot and importer."""
+    """The words ``closed`` as a NumPy array, by slot and importer; likewise ``opened`` and ``closing``."""
 
     def __init__(self, session: Session, fd: Fd, name: bytes) -> None:
         self.session: Session = session
@@ -208,35 +213,38 @@ class ControlBlock:
         self.id: bytes = name
         """Id of the block: 16 random bytes."""
         self.importer: int = -1
-        """Index of this process among the importers; -1 in the exporter."""
+        """Column of this process in the words of importers, from 0; -1 in the exporter."""
         self._watched: set[int] = set()
-        """Bytes of the file for whose locks threads wait: 0 is the exporter's, ``1 + index`` an importer's."""
+        """Bytes of the file whose locks threads wait for. Byte 0 is locked by the exporter, byte ``1 + index`` by an
+        importer.
+        """
         self._expected: dict[tuple[int, int], None] = {}
-        """Slot and value of each ``ready`` that streams of this process wait for."""
+        """Tuples of slot and value of each ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
-        """Slots that the exporter may give to a lease."""
+        """Indexes of the slots that the exporter may give to a lease."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
-        """Indexes of free marks, by kind."""
+        """Indexes of the free marks, by kind."""
         self._mark_words: dict[tuple[str, int], Word] = {}
-        """Results of :meth:`mark`, by kind and index."""
+        """Words of marks that :meth:`mark` has returned, by kind and index."""
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         kinds = len(_IMPORTER_WORDS)
         words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
         self.opened, self.closing, self.closed = words.reshape(kinds, SLOTS, IMPORTERS)
-        # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
+        # The file is opened anew, because locks belong to the open file, which a received descriptor shares with the
+        # sender.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
         self.importers: dict[tuple[int, int], ImporterWords] = {}
-        """Results of :meth:`importer_words`, by slot and importer."""
+        """Objects that :meth:`importer_words` has returned, by slot and importer."""
         self._raw: int | None = None
-        """Address of the words that is registered with the driver, so that streams can use them. None if not
+        """Host address of the words, registered with the driver so that streams can use them. None if not
         registered.
         """
         session.shut_with_me(self)
-        # Register in a context that exists, because a new one could cost half a gigabyte. The memory is portable, so
-        # streams of all contexts can use it.
+        # The memory is registered in a context that exists already, because a new context could cost half a gigabyte.
+        # It is registered as portable, so streams of all contexts can use it.
         self._ordinal = next(iter(session.ordinals), 0)
         with session.current(self._ordinal):
             self._raw = self._address
@@ -248,13 +256,11 @@ class ControlBlock:
                 raise
 
     def close(self) -> None:
-        """Unregister the memory, which waits for the device's work (``cuMemHostUnregister``), and close the file.
-        Idempotent.
-        """
+        """Unregister the memory and close the file. ``cuMemHostUnregister`` waits for the device's work. Idempotent."""
         self._own.close()
         self.fd.close()
         if self._raw is not None:
-            # session.current takes no lock, so finalisers may call it. Making a Device would take one.
+            # Finalisers may call session.current, which takes no lock. Making a Device would take one.
             with contextlib.suppress(CudaError), self.session.current(self._ordinal):
                 self.session.release(self, "cuMemHostUnregister")
 
@@ -270,7 +276,7 @@ class ControlBlock:
         name = secrets.token_bytes(16)
         fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.ftruncate(fd.fileno(), _BYTES)
-        # Without seals an importer could truncate the file, and its next access would kill the exporter.
+        # Without seals an importer could truncate the file, and the exporter's next access would kill the exporter.
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
         block = cls(session, fd, name)
@@ -279,7 +285,8 @@ class ControlBlock:
 
     @classmethod
     def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
-        """Map the control block of a received file descriptor, as an importer.
+        """Map the control block in the file ``fd``, which was received from the exporter, and take a free importer
+        column.
 
         Raises
         ------
@@ -291,7 +298,7 @@ class ControlBlock:
         block = cls(session, fd, name)
         for importer in range(IMPORTERS):
             if try_lock(block._own.fileno(), 1 + importer):
-                # A dead importer may have had this index, and left allocations open.
+                # An importer that died may have had this index, and may have left allocations open.
                 block._end(importer)
                 block.importer = importer
                 return block
@@ -301,8 +308,9 @@ class ControlBlock:
     # -- words and streams -----------------------------------------------------------------------------------
 
     def word(self, kind: str, slot: int, importer: int = 0) -> Word:
-        """Return the word ``kind`` of slot ``slot``, or the mark with this number for the kinds ``pool`` and ``hold``.
-        ``importer``: column of ``opened``, ``closing`` and ``closed``. The numbers are not checked.
+        """Return a word of a slot: ``kind`` is its name in the table of this module. For the kinds ``pool`` and
+        ``hold``, ``slot`` is the index of a mark. ``importer``: column of ``opened``, ``closing`` and ``closed``. The
+        numbers are not checked.
         """
         begin, step = _LAYOUT[kind]
         address = self._address + begin + step * slot + 4 * importer
@@ -311,12 +319,12 @@ class ControlBlock:
         return word
 
     def slot_words(self, slot: int) -> SlotWords:
-        """Return the exporter's words of a slot, the same object each time."""
-        # Atomic setdefault: words are compared by identity, so two threads must get the same object.
+        """Return the exporter's words of a slot. Each call returns the same object."""
+        # setdefault is atomic: words are compared by identity, so two threads must get the same object.
         return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
-        """Return an importer's words of a slot, the same object each time.
+        """Return the words of a slot that an importer writes. Each call returns the same object.
 
         Raises
         ------
@@ -329,11 +337,14 @@ class ControlBlock:
         return self.importers.get(key) or self.importers.setdefault(key, ImporterWords(self, slot, importer))
 
     def new_mark(self, kind: str) -> ExporterMark:
-        """Make a mark of the exporter; ``kind`` is ``"pool"`` or ``"hold"``."""
+        """Make a mark of the exporter: a word that keeps its value while the result exists. ``kind``: ``"pool"`` or
+        ``"hold"``.
+        """
         return ExporterMark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
     def marked(self, kind: str, number: int) -> bool:
-        """Whether a mark of the exporter still has its value. True for number 0, which means no mark.
+        """Whether the mark ``number`` of the exporter still has its value. True for 0, which means that there is no
+        mark.
 
         Raises
         ------
@@ -343,14 +354,16 @@ class ControlBlock:
         return not number or self.mark(kind, number).value == number >> 32
 
     def end_hold(self, number: int) -> None:
-        """End the hold of an opened descriptor (number 0: it has none), unless its mark is another descriptor's by now.
-        Errors as for :meth:`marked`.
+        """End the hold of an opened descriptor. ``number``: the hold's mark; 0 if there is none. Nothing happens if the
+        mark's word has another value by now, for another descriptor. Raises ValueError if there is no such mark.
         """
         if number and self.marked("hold", number):
             self.mark("hold", number).value = 0
 
     def mark(self, kind: str, number: int) -> Word:
-        """Return the word of a mark of the exporter; errors as for :meth:`marked`."""
+        """Return the word of the mark ``number``. ``kind``: ``"pool"`` or ``"hold"``. Raises ValueError if there is no
+        such mark.
+        """
         word = self._mark_words.get((kind, number % WORD))
         if word is None:
             index = number % WORD
@@ -360,11 +373,13 @@ class ControlBlock:
         return word
 
     def all_closed(self, words: SlotWords) -> bool:
-        """Whether each importer that opened a slot has closed it and finished its work."""
+        """Whether every importer that has opened a slot has closed it and finished its work. ``words``: those of the
+        slot.
+        """
         return self._map[words.opened] == self._map[words.closed]
 
     def announcement(self, slot: int, generation: int, ready: int) -> bytes:
-        """Return the name of an announcement, which is equal in both processes."""
+        """Return bytes that name an announcement for the checker, equal in the exporter and the importer."""
         return self.id + _ANNOUNCEMENT.pack(slot, generation, ready)
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
@@ -396,8 +411,8 @@ class ControlBlock:
                 raise error_from(result, "cuStreamWriteValue32")
 
     def _idle(self, handle: Any) -> bool:
-        """Whether the stream with this ``CUstream`` is idle (``cuStreamQuery``, in the relaxed mode, which keeps
-        captures of other streams valid). Raises CudaError.
+        """Whether the stream with this ``CUstream`` has no unfinished work (``cuStreamQuery``). The query is made in
+        relaxed mode, which leaves captures of other streams valid. Raises CudaError.
         """
         with self.session.relaxed():
             result = self.session.cuStreamQuery(handle)[0]
@@ -422,8 +437,8 @@ class ControlBlock:
         """Have ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
         (``cuStreamWaitValue32``). Raises CaptureError, ClosedError, CudaError.
         """
-        # A hostile importer may write any value. At its death, the thread that ends its words raises them to
-        # ``awaited``, so that the stream does not wait for ever.
+        # A hostile importer may write any value. At the importer's death, a thread raises its words to ``awaited``, so
+        # that the stream does not wait for ever.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -435,18 +450,19 @@ class ControlBlock:
         return is_locked(self._own.fileno(), byte)
 
     def exporter_alive(self) -> bool:
-        """Whether the exporting process is alive."""
-        # Check the header byte first: after the exporter's death, each thread that waited for it holds the exporter's
-        # lock for a moment. A closed block also means a dead exporter, because an importer closes it only then.
+        """Whether the exporting process is alive, as a test of the lock on its byte shows."""
+        # The header byte is checked first: after the exporter's death, each thread that waited for it holds the
+        # exporter's lock for a moment. A closed block also means a dead exporter, because importers close a block only
+        # then.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
-        """Whether an importer is alive."""
+        """Whether the process of an importer is alive. ``importer``: its index."""
         return self._alive(1 + importer)
 
     def idle(self) -> bool:
-        """Whether this importer has finished with the block: all words that its streams wait for or write have their
-        values.
+        """Whether this importer has finished with the block: its streams wait for no word and have written all
+        words.
         """
         me = self.importer
         self._drop_reached()
@@ -458,9 +474,8 @@ class ControlBlock:
                 self._expected.pop((slot, wanted), None)
 
     def watch_importer(self, importer: int) -> None:
-        """Begin to wait for an importer's death, on a thread. Then its uses count as ended.
-
-        So no stream of this process waits for a dead importer forever.
+        """Start a thread that waits for an importer's death, and then counts the importer's uses as ended. So no stream
+        of this process waits for a dead importer for ever. Idempotent.
         """
         self._watch(1 + importer)
 
@@ -468,7 +483,8 @@ class ControlBlock:
         """Start a thread that waits for the exporter's death, and then sets ``ready`` of the slot to ``wanted`` unless
         ``ready`` has reached it. Call this before a stream waits for ``wanted``.
 
-        The thread does so also if the memory was closed here meanwhile: a stream may still wait for the value.
+        The thread sets ``ready`` even if the memory was closed in this process meanwhile, because a stream may still
+        wait for the value.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()
@@ -480,7 +496,8 @@ class ControlBlock:
             return
         self._watched.add(byte)
         with undoing(lambda: self._watched.discard(byte)):
-            # The thread runs until the other process ends, so it must not keep the block or the driver alive.
+            # The thread has only a weak reference: it runs until the other process ends, and must not keep the block or
+            # the driver alive.
             _thread.start_new_thread(_wait_for_death, (weakref.ref(self), _reopened(self.fd), byte))
 
     def _died(self, byte: int) -> None:
@@ -493,42 +510,43 @@ class ControlBlock:
                 words = self.slot_words(slot)
                 missing = (wanted - words.ready.value) % WORD
                 if missing < WORD // 2:
-                    # ``lost`` first, because a reader of ``ready`` must see that the contents never came.
+                    # ``lost`` is written first: whoever reads the new ``ready`` must also find that the contents never
+                    # came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
                 self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
-        # If a child kept the lock, its dead parent would count as alive.
+        # If a forked child kept the lock, the exporter would count as alive after its death.
         self._own.close()
 
     def _end(self, importer: int) -> None:
-        """Count all uses of an importer as ended, because it has died: set its ``closing`` and ``closed`` to ``opened``
-        in all slots.
+        """Count all uses of an importer as ended, after its death: set its ``closing`` and ``closed`` to ``opened`` in
+        all slots.
         """
         self.closing[:, importer] = self.opened[:, importer]
         self.closed[:, importer] = self.opened[:, importer]
         for words in list(self.importers.values()):
             if words.importer == importer and not reached(words.closed.value, words.awaited):
-                # A hostile importer overwrote its words. Write the value that streams of this process wait for, or they
-                # would wait forever.
+                # A hostile importer has overwritten its words. The value that streams of this process wait for is
+                # written, because the streams would otherwise wait for ever.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
 
 
 def _reopened(file: Fd) -> Fd:
-    """Open the same file again, by its path in ``/proc``. Locks belong to an open file, so the result has locks of its
-    own. Raises OSError.
+    """Open the same file again, by its path in ``/proc``. Locks belong to an open file, so the result has separate
+    locks. Raises OSError.
     """
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 
 class ReadyWord:
-    """The word ``ready`` of one announcement, for a process that reads it without a driver.
+    """The word ``ready`` of one announcement, for a process that has no driver: it reads the word from the file.
 
     Parameters
     ----------
     fd
-        File of the control block; the word keeps it open.
+        File of the control block; this object keeps the file.
     text
         The control block's id in hexadecimal, slot, generation and value, with spaces between them.
 
@@ -552,18 +570,18 @@ class ReadyWord:
 
     @property
     def reached(self) -> bool:
-        """Whether the announcement was written by the exporter or for it."""
+        """Whether the announced value was written, by the exporter or in its place after its death."""
         return reached(self._read("ready"), self._value)
 
     @property
     def lost(self) -> bool:
-        """Whether the announcement was written for an exporter that died."""
+        """Whether the announced value was written only after the exporter's death: the contents never came."""
         lost = self._read("lost")
         return bool(lost) and not reached(self._read("ready") - lost, self._value)
 
 
 def _is_block(fd: Fd, name: bytes) -> bool:
-    """Whether a file is the control block with this id, and is sealed against resizing."""
+    """Whether a file is the control block with the id ``name`` (16 bytes), and is sealed against resizing."""
     try:
         sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
         head = os.pread(fd.fileno(), _HEADER.size, 0)
@@ -576,23 +594,26 @@ def _is_block(fd: Fd, name: bytes) -> bool:
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
         lock(file.fileno(), byte, fcntl.F_WRLCK, wait=True)
-        # Keep the lock until the words are written, so that no new importer takes the index before.
+        # The lock is kept until the words are written, so that no new importer takes the index before.
         block = reference()
         if block is not None:
             block._died(byte)
-        # A forked child may also have the file, so closing it would not release the lock.
+        # The lock is released explicitly: a forked child may also have the file open, so closing it would not release
+        # the lock.
         lock(file.fileno(), byte, fcntl.F_UNLCK)
 
 
 def fence() -> None:
     """Full memory barrier: this thread's writes become visible before its next reads.
 
-    Exporter and importer each write a word and then read the other's. Processors may reorder this, but not across the
-    acquisition of a lock. A new lock is always free.
+    Exporter and importer each write a word and then read the other's word. Processors may reorder this write and read,
+    but not across the acquisition of a lock. The lock is new, so acquiring it never waits.
     """
     _thread.allocate_lock().acquire()
 
 
 def reached(value: Any, wanted: int) -> bool:
-    """Whether a word that counts up has reached ``wanted``, compared as ``CU_STREAM_WAIT_VALUE_GEQ`` does."""
+    """Whether ``value`` of a word that counts up modulo 2^32 has reached ``wanted``, as ``CU_STREAM_WAIT_VALUE_GEQ``
+    compares.
+    """
     return bool(value == wanted) or (int(value) - int(wanted)) % WORD < WORD // 2

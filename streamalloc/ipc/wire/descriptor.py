@@ -18,7 +18,7 @@ from typing import NamedTuple
 class Mechanism(enum.IntEnum):
     """The driver's mechanism by which memory is shared.
 
-    The field ``mechanism`` of :class:`Descriptor`, chosen by :func:`share`.
+    Value of ``mechanism`` of a :class:`Descriptor`; :func:`share` chooses it by the kind of memory.
     """
 
     POOL = 1
@@ -37,7 +37,7 @@ _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 MAGIC = b"SAipc"
 VERSION = 5
 FABRIC = 8
-"""``CU_MEM_HANDLE_TYPE_FABRIC``: a handle of 64 bytes that travels in the descriptor."""
+"""``CU_MEM_HANDLE_TYPE_FABRIC``: each handle has 64 bytes and travels in the descriptor."""
 
 # Magic, version, total length; the first 16 fields of the class, in its order; payload length, number of chunks.
 _HEAD = struct.Struct("<5sHIB16s16s16s16sIIIIIIQQQQQHH")
@@ -47,9 +47,9 @@ _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _HEAD.size + _CHECK.size
 NOWHERE = bytes(16)
-"""Id that stands for no control block, no endpoint or no origin."""
+"""16 zero bytes, an id that stands for no control block, no endpoint or no origin."""
 MOST_CHUNKS = 2048
-"""Most chunks of physical memory in one descriptor."""
+"""Largest number of chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0x1D
@@ -60,15 +60,15 @@ _HANDLE_TYPES = (0, 1, FABRIC)
 
 
 class Foreign:
-    """Base class of memory and pools that another process owns; only the owner can share them."""
+    """Base class of objects for memory and pools that another process owns. Only the owner can share such memory."""
 
     __slots__ = ()
 
 
 class ChunkHandle(NamedTuple):
-    """A chunk of physical memory.
+    """One chunk of physical memory in a descriptor.
 
-    The field ``chunks`` of :class:`Descriptor`.
+    The field ``chunks`` of :class:`Descriptor` has a tuple of these.
     """
 
     id: bytes
@@ -76,7 +76,7 @@ class ChunkHandle(NamedTuple):
     nbytes: int
     """Size in bytes."""
     fabric: bytes = b""
-    """The fabric handle, 64 bytes; empty if a file descriptor is used."""
+    """The fabric handle, 64 bytes; empty if the chunk has a file descriptor instead."""
 
 
 class Flags:
@@ -87,17 +87,18 @@ class Flags:
     comes with the handles, and the exporter keeps the memory until that end is closed.
     """
     GROWABLE = 4
-    """``base_size`` is the capacity of a growable buffer; later descriptors with this ``origin`` may have more chunks.
+    """The memory is a growable buffer, and ``base_size`` is its capacity. Later descriptors with this ``origin`` may
+    have more chunks.
     """
     LEASED = 8
-    """The slot is the allocation's lease, where importers count opens and closes."""
+    """The slot is the lease of the allocation: importers count their opens and closes in it."""
     ARRAY = 16
     """The shared part is an array; the payload ends with its type and shape."""
 
 
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` for an array that a descriptor cannot carry: of another NumPy type than plain numbers and
-    bytes, or of more than 16 dimensions.
+    """Raise ``ValueError`` for an array that a descriptor cannot describe. Allowed are NumPy types of plain numbers and
+    bytes, and at most 16 dimensions.
     """
     if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(
@@ -107,15 +108,15 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the end of an array's payload: the NumPy type as ASCII, the size of each dimension (u64, little-endian),
-    the number of dimensions (u8), and the length of the type (u8).
+    """Return the last part of an array's payload: NumPy type as ASCII, size of each dimension (u64, little-endian),
+    number of dimensions (u8), length of the type (u8).
     """
     return dtype.encode() + struct.pack(f"<{len(shape)}QBB", *shape, len(shape), len(dtype))
 
 
 def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]]:
-    """Return the driver's bytes of a payload, and the type and shape of an array of ``size`` bytes, which
-    :func:`_pack_array` has put behind them. Raises ValueError if they are damaged or have another size.
+    """Split the payload of an array of ``size`` bytes into the driver's bytes, the NumPy type and the shape
+    (:func:`_pack_array`). Raises ValueError if type or shape are damaged or give another size.
     """
     dimensions, letters = payload[-2:] if len(payload) >= 2 else (_MOST_DIMENSIONS + 1, 0)
     start = len(payload) - 2 - 8 * dimensions - letters
@@ -132,7 +133,7 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
 class Descriptor(NamedTuple):
     """The fields of a descriptor; sizes and offsets in bytes.
 
-    :attr:`Shared.descriptor` returns it.
+    :attr:`Shared.descriptor` has this class.
 
     Attributes
     ----------
@@ -141,14 +142,14 @@ class Descriptor(NamedTuple):
     device
         16 bytes: the device's UUID.
     origin
-        16 bytes: the id of the pool, block or range. It is imported once for many descriptors.
+        16 bytes: the id of the pool or range, which is imported once for many descriptors. Zeros for everything else.
     control_block, slot, generation, ready
-        The id of the exporter's control block, the slot, its generation, and the value of its word ``ready`` that
-        announces the contents. ``control_block`` is zeros if there is none.
+        Id of the exporter's control block (16 bytes, zeros if there is none), index of the slot, the slot's generation,
+        and the value of its word ``ready`` that announces the contents.
     endpoint
-        16 bytes: the socket at which missing handles can be fetched; zeros if there is none.
+        16 bytes that name the socket from which missing handles can be fetched; zeros if there is none.
     driver_version
-        The exporter's driver version.
+        The exporter's driver version, as ``cuDriverGetVersion`` gives it.
     handle_type
         ``CUmemAllocationHandleType`` of the handles.
     offset, size, base_size
@@ -190,14 +191,15 @@ class Descriptor(NamedTuple):
     def handle_ids(self) -> list[bytes]:
         """Return the ids of the handles that importers need, in the order in which they travel.
 
-        A message has all of them or none, because a channel carries each once. The pipe of a hold comes after them.
+        A message has all of these handles or none, because a channel carries each handle once. The pipe of a hold comes
+        after the handles.
         """
         ids = [chunk.id for chunk in self.chunks if not chunk.fabric]
         if self.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
             ids = [self.origin]
         if self.control_block != NOWHERE:
             ids.append(self.control_block)
-        return list(dict.fromkeys(ids))  # One chunk may be mapped several times.
+        return list(dict.fromkeys(ids))  # A chunk that is mapped several times has one handle.
 
     def to_bytes(self, hold: int | None = None) -> bytes:
         """Return the descriptor's bytes, with a checksum at the end.
@@ -205,7 +207,7 @@ class Descriptor(NamedTuple):
         Parameters
         ----------
         hold
-            The number of the mark of a hold, or 0 for a pipe in the same message; None: that of :attr:`hold`.
+            The number of a hold's mark, or 0 for a pipe in the same message. None: the present :attr:`hold`.
         """
         if hold is not None:
             return self._replace(flags=self.flags | Flags.HELD, hold=hold).to_bytes()
@@ -253,7 +255,7 @@ class Descriptor(NamedTuple):
         return found
 
     def _check(self) -> None:
-        """Raise ``ValueError`` unless the fields fit each other."""
+        """Raise ``ValueError`` unless the fields are valid and consistent."""
         if self.flags & ~_FLAGS or self.handle_type not in _HANDLE_TYPES:
             raise ValueError(f"the descriptor has unknown flags ({self.flags:#x}) or handle type ({self.handle_type})")
         if self.handle_type == FABRIC and self.mechanism is not Mechanism.PHYSICAL:
