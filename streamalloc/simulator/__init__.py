@@ -1,13 +1,13 @@
 """A CUDA driver over ordinary memory, for machines without a GPU and for tests that must not depend on one.
 
-:mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each of them holds, and :mod:`.machine`
-the state that several areas of calls share. :mod:`.driver` joins them: the calls are methods of the machine, and the
-driver object, which programs have, makes each of them a call. The parts of the state:
+:mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each call holds, and :mod:`.machine` the
+state that several areas of calls share. In :mod:`.driver`, the class of the machine inherits all these functions as
+methods, and the driver object, which programs use, has a function for each method. The parts of the state:
 
 * :mod:`.scheduler` runs operations in stream order; :mod:`.contexts` has devices, contexts and events.
-* :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device, and has that of cuMemAlloc.
-  :mod:`.allocator` chooses addresses in a :mod:`.pool`; :mod:`.allocations` lists the live allocations, and has managed
-  memory.
+* :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts memory by device, and has the memory of
+  cuMemAlloc. :mod:`.allocator` chooses addresses in a :mod:`.pool`; :mod:`.allocations` lists the live allocations, and
+  has managed memory.
 * :mod:`.graphs` and :mod:`.graph_memory` have graphs; :mod:`.kernels` has kernels.
 * :mod:`.calls.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
 * :mod:`.profiles` describes the machine by files, which ``streamalloc profile`` makes from other machines.

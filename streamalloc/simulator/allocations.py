@@ -1,4 +1,4 @@
-"""Live ranges of memory, one small class for each kind, and managed memory with the advice on its pages."""
+"""Live ranges of memory, with one class for each kind of memory; and managed memory, with the advice on its pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 
 PAGE = 4096
-"""Page size in bytes; advice and prefetches are rounded to it."""
+"""Size of a page in bytes. Ranges of advice and prefetches are rounded to whole pages."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for one page of managed memory, as ``cuMemAdvise`` and prefetches have set it."""
+    """Advice on one page of managed memory, as ``cuMemAdvise`` and prefetches have set it."""
 
     read_mostly: bool = False
     preferred: Place | None = None
@@ -36,15 +36,17 @@ _numbers = itertools.count(1)
 
 
 class _Defaults(Extent):
-    """Attributes that few allocations set. As class attributes, they cost no time when an allocation is made."""
+    """Attributes that few allocations set. As attributes of the class, they take no time when an allocation is made."""
 
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
-    """The mapping, for a range that cuMemMap has mapped; None for all other memory."""
+    """The mapping by ``cuMemMap`` that this range is; None for all other memory."""
     pages: Runs[Advice] | None = None
-    """Advice by page of managed memory; None until a call gives advice."""
+    """Advice on the pages of managed memory; None until a call gives advice."""
     waits: bool = False
-    """Value of ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). Only a query of the attribute reads it."""
+    """Value of the pointer attribute ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). It has no effect here, but can be
+    queried.
+    """
 
 
 @dataclass(eq=False)
@@ -60,7 +62,7 @@ class LiveMemory(_Defaults):
 
     @property
     def managed(self) -> bool:
-        """Whether this is managed memory, at one address for host and devices.
+        """Whether this is managed memory, which host and devices use at the same address.
 
         The driver counts it as device memory.
         """
@@ -72,20 +74,26 @@ class LiveMemory(_Defaults):
 
     @property
     def known(self) -> bool:
-        """Whether the driver recognises the address. Host pool memory is recognised only if a device has access."""
+        """Whether the driver finds the allocation by an address. It finds memory of a host pool only if a device has
+        access.
+        """
         return self.pool is None or self.pool.device is not None or self.pool.granted
 
 
 @dataclass(eq=False)
 class DeviceMemory(LiveMemory):
-    """Device memory of ``cuMemAlloc``. ``block``: its piece of the heap (:class:`.banks.Heap`)."""
+    """Device memory of ``cuMemAlloc``. ``block``: the piece of the heap (:class:`.banks.Heap`) that the
+    allocation has.
+    """
 
     block: Block
 
 
 @dataclass(eq=False)
 class ManagedMemory(LiveMemory):
-    """Memory of ``cuMemAllocManaged``. It has a reservation of its own, and begins at its start."""
+    """Memory of ``cuMemAllocManaged``. Each allocation has its own reservation, and begins at the reservation's
+    start.
+    """
 
     reservation: ReservedExtent
     managed = True
@@ -93,7 +101,7 @@ class ManagedMemory(LiveMemory):
 
 @dataclass(eq=False)
 class HostMemory(LiveMemory):
-    """Pinned host memory. ``block`` is None for registered memory of the user."""
+    """Pinned host memory. ``block``: its piece of the heap; None for memory of the program that was registered."""
 
     block: Block | None
     flags: int
@@ -101,7 +109,7 @@ class HostMemory(LiveMemory):
 
 @dataclass(eq=False)
 class PoolMemory(LiveMemory):
-    """Memory of a pool: of one that this process made, or that it imported from another process."""
+    """Memory of a pool, which this process has made or has imported from another process."""
 
     pool: Pool | OpenedPool = field()
     block: Block
@@ -109,7 +117,7 @@ class PoolMemory(LiveMemory):
 
 @dataclass(eq=False)
 class GraphAllocation(LiveMemory):
-    """Allocation of a graph that is still live after the launch, because the graph does not free it."""
+    """Allocation that is still live after the launch of a graph, because the graph does not free it."""
 
     memory: GraphHeap
 
@@ -118,13 +126,13 @@ class GraphAllocation(LiveMemory):
 class OpenedMemory(LiveMemory):
     """Memory of ``cuMemAlloc`` in another process, opened by ``cuIpcOpenMemHandle``.
 
-    ``device``: the device of the context that opened the memory and may use it. Opening enables peer access (NVIDIA's
-    page on cuIpcOpenMemHandle).
+    ``device``: the device of the context that opened the memory and may use it. Opening enables peer access to the
+    memory's device (NVIDIA's page on cuIpcOpenMemHandle).
     """
 
     block: ReservedExtent
-    """The mapped blocks that contain the memory: the driver maps whole blocks. Other opened memory may lie in these
-    blocks.
+    """The mapped blocks that contain the memory: the driver maps whole blocks, in which other opened memory may lie
+    too.
     """
     words: tuple[int, ...]
     """The integers in the IPC handle. Handles with the same integers name the same memory."""
@@ -133,7 +141,7 @@ class OpenedMemory(LiveMemory):
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
-    """Whether the allocation is registered host memory of which the program has since unmapped a part of this range."""
+    """Whether the range is registered host memory of which the program has meanwhile unmapped a part."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
@@ -141,8 +149,8 @@ def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
 def is_reachable(allocation: LiveMemory, context: Context) -> bool:
     """Whether work in ``context`` may use the memory without staging.
 
-    It may use memory of its own device, of the host and of an enabled peer, and managed memory. It may use memory of a
-    pool if its device has access to the pool.
+    Work may use managed memory, and memory of its own device, of the host and of an enabled peer. Memory of a pool
+    needs access of the work's device to the pool.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
@@ -155,8 +163,8 @@ class AllocationTable(RangeMap[LiveMemory]):
     """Live allocations of a machine, found by any address in them."""
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Remove registrations of host memory in a range. The program has unmapped that memory, and the range gets a
-        new use.
+        """Remove registrations of host memory in a range that gets a new use: the program has unmapped the registered
+        memory there.
         """
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
@@ -186,13 +194,13 @@ def prefetch(place: Place) -> Callable[[Advice], Advice]:
 
 
 def common(places: Iterable[Place | None]) -> Place | None:
-    """Return the location that all pages share; None if two differ, or if the pages have no location."""
+    """Return the location that all pages have; None if two pages differ, or if the pages have no location."""
     found = set(places)
     return found.pop() if len(found) == 1 else None
 
 
 def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
-    """Overwrite ranges, given as address and size, with :data:`FREED`: their contents are lost until the next write.
+    """Overwrite ranges, tuples of address and bytes, with :data:`FREED`: after a discard the contents are undefined.
 
     A range without memory is skipped.
     """
@@ -224,6 +232,6 @@ class Managed:
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
-        """Release memory. NumPy arrays over it remain readable, and read :data:`FREED`."""
+        """Release managed memory. NumPy arrays over this memory remain readable, and read :data:`FREED`."""
         self.allocations.remove(memory)
         self.banks.arenas.remove(memory.reservation)

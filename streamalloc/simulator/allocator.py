@@ -3,17 +3,17 @@
 A pool has a line of addresses, divided into adjacent blocks without gaps. A block is in one of three states:
 
 * used;
-* *left* by a stream: freed in that stream, and no part of the driver has seen yet that the free has run;
+* *left* by a stream: freed in that stream, and no call has found yet that the free has run;
 * free for all streams.
 
 Adjacent blocks that are free for all streams are merged. So are adjacent blocks that the same stream left.
 
-Physical memory lies under the addresses in *chunks*. Each address of a used or left block has a chunk. Blocks that are
-free for all streams may lack some or all of their chunks. The *end of the line* is the last block, if that is free for
-all streams.
+Physical memory is mapped under the addresses in *chunks* of 32 MiB. Each address of a used or left block has memory.
+Blocks that are free for all streams may lack the memory of some or all of their chunks. The *end of the line* is the
+last block, if that is free for all streams.
 
-The rules for the address of an allocation were found from recordings of random programs on H200s. It takes the first
-block that is large enough from
+The rules for the address of an allocation were found from recordings of random programs on H200s. The allocation takes
+the first block that is large enough from
 
 1. the blocks that its own stream left;
 2. the blocks that are free for all streams and have all their chunks, except the end of the line;
@@ -43,13 +43,15 @@ from collections.abc import Callable, Iterator
 from streamalloc.simulator.constants import CHUNK
 
 USED = -1
-"""The owner of a block that is not free."""
+"""The owner of a block that is in use."""
 FREE_FOR_ALL = 0
-"""The owner of a block that is free for all streams. Other owners are the numbers of streams that left the block."""
+"""The owner of a block that is free for all streams. Any other owner is the number of the stream that left the
+block.
+"""
 
 
 class Block:
-    """Range of addresses of a line, linked with the blocks before and behind it.
+    """Range of addresses in a pool's line, linked with the blocks before and after it.
 
     ``owner``: :data:`USED`, :data:`FREE_FOR_ALL`, or the number of the stream that left the block. Such a block is free
     once operation ``seq`` of that stream has run.
@@ -62,8 +64,8 @@ class Block:
         self.size: int = size
         self.owner: int = owner
         self.seq: int = seq
-        self.since: int = 0  # the pool's clock at the free
-        self.stamp: int = 0  # the pool's clock when the block was put on its shelf
+        self.since: int = 0  # Clock of the pool when the block was freed.
+        self.stamp: int = 0  # Clock of the pool when the block was put on its shelf.
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -72,7 +74,7 @@ class Block:
         return self.start + self.size
 
     def split(self, size: int) -> Block:
-        """Cut the block after ``size`` bytes. Returns the rest, which follows it."""
+        """Cut the block after ``size`` bytes. Returns the new block, which has the rest of the addresses."""
         rest = Block(self.start + size, self.size - size, self.owner, self.seq)
         rest.since = self.since
         rest.prev, rest.next, self.next = self, self.next, rest
@@ -82,7 +84,7 @@ class Block:
         return rest
 
     def absorb(self, following: Block) -> None:
-        """Extend this block by the one behind it."""
+        """Extend this block by the block after it."""
         self.size += following.size
         self.seq = max(self.seq, following.seq)
         self.next = following.next
@@ -91,11 +93,11 @@ class Block:
 
 
 class Shelf:
-    """Free blocks of one owner, ordered by size, then by time on the shelf, oldest first."""
+    """Free blocks of one owner. They are ordered by size, then by time on the shelf, the oldest first."""
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int, Block]] = []
-        """Size, stamp and block. No two stamps are equal, so a comparison never reaches the blocks."""
+        """Tuples of size, stamp and block. No two stamps are equal, so a comparison of tuples never compares blocks."""
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -113,7 +115,7 @@ class Shelf:
     def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
         """Return the smallest block of at least ``size`` bytes for which ``usable`` is true; None if there is none.
 
-        Of equal sizes it is the one that has been on the shelf longest.
+        Of blocks of equal size, it is the block that has been on the shelf longest.
         """
         found = self._sorted
         at = bisect_left(found, (size,))
@@ -123,21 +125,26 @@ class Shelf:
 
 
 Reach = Callable[[int], int]
-"""Function of a stream's number: blocks that this stream left up to the returned operation number can be taken."""
+"""Function that takes the number of a stream and returns an operation number: blocks that the stream left up to this
+operation can be taken.
+"""
 
 
 class PoolAddresses:
-    """Line of addresses of one pool: its blocks, the shelves of free ones, and the chunks that have memory."""
+    """Line of addresses of one pool: its blocks, the shelves of the free blocks, and the numbers of the chunks with
+    memory.
+    """
 
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
         self._head = self._last = Block(0, capacity)
-        self._common = Shelf()  # blocks that are free for all streams, except the end of the line
-        self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # blocks that a stream left, by stream
+        self._common = Shelf()  # Shelf of the blocks that are free for all streams, except the end of the line.
+        # Shelf of the blocks that each stream left, by the stream's number.
+        self._left: defaultdict[int, Shelf] = defaultdict(Shelf)
         self._ranks = ranks
         self.backed: set[int] = set()
         """Numbers of the chunks that have memory."""
-        self._clock = 0  # number of blocks that were put on shelves so far
+        self._clock = 0  # Number of times that a block was put on a shelf.
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -158,14 +165,17 @@ class PoolAddresses:
     # -- allocating ------------------------------------------------------------------------------------------
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """Find a block by rules 1 and 2 of this module; None if none is large enough."""
+        """Find a block by rules 1 and 2 of this module for an allocation of ``size`` bytes; None if no block is large
+        enough.
+        """
         return self._left[stream].best(size) or self._common.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Find a block by rules 3 to 5; None if none is large enough.
+        """Find a block by rules 3 to 5 of this module; None if no block is large enough.
 
-        ``ordered`` (rule 3): for each other stream, the number of its operation that the allocating stream is ordered
-        after; None skips the rule. ``done`` (rule 4): for each stream, the number up to which its frees have run.
+        ``ordered`` (rule 3) returns, for the number of another stream, the number of its last operation that the
+        allocating stream is ordered after; None skips the rule. ``done`` (rule 4) returns the number up to which a
+        stream's frees have run.
         """
         block = None if ordered is None else self.best_left(size, ordered)
         if block is None:
@@ -178,9 +188,8 @@ class PoolAddresses:
         return block
 
     def best_left(self, size: int, reach: Reach) -> Block | None:
-        """Find a block that a stream left, with an operation number up to ``reach(stream)``; None if all are smaller.
-
-        The streams are searched in the order of their ranks.
+        """Find a block of ``size`` bytes that a stream left at an operation number up to ``reach(stream)``; None if
+        there is none. The streams are searched in the order of their ranks.
         """
         for stream, shelf in self._shelves():
             limit = reach(stream)
@@ -205,8 +214,8 @@ class PoolAddresses:
     def free(self, block: Block, owner: int = FREE_FOR_ALL, seq: int = 0) -> None:
         """Free a block that is on no shelf, and merge it with neighbours of the same owner.
 
-        ``owner``: the stream that leaves the block once its operation ``seq`` has run; by default the block is free for
-        all streams.
+        ``owner``: number of the stream that leaves the block, which is free once operation ``seq`` of the stream has
+        run. By default the block is free for all streams.
         """
         block.owner, block.seq, block.since = owner, seq, self._clock
         before, after = block.prev, block.next
@@ -220,10 +229,8 @@ class PoolAddresses:
         self._put(block)
 
     def free_left(self, reach: Reach) -> bool:
-        """Make blocks free for all streams: those that a stream left, with an operation number of at most
-        ``reach(stream)``.
-
-        Returns whether there were any.
+        """Make blocks free for all streams: those that a stream left at an operation number of at most
+        ``reach(stream)``. Returns whether there were any.
         """
         changed = False
         for stream, shelf in self._shelves():
@@ -233,21 +240,22 @@ class PoolAddresses:
                 shelf.remove(block)
                 self.free(block)
                 changed = True
-            if not shelf and stream not in self._ranks:  # a destroyed stream leaves no more blocks
+            # A destroyed stream leaves no more blocks, so its empty shelf is removed.
+            if not shelf and stream not in self._ranks:
                 del self._left[stream]
         return changed
 
     # -- memory ----------------------------------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
-        """Return the numbers of the chunks under the first ``size`` bytes of a block that have no memory."""
+        """Return the numbers of the chunks under the first ``size`` bytes of a block that have no memory yet."""
         last = (block.start + size - 1) // CHUNK
         return [chunk for chunk in range(block.start // CHUNK, last + 1) if chunk not in self.backed]
 
     def spare(self) -> list[int]:
         """Return the numbers of the chunks that lie under no used or left block, in the order of their release.
 
-        They are ordered by the time since when they are free, oldest first.
+        The chunks that have been free longest come first.
         """
         found = [(block.since, at) for block in self._common for at in self._inner(block) if at in self.backed]
         if self._last.owner == FREE_FOR_ALL:
@@ -256,22 +264,26 @@ class PoolAddresses:
         return [at for _, at in sorted(found)]
 
     def spare_besides(self, block: Block, size: int) -> list[int]:
-        """Return the spare chunks that are not under the first ``size`` bytes of a block, lowest number first."""
+        """Return the numbers of the spare chunks that are not under the first ``size`` bytes of a block, lowest number
+        first.
+        """
         low, high = block.start // CHUNK, (block.start + size - 1) // CHUNK
         return sorted(at for at in self.spare() if not low <= at <= high)
 
     def _inner(self, block: Block) -> range:
-        """Return the numbers of the chunks that lie entirely within a block."""
+        """Return the numbers of the chunks whose addresses lie entirely within a block."""
         return range(-(-block.start // CHUNK), block.end // CHUNK)
 
     def _is_backed(self, block: Block) -> bool:
-        """Whether every chunk that a block touches has memory."""
+        """Whether every chunk that a block overlaps has memory."""
         return all(at in self.backed for at in range(block.start // CHUNK, (block.end - 1) // CHUNK + 1))
 
     # -- shelves and links -----------------------------------------------------------------------------------
 
     def _shelves(self) -> list[tuple[int, Shelf]]:
-        """Return the number and the shelf of each stream that left blocks, in the order in which they are searched."""
+        """Return a tuple of number and shelf for each stream that left blocks, in the order in which the streams are
+        searched.
+        """
         return sorted(self._left.items(), key=lambda item: self._ranks.get(item[0], -1))
 
     def _put(self, block: Block) -> None:

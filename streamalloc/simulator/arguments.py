@@ -1,7 +1,7 @@
-"""Arguments as the bindings take them: the same conversions, the same Python exceptions.
+"""Arguments as the bindings take them: with the same conversions and the same Python exceptions.
 
-The annotation of a driver call's parameter determines what the call gets: a number (``Size``), the object of a handle
-(``Queue``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
+The annotation of a driver call's parameter determines what the method of the call gets: a number (``Size``), the object
+of a handle (``Queue``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 
 def _integer(value: Any) -> int:
-    """Convert anything with ``__index__`` or ``__int__`` except strings to int. Floats are truncated."""
+    """Convert any object with ``__index__`` or ``__int__`` except strings to int. Floats are truncated, as in the
+    bindings.
+    """
     if isinstance(value, int):
         return int(value)
     try:
@@ -70,8 +72,8 @@ def signed_int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Handle:
-    """Converts an argument to the number of a handle. The argument is of the bindings' handle class ``cls``, anything
-    that this class accepts, or None for 0.
+    """Converts an argument to the number of a handle. The argument is an object of the bindings' handle class ``cls``,
+    anything from which ``cls`` can be made, or None for 0.
     """
 
     cls: Any
@@ -91,7 +93,7 @@ def _word(cls: Any, convert: Convert) -> Convert:
 
 
 def host_pointer(value: Any) -> int:
-    """Return an address as a number. It is given as an int, None (0), or an object with the buffer protocol.
+    """Return a host address as a number. ``value``: an int, None (for 0), or an object with the buffer protocol.
 
     Raises ``TypeError`` for any other object, as the bindings do.
     """
@@ -127,14 +129,14 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """The look-up of a handle in a table of the machine. ``of_null``: result code
-    for a null handle; None: ``code``.
+    """Return the function that looks up a handle in a table of the machine. ``table``: path of the attribute. ``code``:
+    result code for an unknown handle. ``of_null``: result code for a null handle; None: ``code``.
     """
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)
 
 
-# Kinds of parameters that are numbers.
+# Kinds of parameters that a method gets as numbers.
 UnsignedChar = Annotated[int, _unsigned(8, "unsigned char", "value too large to convert to unsigned char")]
 UnsignedShort = Annotated[int, _unsigned(16, "unsigned short", "value too large to convert to unsigned short")]
 UnsignedInt = Annotated[int, _unsigned(32, "unsigned int", "value too large to convert to unsigned int")]
@@ -153,11 +155,12 @@ DeviceNumber = Annotated[int, Handle(cuda.CUdevice)]
 HostFunctionHandle = Annotated[int, Handle(cuda.CUhostFn)]
 StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 
-# Parameter kinds that are objects: reader of the handle, and look-up of the object.
+# Kinds of parameters that a method gets as objects: the conversion of the handle, and the look-up of the object.
 Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
-# A parameter ``hStream: Queue`` is thus the stream itself, not its handle; of kind ``StreamHandle``, it is the handle.
+# For a parameter ``hStream: Queue`` a method gets the stream object, for ``hStream: StreamHandle`` the number of the
+# handle.
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The result code for a destroyed event was seen once on H200. Such a handle can also kill the process there.
 QueueEvent = Annotated[contexts.QueueEvent, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
@@ -169,8 +172,8 @@ Module = Annotated[kernels.Module, Handle(cuda.CUmodule), found_in("modules", _g
 Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), found_in("modules", _gone)]
 Function = Annotated[kernels.Function, Handle(cuda.CUfunction), found_in("functions", _gone)]
 Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), found_in("functions", _gone)]
-# For calls that query a function's name, module or parameters, where a null handle has another result code (observed on
-# H200: test_modules).
+# For calls that query the name, module or parameters of a function: here a null handle has another result code
+# (observed on H200: test_modules).
 _named = found_in("functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
@@ -188,16 +191,16 @@ _BY_NAME: dict[str, Any] = {
     **{"hmod": Module, "mod": Module, "library": Library, "lib": Library, "kernel": Kernel, "state": Link},
 }
 Steps = tuple[Convert | None, Find | None]
-"""Two functions for a parameter; None for a step that it does not need. The first converts the argument before the call
-takes the lock. The second looks up or checks the object under the lock.
+"""Two functions for one parameter; None for a step that the parameter does not need. The first converts the argument
+before the call takes the lock. The second looks up or checks the object while the call holds the lock.
 """
 
 
 def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
-    """Return the two functions (:data:`Steps`) that convert and look up an argument for ``parameter``, which is of a
-    function of the bindings.
+    """Return the two functions (:data:`Steps`) for a parameter of a function of the bindings.
 
-    The kind of the parameter is that in ``others`` for its name, else that of its C type, else that of its name.
+    The kind of the parameter is the entry of ``others`` for its name, else the usual kind for its C type, else the
+    usual kind for its name.
     """
     name, c_type = parameter.name, parameter.annotation
     cls = getattr(cuda, c_type, None)
@@ -207,13 +210,14 @@ def usual(parameter: Parameter, others: Mapping[str, Any]) -> Steps:
 
 
 def steps(name: str, annotation: str, names: Mapping[str, Any]) -> Steps:
-    """Return the steps of a parameter of this name and annotation.
+    """Return the two functions (:data:`Steps`) for a parameter with this name and annotation.
 
-    ``names``: those of the module that has the annotation.
+    ``names``: global names of the module in which the annotation is written.
     """
     if annotation.startswith("cuda."):
         return None, _checked(name, getattr(cuda, annotation.removeprefix("cuda."), None))
-    # typing.get_type_hints would take 0.1 s for all calls, at each import.
+    # The annotation is looked up by its text, because typing.get_type_hints would take 0.1 s for all calls at each
+    # import.
     return _steps(names.get(annotation, globals().get(annotation.removeprefix("arguments."))))
 
 
@@ -229,7 +233,7 @@ def _checked(name: str, cls: Any) -> Find:
 
 
 def member(name: str, value: Any, cls: Any) -> int:
-    """Return the number of the enum member that is given as argument ``name``.
+    """Return the number of ``value``, a member of the enum ``cls``. ``name``: name of the argument, for errors.
 
     For any other object it raises the bindings' error: ``TypeError``, or ``AttributeError`` if it has no ``value``.
     """
@@ -237,25 +241,26 @@ def member(name: str, value: Any, cls: Any) -> int:
         raise TypeError(f"Argument '{name}' must not be None")
     if not isinstance(value, cls):
         if not hasattr(value, "value"):
-            return int(value.value)  # this raises the AttributeError that the bindings raise
+            return int(value.value)  # This raises the AttributeError that the bindings raise.
         raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
     return int(value)
 
 
 def number(name: str, value: Any, cls: Any) -> int:
-    """Return the number of the enum member that is given as argument ``name``, for calls that also accept plain
-    numbers.
+    """Return the number of ``value``, a member of the enum ``cls``, for calls that also accept plain numbers. ``name``:
+    name of the argument, for errors.
 
-    Bindings from CUDA 13 on accept numbers there; older ones raise as :func:`member` does.
+    Bindings from CUDA 13 on accept numbers in these calls; older bindings raise the errors of :func:`member`.
     """
-    if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):  # before CUDA 13
+    # Bindings before CUDA 13 lack cuMemGetDefaultMemPool.
+    if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):
         return member(name, value, cls)
     return int(value)
 
 
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
-    """Return the number of an enum member in a struct's field. A number that is not in the enum gives ``otherwise``, or
-    :class:`NotImplementedError` if ``otherwise`` is None.
+    """Return the number of an enum member in the field ``name`` of a struct. A number that is not in the enum gives
+    ``otherwise``, or :class:`NotImplementedError` if ``otherwise`` is None.
     """
     try:
         return int(getattr(struct, name))
@@ -284,12 +289,15 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 
 
 def numbers(values: Any, count: int) -> list[int]:
-    """Return the first ``count`` values of a list as sizes. Raises ``RuntimeError`` if the list is shorter."""
+    """Return the first ``count`` values of a sequence as numbers of type ``size_t``. Raises ``RuntimeError`` if there
+    are fewer.
+    """
     return [size_t(one) for one in _enough(list(values), count)[:count]]
 
 
 def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
-    """Return the value for each of ``count`` entries of a batch. Value ``i`` applies from entry ``begins[i]`` on.
+    """Return a list with the value of each of ``count`` entries of a batch. ``values[i]`` applies from entry
+    ``begins[i]`` on.
 
     Gives CUDA_ERROR_INVALID_VALUE if ``begins`` does not rise from 0 to a number below ``count``.
     """
@@ -299,10 +307,10 @@ def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
 
 
 def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
-    """Return a list whose objects are all of class ``cls`` of the bindings.
+    """Return ``values`` as a list, after a check that all are of the class ``cls`` of the bindings.
 
     Raises ``TypeError`` for an object of another class, and ``RuntimeError`` if there are fewer than ``count``.
-    ``comma``: text behind the class in the bindings' ``TypeError``.
+    ``comma``: text after the class in the bindings' ``TypeError``.
     """
     items = [] if values is None else list(values)
     if not all(isinstance(item, cls) for item in items):
@@ -312,7 +320,9 @@ def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> li
 
 
 def structs(name: str, values: Any, cls: Any, count: int) -> list[Any]:
-    """Return the first ``count`` objects of a list, all structs ``cls`` of the bindings. Raises as :func:`members`."""
+    """Return the first ``count`` objects of ``values``, which must all be structs ``cls`` of the bindings. Raises the
+    errors of :func:`members`.
+    """
     return members(name, values, cls, count, ",")[:count]
 
 

@@ -1,7 +1,7 @@
 """Arrays, and copies of boxes to and from arrays.
 
 An ordinary array has all its memory from the start, in rows, as documented. In a sparse array only some tiles have
-memory. A mapped tile is 64 KiB of memory, with its elements in rows. An unmapped tile reads as zero and discards
+memory. A mapped tile is 64 KiB of memory with the tile's elements in rows. An unmapped tile reads as zero and discards
 writes. Mip levels smaller than a tile share one block of 64 KiB, the tail.
 """
 
@@ -22,42 +22,48 @@ from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_addre
 from streamalloc.simulator.physical import CreatedMemory
 from streamalloc.simulator.scheduler import Operation
 
-# Elements of a tile per dimension, by bytes of an element (observed on H200: test_sparse_arrays).
+# Elements of a tile in x, y and z, by the size of an element in bytes (observed on H200: test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}
 _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
 Tile = tuple[int, int, int, int, int, int]
-"""Place of 64 KiB in an array: device, mip level (or :data:`TAIL` or :data:`WHOLE`), layer, and x, y and z in tiles."""
+"""Key of a piece of 64 KiB in an array: device, mip level (or :data:`TAIL` or :data:`WHOLE`), layer, and x, y and z
+counted in tiles.
+"""
 TAIL = -1
-"""In the place of the level: the mip tail, one block for all levels that are smaller than a tile."""
+"""Value in place of the level: the piece is the mip tail, one block for all levels that are smaller than a tile."""
 WHOLE = -2
-"""In the place of the level: a part of an array with deferred mapping, which has no tiles. x is the part's number."""
+"""Value in place of the level: the piece is a part of an array with deferred mapping, which has no tiles. x is the
+number of the part.
+"""
 _MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Description of an array. ``layers`` is 0 if the array is not layered; ``extent`` is the extent of one layer."""
+    """Description of an array. ``layers``: number of layers, 0 if the array is not layered. ``extent``: elements in x,
+    y and z of one layer.
+    """
 
     extent: Dim3
     layers: int
     solid: bool
     """Whether the array has three dimensions."""
     element: int
-    """Bytes of an element."""
+    """Size of an element in bytes."""
     levels: int = 1
     mipmapped: bool = False
     sparse: bool = True
     deferred: bool = False
-    """Whether the array gets its memory later, as a whole (CUDA_ARRAY3D_DEFERRED_MAPPING)."""
+    """Whether the array gets its memory later, as a whole (flag CUDA_ARRAY3D_DEFERRED_MAPPING)."""
     described: Dim3 = (0, 0, 0)
-    """Format, number of channels and flags, as the descriptor gave them."""
+    """Format, number of channels and flags, as the descriptor of the array gave them."""
     line: bool = False
     """Whether the array has one dimension."""
 
     @property
     def size(self) -> int:
-        """Bytes of the elements of all levels and layers."""
+        """Size in bytes of the elements of all levels and layers."""
         return self.start_of(self.levels)
 
     @property
@@ -65,8 +71,8 @@ class ArrayLayout:
         """Bytes of memory that an array of deferred mapping needs (observed on H200: test_sparse_arrays).
 
         A row is padded to a multiple of 64 bytes, and the rows to whole groups of 8. In a plane, the number of groups
-        is rounded up to a multiple of a power of two: the smallest one that is not below it, but at most 16. In a
-        volume, the number of planes is rounded up in the same way, and the groups are not.
+        is rounded up to a multiple of a power of two: the smallest power that is not below the number, but at most 16.
+        In a volume, the number of planes is rounded up in this way, and the number of groups is not.
         """
         total = 0
         for level in range(self.levels):
@@ -95,7 +101,7 @@ class ArrayLayout:
 
     @property
     def tail_first(self) -> int:
-        """The first level that is smaller than a tile; the number of levels if there is none."""
+        """Number of the first level that is smaller than a tile; the number of levels if no level is smaller."""
         if not self.sparse:
             return self.levels
         for level in range(self.levels):
@@ -110,8 +116,8 @@ class ArrayLayout:
     def check_tail(self) -> None:
         """Raise :class:`NotModelled` for a mip tail of a shape that no recording shows.
 
-        Such are a tail of more bytes than a tile, a mipmapped array without a level of whole tiles or without a tail,
-        and the tail of a layered or three-dimensional array without mip levels.
+        These shapes are: a tail of more bytes than a tile, a mipmapped array without a level of whole tiles or without
+        a tail, and the tail of a layered or three-dimensional array without mip levels.
         """
         first = self.tail_first
         size = sum(self.bytes_of(level) for level in range(first, self.levels))
@@ -123,19 +129,20 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of an array, or of all levels of a mipmapped array: one block, or tiles."""
+    """Memory of an array, or of all levels of a mipmapped array: one block for an ordinary array, otherwise tiles."""
 
     context: Context
     layout: ArrayLayout
     memory: mmap.mmap | None = None
     """The bytes of an ordinary array; None for an array that gets its memory by cuMemMapArrayAsync."""
     tiles: dict[Tile, tuple[CreatedMemory, int]] = field(default_factory=dict)
-    """By mapped tile: the memory under it, and the tile's offset in that memory."""
+    """For each mapped tile: the physical memory under it, and the offset in bytes in that memory."""
     queued: int = 0
     """Number of queued operations that use the memory."""
 
     def put(self, tile: Tile, backing: tuple[CreatedMemory, int] | None) -> None:
-        """Set the memory under a tile: the physical memory and the offset in it, or None to remove it.
+        """Set the memory under a tile. ``backing``: the physical memory and the offset in bytes in it; None: remove the
+        memory.
 
         The caller has already counted the tile in the new memory (:attr:`.CreatedMemory.tiles`).
         """
@@ -158,10 +165,10 @@ class Storage:
             self.put(tile, None)
 
     def rows(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
-        """Yield the pieces of plane ``z`` of a part.
+        """Yield the pieces of plane ``z`` of a box that begins at ``part``.
 
-        A piece is the array's bytes (None for an unmapped tile), the row and the byte in the plane where it begins, and
-        its height and width.
+        A piece is a tuple: the array's bytes (None for an unmapped tile), the row and the byte in the plane at which
+        the piece begins, and its height in rows and width in bytes.
         """
         layout, z = self.layout, part.z + z
         if not layout.sparse:
@@ -185,10 +192,10 @@ class Storage:
                 yield rows_at(memory.window.base + start + offset, pitch, *piece), y, x, piece
 
     def _segments(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """Yield the pieces of plane ``z`` of a part, one for each tile.
+        """Yield the pieces of plane ``z`` of a box that begins at ``part``, one for each tile.
 
-        A piece is the tile, the row and the byte in the plane where it begins, its height and width, its offset in the
-        tile, and the pitch of the tile's rows.
+        A piece is a tuple: the tile, the row and the byte in the plane at which the piece begins, its height and width,
+        its offset in the tile, and the pitch of the tile's rows in bytes.
         """
         layout, device, level = self.layout, self.context.device.ordinal, part.array.level
         layer, z = (z, 0) if layout.layers else (0, z)
@@ -217,7 +224,7 @@ class Storage:
 
 @dataclass(eq=False)
 class Array:
-    """A handle of an array, or of one level of a mipmapped array."""
+    """Object of a ``CUarray``: an array, or one level of a mipmapped array."""
 
     storage: Storage
     level: int = 0
@@ -227,7 +234,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Part:
-    """The place in an array where a copied box begins: x in bytes, y in rows, z in layers or slices."""
+    """The position in an array at which a copied box begins: x in bytes, y in rows, z in layers or slices."""
 
     array: Array
     x: int
@@ -235,7 +242,7 @@ class Part:
     z: int
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """Return the bytes of plane ``z`` of the box, with shape (height, width). Unmapped tiles read as zero."""
+        """Return the bytes of plane ``z`` of a box, as an array of height times width. Unmapped tiles read as zero."""
         found: Bytes = np.zeros((shape.height, shape.width), np.uint8)
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
@@ -243,7 +250,7 @@ class Part:
         return found
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:
-        """Write ``rows`` to plane ``z`` of the box. Bytes for unmapped tiles are discarded."""
+        """Write ``rows`` to plane ``z`` of a box. Bytes for unmapped tiles are discarded."""
         for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
                 stored[:] = rows[y : y + height, x : x + width]
@@ -251,16 +258,16 @@ class Part:
 
 @dataclass(eq=False)
 class MipmappedArray:
-    """A handle of a mipmapped array. Its levels are arrays of the same storage."""
+    """Object of a ``CUmipmappedArray``. Its levels are arrays with the same storage."""
 
     storage: Storage
     mipmap: ClassVar[None] = None
-    """Always None: only an :class:`Array` can be a level of a mipmapped array."""
+    """Always None: only an :class:`Array` can be a level of a mipmapped array, and names it here."""
     handle: int = field(default_factory=new_handle)
 
 
 class Remap(Operation):
-    """Operation of ``cuMemMapArrayAsync``: it gives memory to tiles, or takes it away, in stream order."""
+    """Operation of ``cuMemMapArrayAsync``: in stream order, it gives memory to tiles, or takes memory away."""
 
     def __init__(self, changes: list[tuple[Storage, Tile, tuple[CreatedMemory, int] | None]]) -> None:
         self._changes = changes
@@ -277,7 +284,7 @@ class Remap(Operation):
 
 
 class BoxCopy(Operation):
-    """Operation that copies a box from or to an array, a few planes per step.
+    """Operation that copies a box, from or to an array or between rows of memory, a few planes per step.
 
     If memory was unmapped since the call, all later calls in the context fail; the process does not crash.
     """

@@ -17,20 +17,20 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
 
 
 class Bank:
-    """Physical memory of one device or of the host: its size, and the bytes that are taken."""
+    """Physical memory of one device or of the host: its size and the number of used bytes."""
 
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
         self.addresses: int = 2 * total if addresses is None else addresses
-        """Bytes of addresses that a pool of this memory reserves if it has no maximum size."""
+        """Bytes of addresses that a pool in this memory reserves if the pool has no maximum size."""
         self._used = overhead
         self._released: list[Physical] = []
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Record the bytes of this process in ``usage``, a table that all processes of the machine read.
+        """Record the bytes that this process uses in ``usage``, a table that all processes of the machine read.
 
-        From then on, :attr:`free` subtracts the bytes of the other processes. ``number``: the bank's number in
+        From then on, :attr:`free` subtracts the bytes of the other processes. ``number``: the bank's index in
         ``usage``.
         """
         self._shared = (usage, number)
@@ -38,7 +38,7 @@ class Bank:
 
     @property
     def used(self) -> int:
-        """Bytes that this machine object has taken."""
+        """Bytes that are used in this process. Assigning also records them in the shared table."""
         return self._used
 
     @used.setter
@@ -50,7 +50,7 @@ class Bank:
 
     @property
     def free(self) -> int:
-        """Bytes that are taken neither by this machine object nor by another process of the machine."""
+        """Bytes that neither this process nor another process of the machine uses."""
         if self._released:
             self._collect()
         if self._shared is None:
@@ -61,7 +61,7 @@ class Bank:
     def release(self, physical: Physical) -> None:
         """Close the file of released memory once no other process has it open.
 
-        Until then the bank counts its bytes as used.
+        Until then the bank counts the bytes of the memory as used.
         """
         self._released.append(physical)
         self._collect()
@@ -78,21 +78,21 @@ T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """Reservations of a machine, by address, and its other resources of the operating system: files and mappings.
+    """Reservations of a machine, found by address, and the files and mappings of the machine.
 
-    At the end of the machine, :meth:`close` closes all that the program left open.
+    At the end of the machine, :meth:`close` closes those that the program left open.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_add: Callable[[int, int], None] = lambda start, end: None
-        """Called with the start and end of a new reservation."""
+        """Function that is called with the start and the end of each new reservation."""
         self._owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def own(self, made: T) -> T:
-        """Remember an object with a method ``close``, and return it.
+        """Record an object that has a method ``close``, and return it.
 
-        :meth:`close` closes it, unless it was collected before.
+        :meth:`close` closes the object, unless it was garbage-collected before.
         """
         self._owned.add(made)
         return made
@@ -108,33 +108,34 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        self.at, self._bases = {}, []  # a kernel that still runs gets an error, not an unmapped address
+        # Emptied first: a kernel that still runs then gets an error, and does not use an unmapped address.
+        self.at, self._bases = {}, []
         for one in owned:
             one.close()
 
 
 @dataclass(eq=False)
 class Banks:
-    """Banks of all devices and of the host, with the machine's reservations and the memory of its pools."""
+    """Banks of all devices and of the host, with the reservations of the machine and the memory of its pools."""
 
     host: Bank
     devices: list[Bank]
     alone: bool = False
-    """Whether the machine has only one device, visible or not."""
+    """Whether the machine has only one device, counting devices that this process does not see."""
     arenas: Arenas = field(default_factory=Arenas)
     pools: dict[int, Space] = field(default_factory=dict)
     """Memory of each pool, by pool handle."""
     reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
-    """Pairs of a bank and a function that releases its unused graph memory."""
+    """Tuples of a bank and a function that releases the bank's unused graph memory."""
 
     def bank(self, device: int | None) -> Bank:
-        """The bank of a device; None: the host."""
+        """Return the bank of the device with this ordinal; None: the bank of the host."""
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
-        """Release unused memory of pools until the bank has ``needed`` free bytes (observed on H200: test_placements).
+        """Release unused memory of pools until ``bank`` has ``needed`` free bytes (observed on H200: test_placements).
 
-        The pool ``asking`` keeps its memory. Returns whether so many bytes are free.
+        The pool ``asking`` keeps its memory. Returns whether ``needed`` bytes are free.
         """
         for space in self.pools.values():
             if bank.free >= needed:
@@ -146,9 +147,9 @@ class Banks:
     def trim(self, asking: Space) -> None:
         """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory.
 
-        A device's pool makes the driver release memory of that device. A pool of a NUMA node makes it release memory of
-        the host. Another host pool makes it release memory of all devices. Observed on H200 (test_placements); the last
-        case on a machine of one device.
+        For a pool of a device, memory of that device is released. For a pool of a NUMA node, memory of the host is
+        released. For any other host pool, memory of all devices is released. Observed on H200 (test_placements); the
+        last case on a machine of one device.
         """
         of_host = asking.bank is self.host and not asking.of_node
         banks = self.devices if of_host else [asking.bank]
@@ -160,19 +161,19 @@ class Banks:
                 release()
 
     def is_mapped(self, address: int, size: int, write: bool = False) -> bool:
-        """Whether a range of simulated or other memory is mapped and readable, or, with ``write``, writable."""
+        """Whether a range of simulated or other memory is mapped and readable. ``write``: whether it is also
+        writable.
+        """
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """Answer as :meth:`is_mapped`, for a caller that has looked up whether a reservation of this machine has the
-        address.
-
-        ``simulated``: that answer.
+        """Answer as :meth:`is_mapped`. ``simulated``: whether a reservation of this machine has ``address``, which the
+        caller has looked up already.
         """
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
     def is_backed(self, address: int, size: int) -> bool:
-        """Whether a whole range is simulated memory with mapped chunks. It may span adjacent reservations."""
+        """Whether all of a range is simulated memory with mapped chunks. The range may span adjacent reservations."""
         end = address + size
         while address < end:
             reservation = self.arenas.find(address)
@@ -183,9 +184,10 @@ class Banks:
 
 
 class Space:
-    """Memory of a pool: its line of addresses, and a file with the memory of the chunks, at equal offsets.
+    """Memory of a pool: its addresses (:class:`PoolAddresses`), and a file with the memory of the chunks. Offsets in
+    the file equal offsets from the first address.
 
-    ``bank`` provides the memory. With ``on_host`` NumPy arrays can refer to it, even after the free: see
+    ``bank``: where the memory counts as used. ``on_host``: NumPy arrays can refer to the memory, even after a free, see
     :data:`.memory.FREED`.
     """
 
@@ -198,7 +200,7 @@ class Space:
         self._name = name
         self._on_host = on_host
         self._arenas = banks.arenas
-        # A new pool reserves all its addresses, so that no other range gets them (observed on H200: test_pools).
+        # A new pool reserves all its addresses, so that no other reservation gets them (observed on H200: test_pools).
         self._reservation = self._arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
         self.base: int = self._reservation.base
 
@@ -207,7 +209,7 @@ class Space:
         return self._arenas.own(Physical(self._name, self.line.capacity))
 
     def back(self, chunks: list[int]) -> None:
-        """Take memory from the bank, and map it under the chunks with these numbers."""
+        """Map memory under the chunks with these numbers; the bank counts it as used."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
@@ -217,7 +219,7 @@ class Space:
             self.bank.used += size
 
     def unback(self, chunks: list[int]) -> None:
-        """Unmap the memory of the chunks with these numbers, and give it back to the bank."""
+        """Unmap the memory of the chunks with these numbers; the bank counts it as free."""
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.unmap(self.base + offset, size)
@@ -230,8 +232,8 @@ class Space:
     def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
         """Release memory that is free for all streams until the pool has at most ``keep`` bytes.
 
-        The memory that has been free longest goes first; with ``highest``, the highest addresses. ``among``: numbers of
-        the only chunks that may be released.
+        The memory that has been free longest is released first; with ``highest``, the memory at the highest addresses.
+        ``among``: numbers of the only chunks that may be released; None: all.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
@@ -250,7 +252,7 @@ class Space:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first number and the length of each run of consecutive numbers."""
+    """Yield a tuple of first number and length for each run of consecutive numbers."""
     start = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
@@ -262,9 +264,10 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 # The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). *Regions* of 32
 # MiB, or a multiple for a larger allocation, contain large allocations and *blocks* of 2 MiB, which small allocations
-# share. Device and host memory lie side by side in regions. The newest region with room is used. A large allocation
-# takes the smallest sufficient piece of the region, a small one that of all blocks of its kind; of equal pieces, the
-# one that has been free longest. Unused blocks and regions are released.
+# share. Device and host memory lie side by side in regions. The newest region with enough free space is used. A large
+# allocation takes the smallest sufficient piece of the region. A small allocation takes the smallest sufficient piece
+# of all blocks of its kind. Of equal pieces, the piece that has been free longest is taken. Unused blocks and regions
+# are released.
 _REGION = 32 << 20
 
 
@@ -276,11 +279,11 @@ class Pieces:
         self._clock = 0
 
     def add(self, start: int, size: int) -> None:
-        """Add a range of addresses, all of it free."""
+        """Add a range of addresses as one free piece."""
         self._put(Block(start, size))
 
     def take(self, size: int) -> Block | None:
-        """Take the first ``size`` bytes of a free piece; None if no piece is large enough."""
+        """Take the first ``size`` bytes of the smallest free piece that fits; None if no piece is large enough."""
         block = self._free.best(size)
         if block is None:
             return None
@@ -291,7 +294,7 @@ class Pieces:
         return block
 
     def free(self, block: Block) -> int | None:
-        """Free a used piece. Returns the start of its range if nothing in that range is used any more, else None."""
+        """Free a used piece. Returns the start of its range if no piece of that range is in use any more, else None."""
         before, after = block.prev, block.next
         if after is not None and after.owner == FREE_FOR_ALL:
             self._free.remove(after)
@@ -314,17 +317,19 @@ class Pieces:
 class Regions:
     """Addresses for ``cuMemAlloc`` on a device, and for the pinned memory of its contexts.
 
-    ``left_by_context``: the first regions begin with the context's own memory; for each of them, the bytes behind it.
+    ``left_by_context``: the first regions begin with memory of the context itself; for each of these regions, the
+    number of bytes after that memory.
     """
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
-        self.size: int = round_up(2 * size, _REGION) + 8 * _REGION  # more than the memory, as freed pieces leave holes
+        # More addresses than memory, because freed pieces leave holes.
+        self.size: int = round_up(2 * size, _REGION) + 8 * _REGION
         self._addresses = Pieces()
-        """The addresses that are divided into regions, as offsets in the reservation."""
+        """The addresses that are divided into regions, as offsets in bytes in the reservation."""
         self._addresses.add(0, self.size)
         self._regions: list[tuple[Block, Pieces]] = []
-        """The addresses of each region and the pieces in it, the newest region last."""
+        """For each region a tuple of its addresses and the pieces in it; the newest region is last."""
         for left in left_by_context:
             self._new_region(_REGION).take(_REGION - left)
 
@@ -339,7 +344,7 @@ class Regions:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block of :meth:`take`, and its region if nothing else uses that."""
+        """Free a block that :meth:`take` returned, and its region if nothing else in the region is in use."""
         at = next(at for at, (whole, _) in enumerate(self._regions) if whole.start <= block.start < whole.end)
         whole, pieces = self._regions[at]
         if pieces.free(block) is not None:
@@ -355,7 +360,7 @@ class Regions:
 
 
 class Heap:
-    """Memory of ``cuMemAlloc``, or pinned memory, of one bank, in a file.
+    """Memory of ``cuMemAlloc``, or pinned memory, of one bank, stored in a file.
 
     File offsets equal offsets in the regions' reservation.
     """
@@ -366,18 +371,21 @@ class Heap:
         self._bank = bank
         self._regions = regions
         self._small: dict[int, Pieces] = {}
-        """By kind of allocation: the pieces of the blocks that small allocations of this kind share."""
+        """For each kind of allocation: the pieces of the blocks that small allocations of this kind share."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
-        """By the start of a shared block: the block, the kind of its allocations, and the flags of its first one."""
+        """For each shared block, by its start: the block, the kind of its allocations, and the flags of its first
+        allocation.
+        """
 
     @functools.cached_property
     def _physical(self) -> Physical:
         return self._banks.arenas.own(Physical(self._name, self._regions.size))
 
     def allocate(self, size: int, kind: int = 0, flags: int = 0) -> tuple[int, Block, int] | None:
-        """Allocate ``size`` bytes. Returns the address, the piece to free and the flags; None if memory is short.
+        """Allocate ``size`` bytes. Returns a tuple of the address, the piece for :meth:`free`, and the flags; None if
+        the bank has not enough memory.
 
-        Only allocations of one ``kind`` share a block. All allocations in a block have the flags of its first one.
+        Only allocations of one ``kind`` share a block. All allocations in a block have the flags of the first one.
         """
         rounded = round_up(size, ALIGNMENT)
         if rounded >= BLOCK:
@@ -396,7 +404,7 @@ class Heap:
         return self._regions.reservation.base + piece.start, piece, self._blocks[piece.start // BLOCK * BLOCK][2]
 
     def free(self, piece: Block) -> None:
-        """Free a piece of :meth:`allocate`."""
+        """Free a piece that :meth:`allocate` returned."""
         shared = self._blocks.get(piece.start // BLOCK * BLOCK)
         if shared is None:
             self._free_block(piece)
@@ -407,13 +415,15 @@ class Heap:
             self._free_block(block)
 
     def locate(self, address: int) -> tuple[Physical, int]:
-        """Return the file with the memory at an address, and its offset there."""
+        """Return the file with the memory at ``address``, and the offset in bytes in the file."""
         return self._physical, address - self._regions.reservation.base
 
     # -- large pieces ----------------------------------------------------------------------------------------
 
     def take(self, size: int) -> Block | None:
-        """Take whole blocks of addresses and map memory under them; None if the bank has not enough memory."""
+        """Take addresses of ``size`` bytes, whole blocks, and map memory under them. None if the bank has not enough
+        memory.
+        """
         if not self._banks.make_room(self._bank, size):
             return None
         reservation = self._regions.reservation

@@ -2,7 +2,7 @@
 call.
 
 A call of the real driver runs no Python code, so the interpreter cannot interrupt it. A simulated call is Python code.
-Three things could interrupt it and meet a state that is half changed, so they are kept out:
+Three kinds of code could interrupt a simulated call and find a state that is half changed, so they have to wait:
 
 * Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
 * The garbage collector, since finalisers make driver calls. While a thread holds the lock, the collector's first
@@ -15,7 +15,7 @@ Three things could interrupt it and meet a state that is half changed, so they a
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal.signal makes enumerations of what it returns
+import _signal  # signal.signal would make enum members of what it returns, at each call.
 import _thread
 import atexit
 import gc
@@ -28,21 +28,23 @@ from typing import Any
 from streamalloc.driver.locks import ThreadLocal
 
 _SIGNALS = [int(getattr(signal, name)) for name in ["SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM"]]
-"""Signals whose handlers are delayed. A raising handler of another signal breaks the machine."""
+"""Signals whose handlers are delayed. A handler of another signal that raises in a call makes the machine unusable."""
 
 
 def is_main_thread() -> bool:
     """Whether the calling thread is the main thread.
 
-    ``threading.current_thread`` is not used: it registers threads that Python has not started, and ended threads whose
-    finalisers run.
+    ``threading.current_thread`` is not used, because it has a side effect: it registers threads that Python has not
+    started, and ended threads whose finalisers run.
     """
     return threading.get_ident() == threading.main_thread().ident
 
 
 @dataclass(eq=False)
 class Caller:
-    """State of a thread that makes calls of a machine: its context stack, its capture mode, and what it is running."""
+    """State of a thread that makes calls of a machine: its context stack, its capture mode, and whether it runs a
+    kernel or a host function.
+    """
 
     ident: int = field(default_factory=threading.get_ident)
     is_main: bool = field(default_factory=is_main_thread)
@@ -54,10 +56,10 @@ class Caller:
 
 
 class Threads(ThreadLocal, caller=Caller):
-    """Holder of the :class:`Caller` of each thread of a machine."""
+    """Base class of objects with a :class:`Caller` for each thread."""
 
     caller: Caller
-    """The thread that reads the attribute."""
+    """The :class:`Caller` of the thread that reads this attribute."""
 
 
 class WaitEnded(BaseException):
@@ -68,22 +70,24 @@ class WaitEnded(BaseException):
         self.error = error
 
 
-_lock = threading.RLock()  # reentrant: a finaliser can make a call on this thread at any bytecode of enter and leave
+# Reentrant, because a finaliser can make a call on this thread at any bytecode of enter and leave.
+_lock = threading.RLock()
 _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
-_held = 0  # number of acquisitions by the holding thread
-_depth = 0  # nesting depth of the calls of the thread that holds the lock
-_threshold = gc.get_threshold()[0]  # the collector's first threshold, to be set again after the calls
+_held = 0  # Number of times that the holding thread has acquired the lock and not released it.
+_depth = 0  # Nesting depth of the calls of the thread that holds the lock.
+# The collector's first threshold as the program has set it; it is set again after the calls.
+_threshold = gc.get_threshold()[0]
 
 
 def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call, which may be nested in another call of this thread.
 
-    ``is_main``: this is the main thread, so signal handlers are delayed until :func:`leave`.
+    ``is_main``: whether this is the main thread. If so, signal handlers are delayed until :func:`leave`.
     """
     global _depth, _held, _holding, _threshold
     if is_main:
-        if not _holding:  # a handler of the program, not yet replaced, can raise in this block
+        if not _holding:  # In this block a handler of the program that is not replaced yet can raise.
             if [*map(_get_handler, _SIGNALS)] != _handlers:
                 _remember_handlers()
             for number in _replaced:
@@ -94,18 +98,19 @@ def enter(is_main: bool = False) -> None:
     if _held == 1:
         _threshold = _get_thresholds()[0]
         _set_threshold(0)
-    # A collection scheduled by Python 3.12 or newer runs before this line, outside of the call.
+    # A collection that Python 3.12 or newer has scheduled runs before this line, outside of the call.
     _depth += 1
 
 
 def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got.
 
-    The end of the main thread's outermost call raises the signals that came during it.
+    At the end of the main thread's outermost call, the signals that came during the call are raised again.
     """
     global _depth, _held, _holding
     _depth -= 1
-    if _held == 1 and not _get_thresholds()[0]:  # otherwise another thread has set it meanwhile, and that stays
+    # If the threshold is not 0, another thread has set it meanwhile, and its value stays.
+    if _held == 1 and not _get_thresholds()[0]:
         _set_threshold(_threshold)
     _held -= 1
     _release()
@@ -119,7 +124,8 @@ def leave(is_main: bool = False) -> None:
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
-    """Release the lock until another thread releases ``until``, for ``seconds`` at most.
+    """Release the call lock and wait until another thread releases the lock ``until``, for ``seconds`` at most. Then
+    take the call lock again.
 
     Raises :class:`WaitEnded` if a signal handler raises during the wait.
     """
@@ -127,7 +133,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
-        _holding = depth  # it is larger if a finaliser makes this call while another call begins
+        _holding = depth  # _holding is larger than the depth if a finaliser makes this call while another call begins.
     try:
         for _ in range(depth):
             leave(is_main)
@@ -139,7 +145,8 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         try:
             enter(is_main)
             entered += 1
-        except BaseException as raised:  # the handler of another signal raised, and the call must still get the lock
+        # The handler of a signal that is not delayed raised; this thread must still take the lock again.
+        except BaseException as raised:
             error = raised
     if is_main:
         _holding = holding
@@ -149,30 +156,31 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 
 # -- signals ---------------------------------------------------------------------------------------------------
 
-_holding = 0  # nesting depth of the main thread's calls; the handlers are replaced while it is not 0
+_holding = 0  # Nesting depth of the main thread's calls. While it is not 0, the handlers of _SIGNALS are replaced.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
-_handlers: list[Any] = []  # handlers of _SIGNALS, as the program installed them
-_replaced: dict[int, Any] = {}  # by signal: the program's handlers that are functions, so that calls replace them
-_late: list[int] = []  # signals that came during a call
+_handlers: list[Any] = []  # The handlers of _SIGNALS that the program has installed.
+# By signal: those handlers of the program that are functions. They are replaced during calls.
+_replaced: dict[int, Any] = {}
+_late: list[int] = []  # Numbers of the signals that came during a call.
 
 
 def _remember_handlers() -> None:
     """Record the program's handlers of :data:`_SIGNALS`.
 
-    For a signal that :func:`_record` handles now, the program's handler recorded earlier stays.
+    For a signal whose handler is :func:`_record` now, the program's handler that was recorded earlier stays.
     """
     global _handlers, _replaced
     known = _replaced
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]
     found = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
     _replaced = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
-    _handlers = found  # Last, because a handler that raises earlier makes the next call begin anew.
+    _handlers = found  # Set last: if a handler raises before this line, the next call records the handlers anew.
 
 
 def _record(number: int, _frame: object) -> None:
     if _holding:
         _late.append(number)
-    else:  # a handler raised while the handlers were being replaced
+    else:  # A handler raised while the handlers were being replaced, so this signal's handler is put back.
         _set_handler(number, _replaced.get(number, signal.SIG_DFL))
         signal.raise_signal(number)
 
@@ -197,7 +205,8 @@ os.register_at_fork(after_in_child=_after_fork)
 def _keep_at_exit() -> None:
     """Hold the lock from now on, except in :func:`sleep`.
 
-    The interpreter stops daemon threads at exit. One that it stops with the lock would block all later calls.
+    The interpreter stops daemon threads at exit. A thread that is stopped while it holds the lock would block all later
+    calls.
     """
     if _acquire(True, _PATIENCE):
         enter()
@@ -205,5 +214,5 @@ def _keep_at_exit() -> None:
 
 
 _PATIENCE = 1.0
-"""Seconds. A thread that holds the lock for longer does not keep the interpreter from exiting."""
+"""Seconds that the exit of the interpreter waits for the lock at most."""
 atexit.register(_keep_at_exit)
