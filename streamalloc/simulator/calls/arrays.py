@@ -1,4 +1,4 @@
-"""Driver calls for arrays. Sparse arrays follow readings of an H200, other arrays the documentation."""
+"""Driver calls for arrays. Sparse arrays follow readings on an H200, other arrays follow NVIDIA's documentation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from streamalloc.simulator.physical import CreatedMemory
 from streamalloc.simulator.profiles import MachineSpec
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE, _DEFERRED = 0x01, 0x02, 0x08, 0x40, 0x80  # CUDA_ARRAY3D_*
-# Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
+# Flags that a sparse array cannot have: surface, cube map, depth texture, deferred mapping (observed on H200:
+# test_sparse_arrays).
 _NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80
 _BYTES_OF_FORMAT = {0x01: 1, 0x02: 2, 0x03: 4, 0x08: 1, 0x09: 2, 0x0A: 4, 0x10: 2, 0x20: 4}  # CUarray_format
 _ONE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
@@ -30,13 +31,15 @@ _LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
 _MAP, _UNMAP = 1, 2  # CUmemOperationType
 
 _ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
-"""For a side of a copy, by the letter in the function's name (``cuMemcpyAtoD``): the last part of the name of its field
-in a CUDA_MEMCPY3D, and its memory type.
+"""For a letter in a function's name (``cuMemcpyAtoD``): the last part of the name of the field for this side in a
+CUDA_MEMCPY3D, and the memory type.
 """
 
 
 def _field(copy: Any, name: str) -> Any:
-    """Return a field of a copy's struct. Structs for planes and lines lack some: ``Depth`` is 1, and others are 0."""
+    """Return a field of a copy's struct. Structs for planes and lines lack some fields: ``Depth`` is then 1, all others
+    are 0.
+    """
     return getattr(copy, name, name == "Depth")
 
 
@@ -55,11 +58,14 @@ MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap)
 # For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
 EndedArray = Annotated[arrays.Array, _array, found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap, _gone)]
-_EITHER = {"array": Array, "mipmap": MipmappedArray}  # kinds of parameters, for calls that are there for both
+# Kinds of the parameters of calls that exist for arrays and for mipmapped arrays.
+_EITHER = {"array": Array, "mipmap": MipmappedArray}
 
 
 class ArrayCalls(CopyCalls):
-    """Calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and the copies of planes, boxes and arrays."""
+    """The calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and copies of lines, planes and boxes from and to
+    arrays.
+    """
 
     def __init__(self, spec: MachineSpec) -> None:
         super().__init__(spec)
@@ -98,14 +104,19 @@ class ArrayCalls(CopyCalls):
         return self.current()
 
     def _largest(self, kind: str, *parts: str) -> list[int]:
-        """Return the device's largest extents of a texture or surface ``kind``; 0 for one that the kind lacks."""
+        """Return the device's largest extents of a texture or surface ``kind``, one for each of ``parts``; 0 if the
+        kind has no such extent.
+        """
         attributes = self._array_context().device.attributes
         return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
     def _layout(self, descriptor: Any) -> ArrayLayout:
-        """Return the layout that a descriptor asks for, after checks. A CUDA_ARRAY_DESCRIPTOR lacks depth and flags."""
+        """Check an array descriptor, and return the layout that it asks for. A CUDA_ARRAY_DESCRIPTOR has neither depth
+        nor flags.
+        """
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
-        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # CUDA looks at the width before the format
+        # CUDA checks the width before the format, which determines the result code.
+        check(width or getattr(descriptor, "Flags", 0) & _SPARSE)
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
         flags = getattr(descriptor, "Flags", 0)
         layered, solid, sparse = bool(flags & _LAYERED), depth > 0 and not flags & _LAYERED, bool(flags & _SPARSE)
@@ -123,7 +134,7 @@ class ArrayCalls(CopyCalls):
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
             raise NotModelled(f"a sparse array of format {number:#x}, {channels} channels and flags {flags:#x}")
-        check(height or depth)  # no sparse array has one dimension
+        check(height or depth)  # A sparse array has two dimensions or three.
         kind, third = ("3D", "DEPTH") if solid else ("2D_LAYERED", "LAYERS") if layered else ("2D", "")
         largest = self._largest(f"TEXTURE{kind}", "WIDTH", "HEIGHT", third)
         if not (solid or layered):
@@ -149,7 +160,9 @@ class ArrayCalls(CopyCalls):
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
-        """Destroy an array and the handles of its levels. For one level of a mipmapped array, only its handle ends."""
+        """Destroy an array, with the handles of its levels if it is mipmapped. If ``one`` is a level of a mipmapped
+        array, only its handle ends.
+        """
         not_modelled(one.mipmap is None and one.storage.queued, "destroying an array while work with it is queued")
         self._forget(one)
 
@@ -237,9 +250,9 @@ class ArrayCalls(CopyCalls):
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
     def _changes(self, info: Any, stream: Queue) -> list[Change]:
-        """Return the changes that one entry asks for, one for each tile.
+        """Return the changes that one entry of the call's list asks for, one for each tile.
 
-        x changes fastest, then y, then z, which is the order of the tiles in the memory.
+        They are in the order of the tiles in the memory: x changes fastest, then y, then z.
         """
         device = stream.context.device.ordinal
         storage = self._resource(info)
@@ -247,11 +260,12 @@ class ArrayCalls(CopyCalls):
         not_modelled(not (storage.layout.sparse or whole), "cuMemMapArrayAsync with an array that has its memory")
         operation = arguments.number_in(info, "memOperationType", None)
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
-        if whole:  # as documented, the driver ignores the part that the entry names
+        if whole:  # The driver ignores the part of the array that the entry names, as documented.
             tiles = [(device, WHOLE, 0, at, 0, 0) for at in range(storage.layout.required // TILE_SIZE)]
         else:
             tiles = self._tiles(info, storage.layout, device)
-        if operation == _UNMAP:  # this check comes before the others (observed on H200: test_sparse_arrays)
+        # The driver checks this before all other conditions (observed on H200: test_sparse_arrays).
+        if operation == _UNMAP:
             return [(storage, tile, None) for tile in tiles]
         handle, offset = int(info.memHandle.memHandle), int(info.offset)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
@@ -302,7 +316,9 @@ class ArrayCalls(CopyCalls):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy_box(self, copy: Any, hStream: int | None = None) -> None:
-        """Submit a copy of a line, plane or box, with or without arrays. ``hStream``: None for a synchronous call."""
+        """Submit a copy of a line, plane or box, with or without arrays. ``copy``: the struct of the call. ``hStream``:
+        number of the stream's handle; None for a synchronous call.
+        """
         kinds = _kinds(copy)
         if ARRAY not in kinds:
             self._copy_rows(copy, hStream, int(_field(copy, "Depth")))
@@ -328,7 +344,8 @@ class ArrayCalls(CopyCalls):
         check(side.fits)
         end = self._end_of_memory(side, shape, stream.context, into, other == DEVICE)
         if into and end is None and not self._quiet(stream, shape.size):
-            side = side.read(shape)  # pageable memory is read before the call returns
+            # Pageable memory is read before the call returns, because the program may change it afterwards.
+            side = side.read(shape)
         sides = (part, side) if into else (side, part)
         stream.submit(BoxCopy(self.banks, stream.context, shape, *sides))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
@@ -351,8 +368,8 @@ class ArrayCalls(CopyCalls):
         """Copy a row between one-dimensional arrays and memory.
 
         ``target`` and ``source``: A for an array, D for device and H for host memory. The other arguments are those of
-        the driver call: both sides, target first and an array with its offset, then the bytes, and a stream for an
-        asynchronous call.
+        the driver call: target, source (an array is followed by its offset in bytes), number of bytes, and the stream
+        of an asynchronous call.
         """
         given = iter((first, second, third, fourth, fifth))
         values: dict[str, Any] = {"Height": 1, "Depth": 1}

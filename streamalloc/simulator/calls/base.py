@@ -1,4 +1,6 @@
-"""Base of all calls: the lock, the result tuple, and the rules during stream capture."""
+"""Base class of all driver calls: it takes the lock, makes the result tuple, and has the rules during stream
+capture.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Method = Callable[..., Any]
 
 
 EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
-"""Whether the bindings are for CUDA 13, whose results include edge data."""
+"""Whether the bindings are for CUDA 13 or newer, whose graph calls return edge data."""
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
@@ -33,9 +35,9 @@ _IN_HOST_FUNCTIONS = re.compile(
 
 
 def call(body: Method, *first: Any, **kinds: Any) -> Any:
-    """Make a method that is one or several driver calls: those to whose names it is assigned. Its parameters are those
-    of the bindings. The body gets ``first`` before the arguments. ``kinds``: the kinds of parameters that have another
-    kind than :func:`.arguments.usual` says.
+    """Make a method that stands for each driver call to whose name it is assigned. Its parameters are those of the call
+    in the bindings. The method calls ``body`` with ``first`` before the arguments. ``kinds``: for parameters by name, a
+    kind that differs from :func:`.arguments.usual`.
     """
 
     def method(self: Calls, *given: Any) -> Any:
@@ -46,10 +48,11 @@ def call(body: Method, *first: Any, **kinds: Any) -> Any:
 
 
 def _steps(name: str, method: Method) -> tuple[int, list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
-    """The number of arguments of a call, their conversions to numbers, and the look-ups of objects that follow.
+    """Return the number of arguments of a call, their conversions to numbers, and the look-ups of objects that follow.
 
-    A conversion is the argument's index, the bindings' class of the handle (None if it has none), and the function.
-    Plain ``int``, which is faster, converts an object of exactly that class. A look-up is the index and the function.
+    A conversion is a tuple: index of the argument, the bindings' class of the handle (None if there is none), and the
+    function. An object of exactly that class is converted by plain ``int``, which is faster. A look-up is a tuple of
+    index and function.
     """
     if hasattr(method, "__kinds__"):
         steps = [arguments.usual(one, method.__kinds__) for one in signature(cuda, name)[0].parameters.values()]
@@ -63,16 +66,16 @@ def _steps(name: str, method: Method) -> tuple[int, list[tuple[int, Any, Any]], 
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
-    The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. The annotations of the method, or the bindings (:func:`call`), say how its arguments are converted, and
-    which objects are looked up.
+    The call returns a tuple of the result code and as many values as in the bindings; after a failure the values are
+    None. The annotations of the method, or else the parameters in the bindings (:func:`call`), determine how the
+    arguments are converted, and which objects are looked up.
 
     The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
     up the objects, run the method, release the lock, make the tuple.
     """
     (count, conversions, finders), values = _steps(name, method), value_count(name)
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
-    # Local names, because those of a module may be gone at interpreter exit.
+    # Names of the module are bound to local names here, because they may be gone at the exit of the interpreter.
     exiting, usable, refusal, bind = sys.is_finalizing, _usable, _refusal, functools.partial(by_position, name)
     enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
@@ -80,12 +83,13 @@ def driver_call(name: str, method: Method) -> Method:
     @functools.wraps(method)
     def driver_function(self: Any, *given: Any, **named: Any) -> tuple[Any, ...]:
         machine: Machine = self._machine
-        unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED  # even builtins may be gone
+        # At the exit of the interpreter even builtins may be gone.
+        unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED
         if unready := unready or (not machine.ready and refusal(machine, before_init)):
             return (unready, *nothing)
         if named or len(given) != count:
             given = bind(*given, **named)
-        passed = [*given]  # `given` keeps the objects alive whose addresses are passed
+        passed = [*given]  # `given` stays: it keeps the objects alive whose addresses are passed.
         for at, usual, convert in conversions:
             value = given[at]
             passed[at] = int(value) if type(value) is usual else convert(value)
@@ -103,7 +107,9 @@ def driver_call(name: str, method: Method) -> Method:
         except wait_ended as ended:
             raise ended.error from None
         except BaseException as error:
-            if not isinstance(error, Exception):  # a signal handler raised it, and the state may be half changed
+            # A signal handler raised, so the state of the machine may be half changed, and the machine cannot be used
+            # any more.
+            if not isinstance(error, Exception):
                 machine.cut_call, machine.ready = name, False
             raise
         finally:
@@ -138,8 +144,8 @@ _names_of_lock = vars(call_lock)
 def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
     """Whether calls can still be made while the interpreter exits.
 
-    The names of modules must exist, and no stopped thread may hold the lock. The real driver answers to the end
-    (observed on H200: tests/simulator/test_life).
+    The names of the lock's module must still exist, and no stopped thread may hold the lock. Calls of the real driver
+    work until the process ends (observed on H200: tests/simulator/test_life).
     """
     acquire = names["_acquire"]
     if acquire is None or not acquire(False):
@@ -152,8 +158,8 @@ class Calls(Machine):
     """Base class of the areas of driver calls, with common look-ups.
 
     A method that is named like a driver function becomes a call of :class:`.driver.SimulatedDriver`. The annotation of
-    a parameter is its conversion (:mod:`..arguments`). An area has its own state, and extends the methods of the
-    machine by which a context ends, memory is released, and the machine is closed.
+    a parameter is its conversion (:mod:`..arguments`). A subclass for an area adds the area's state. It extends the
+    methods of the machine that end a context, release memory, and close the machine.
     """
 
     def _find(self, kind: Any, handle: Any) -> Any:
@@ -171,7 +177,9 @@ class Calls(Machine):
         return self._queued_function(lambda: function(data or None))
 
     def _queued_function(self, function: Callable[[], object]) -> Operation:
-        """Return an operation that calls a host function or a stream callback. It may make few driver calls."""
+        """Return an operation that calls a host function or a stream callback. The function may make only a few driver
+        calls.
+        """
         thread = self.thread
 
         def run() -> None:
@@ -191,9 +199,9 @@ class Calls(Machine):
     ) -> None:
         """Submit work to a stream.
 
-        If the stream is being captured, add it to the graph instead, as a node of this ``kind``.
+        If the stream is being captured, the work becomes a node of this ``kind`` in the graph instead.
 
-        ``values`` is called only for a node, and returns its parameters.
+        ``values`` returns the parameters of the node; it is only called for a node.
         """
         if self._captured(stream):
             stream.capture.add(kind, operation, stream, None if values is None else values())
@@ -203,8 +211,8 @@ class Calls(Machine):
     def _captured(self, stream: Queue) -> bool:
         """Whether ``stream`` is being captured.
 
-        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Refuses the legacy stream as
-        :meth:`_not_behind_captures` does.
+        Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Calls :meth:`_not_behind_captures` for a
+        stream that is not captured.
         """
         if not self.graphs.captures:
             return False
@@ -225,9 +233,10 @@ class Calls(Machine):
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Queue) -> None:
-        """Refuse a call that asks whether work of ``stream`` is done, while a capture forbids it.
+        """Refuse a call that asks whether work of ``stream`` is done, if a capture forbids such a call.
 
-        Such captures are that of the stream itself, and any that forbids unsafe calls. They become invalid.
+        These captures forbid it: the capture of the stream itself, and any capture that forbids unsafe calls of this
+        thread. They become invalid.
         """
         if self.graphs.captures:
             self._spoil([stream.capture])
@@ -237,7 +246,7 @@ class Calls(Machine):
     def _unsafe_during_capture(self) -> None:
         """Refuse the call if a running capture forbids unsafe calls of this thread.
 
-        Each such capture becomes invalid.
+        Each capture that forbids it becomes invalid.
         """
         captures = self.graphs.captures
         if captures:
@@ -246,7 +255,9 @@ class Calls(Machine):
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:
-        """Invalidate these captures (None: no capture), and refuse the call with ``code`` if there are any."""
+        """Invalidate ``captures`` (None in it stands for no capture), and refuse the call with ``code`` if there is at
+        least one.
+        """
         running = [capture for capture in captures if capture is not None]
         for capture in running:
             capture.valid = False

@@ -1,5 +1,5 @@
-"""Driver calls for devices, the driver's version and error names, and for contexts: primary and created ones, the
-current one, peer access and limits.
+"""Driver calls for devices, the driver's version and error names, and for contexts: primary contexts, created contexts,
+the current context, peer access and limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamalloc.simulator.profiles import Limit
 def _names(enum: Any, prefix: str) -> dict[int, str]:
     """Return the names of an enum's members without ``prefix``, by number.
 
-    Of two names for one number, the last one counts.
+    If two members have one number, the name of the last one is used.
     """
     return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
@@ -32,7 +32,7 @@ _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_"
 _PCI = re.compile(rb"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-9a-f])?$")
 
 
-_PROPERTIES = {  # fields of a CUdevprop
+_PROPERTIES = {  # For each field of a CUdevprop, the device attribute with its value.
     "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
     "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
     "totalConstantMemory": "TOTAL_CONSTANT_MEMORY",
@@ -49,7 +49,7 @@ _KNOWN_FLAGS = 0x1F
 _NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
 _FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
 _REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
-"""Limits that refuse values above the maximum; others are clamped."""
+"""Limits for which the driver refuses values above the maximum; other limits are clamped to it."""
 _TOO_LARGE_STACK = 512 << 10
 _CACHE_CONFIGS = range(4)
 _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
@@ -124,12 +124,13 @@ class ContextCalls(Calls):
     def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
         name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(dev.attributes).encode()
         check(length > len(name))
-        # The driver writes one zero after the name and keeps the rest of the buffer (observed on H200: test_contexts).
+        # The driver writes a zero byte after the name and leaves the rest of the buffer, which the bindings fill with
+        # spaces (observed on H200: test_contexts).
         return (name + b"\0").ljust(length, b" ")
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
-        """Return the device with a PCI name: the one from cuDeviceGetPCIBusId, or one without the domain or the
-        function.
+        """Return the device with a PCI name. The name is that of cuDeviceGetPCIBusId; the domain or the function may be
+        missing.
         """
         read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
         wanted = [int(part or b"0", 16) for part in read.groups()]
@@ -186,7 +187,7 @@ class ContextCalls(Calls):
         self.scheduler.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
-    # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
+    # In the bindings before CUDA 13 the call is cuCtxCreate(flags, dev), from then on cuCtxCreate(params, flags, dev).
     cuCtxCreate = call(cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
 
     def cuCtxDestroy(self, ctx: Context) -> None:
@@ -242,7 +243,7 @@ class ContextCalls(Calls):
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one of them is captured.
 
-        Each such capture becomes invalid.
+        The captures of its streams become invalid.
         """
         self._spoil(stream.capture for stream in context.all_streams())
 
@@ -264,8 +265,8 @@ class ContextCalls(Calls):
     def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: QueueEvent) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
-        # The recording has no order with other streams: a host that waits for such an event does not make their frees
-        # reusable (observed on H200: test_reuse).
+        # The record has no order with other streams. So a host that waits for such an event does not make frees in
+        # those streams reusable (observed on H200: test_reuse).
         hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
     # -- peers -----------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class ContextCalls(Calls):
     def _resize_stacks(self, context: Context, before: int, after: int) -> None:
         """Change the memory of a context's stacks, from ``before`` to ``after`` bytes for each thread.
 
-        There is a stack for each thread that can run concurrently (observed on H200: test_limits).
+        The memory has a stack for each thread that can run at the same time (observed on H200: test_limits).
         """
         device = context.device
         streams = context.all_streams()
@@ -339,7 +340,7 @@ class ContextCalls(Calls):
         return _FOUR_BYTE_BANKS
 
     def _nothing(self, *unused: Any) -> None:
-        """Do nothing: the simulation has no cache, no writes of other devices and no profiler."""
+        """Do nothing: the simulation has no L2 cache, no writes by other devices over the bus, and no profiler."""
         self.current()
 
     cuCtxResetPersistingL2Cache = cuFlushGPUDirectRDMAWrites = cuProfilerStart = cuProfilerStop = call(_nothing)
@@ -349,7 +350,7 @@ class ContextCalls(Calls):
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
         """Make all later work of the context wait, also in streams that are created later.
 
-        The wait alone is no work: a stream that gets no later work counts as idle (observed on H200: test_limits).
+        The wait itself is no work: a stream without later work counts as idle (observed on H200: test_limits).
         """
         context, event = hCtx, hEvent
         self._no_stream_captures(context)

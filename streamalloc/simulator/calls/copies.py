@@ -1,5 +1,7 @@
-"""Fills and copies of rows, planes and boxes, single and in batches. A call checks ranges, alignment and access. The
-operation checks that the memory exists when it moves the bytes.
+"""Fills and copies of rows, planes and boxes, single and in batches.
+
+A call checks ranges, alignment and access. The operation that it queues checks that the memory exists when it moves the
+bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from streamalloc.simulator.physical import CreatedMemory, least_right
 from streamalloc.simulator.scheduler import Operation
 
 Put = Callable[[int, int, int], object]
-"""Function that writes bytes of an operation. Arguments: address to write to, number of the operation's bytes that come
-before, number of bytes to write.
+"""Function that writes bytes of an operation. Arguments: the address to write to, the offset in bytes of these bytes
+within the operation, the number of bytes to write.
 """
 
 
 class PlannedCopy(Operation):
-    """Operation that writes bytes step by step.
+    """Operation that writes bytes in steps of limited size.
 
     If memory was unmapped since the call, all later calls in the context fail (CUDA_ERROR_ILLEGAL_ADDRESS); the process
     does not crash.
@@ -66,9 +68,8 @@ class PlannedCopy(Operation):
         return True
 
     def _targets(self, size: int) -> list[Segment] | None:
-        """Return the places for the next ``size`` bytes: one, or one for each replica of multicast memory.
-
-        None if memory is missing there.
+        """Return the targets of the next ``size`` bytes: one, or one for each replica of multicast memory. None if a
+        target has no memory.
         """
         target = self._target + self._done
         if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
@@ -89,28 +90,30 @@ Contexts = tuple[Context, Context]
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""The sides of a copy that must be device memory (``dst``, ``src`` or both), by memory types of target and source."""
+"""For a copy with these memory types of target and source: the sides that must be device memory (``dst``, ``src`` or
+both).
+"""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
-"""Fields of a CUDA_MEMCPY3D. A CUDA_MEMCPY2D has some of them."""
+"""Fields of a CUDA_MEMCPY3D. A CUDA_MEMCPY2D has only some of them."""
 
-# CUmemcpySrcAccessOrder: sources are read in stream order, before the call returns, or at any time.
+# Values of CUmemcpySrcAccessOrder: the source is read in stream order, before the call returns, or at any time.
 _IN_STREAM, _AT_CALL, _ANY = _ORDERS = 1, 2, 3
 _POINTER = 1  # CUmemcpy3DOperandType
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class CopyCalls(VirtualMemoryCalls):
-    """The calls cuMemset* and cuMemcpy*. Copies of arrays are in :mod:`.arrays`."""
+    """The calls cuMemset* and cuMemcpy*, except copies of arrays, which are in :mod:`.arrays`."""
 
     # -- fills -----------------------------------------------------------------------------------------------
 
     def _fill(
         self, width: int, target: int, value: int, count: int, hStream: int | None = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # Without a stream the call uses the legacy stream, and the host waits only for a fill of host memory (observed
-        # on H200: test_copies, test_planes).
+        # Without a stream the fill is made in the legacy stream, and the host waits only if the memory is host memory
+        # (observed on H200: test_copies, test_planes).
         stream = self.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
@@ -119,7 +122,8 @@ class CopyCalls(VirtualMemoryCalls):
         pattern = value.to_bytes(width, "little")
         operation = self.filling(stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
-        if captured:  # only the instantiation checks the memory (observed on H200: test_capture)
+        # In a capture the memory is not checked now, but at the instantiation (observed on H200: test_capture).
+        if captured:
             values = (target, pitch, value, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
             return
@@ -172,7 +176,7 @@ class CopyCalls(VirtualMemoryCalls):
     ) -> Operation:
         """Return the operation that fills ``rows`` rows of ``count`` elements.
 
-        ``pitch``: bytes from a row to the next one.
+        ``pitch``: bytes from the start of a row to the start of the next row.
         """
         if rows > 1:
             row = pattern * count
@@ -211,10 +215,10 @@ class CopyCalls(VirtualMemoryCalls):
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Copy ``depth`` planes between two sides, neither of which is an array.
 
-        ``contexts``: those of target and source; None: the current one for both.
+        ``contexts``: contexts of target and source; None: the current context for both.
         """
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
-        if not shape.size:  # a copy of no bytes succeeds whatever its addresses and pitches
+        if not shape.size:  # A copy of no bytes succeeds with any addresses and pitches.
             self._copy(Side(0), Side(0), shape, hStream)
             return
         target, source, kinds = self._sides(copy, shape)
@@ -222,7 +226,9 @@ class CopyCalls(VirtualMemoryCalls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
-        """Return target and source of a copy without arrays, and the pair of their memory types, target first."""
+        """Return the target and the source of a copy without arrays, and a tuple of their memory types, the target's
+        first.
+        """
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         return self._side(copy, "dst", kinds[0], shape), self._side(copy, "src", kinds[1], shape), kinds
@@ -251,9 +257,9 @@ class CopyCalls(VirtualMemoryCalls):
     ) -> None:
         """Check a copy and submit it, or add it to a captured graph.
 
-        ``device``: the sides that the caller declared as device memory, ``dst``, ``src`` or both. ``hStream``: None for
-        a synchronous call. ``contexts``: those of target and source; None: the current one for both. ``values``: the
-        parameters of a graph node; None for one row.
+        ``device``: the sides that the caller declared as device memory, ``dst``, ``src`` or both. ``hStream``: number
+        of the stream's handle; None for a synchronous call. ``contexts``: contexts of target and source; None: the
+        current context for both. ``values``: parameters of a graph node; None: those of a copy of one row.
 
         Pool memory must be accessible from the device of its side's context. Memory of cuMemAlloc can be copied from
         any context (observed on H200: test_two_devices; the driver stages such copies).
@@ -270,12 +276,14 @@ class CopyCalls(VirtualMemoryCalls):
             values = values or _values_of_row(target.address, source.address, shape.size, device)
             stream.capture.add("MEMCPY", self.copying(stream.context, shape, target, source), stream, values)
             return
-        if self.current_or_none() is None:  # then a side must lie in one mapping (observed on H200: test_mappings)
+        # Without a current context, each side must lie in one mapping (observed on H200: test_mappings).
+        if self.current_or_none() is None:
             for side, end in ((target, destination), (source, origin)):
                 if end is not None and end.mapping is not None:
                     check(len(self.span(side.address, side.span(shape))) == 1)
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
-        # A copy from pageable memory that runs later reads its source now: the program may change it after the call.
+        # If a copy from pageable memory runs later, its source is read now, because the program may change it after the
+        # call.
         source = source if at_once else source.read(shape)
         stream.submit(self.copying(stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
@@ -289,7 +297,7 @@ class CopyCalls(VirtualMemoryCalls):
     def _finish(self, stream: Queue) -> None:
         """Wait for the submitted copy, without the effect that a synchronising call has on pools.
 
-        Frees that have run before it do not become reusable for other streams (observed on H200: test_reuse's
+        Memory freed before the copy does not become reusable for other streams (observed on H200: test_reuse's
         test_another_stream_reuses_after).
         """
         seq = stream.seq
@@ -302,9 +310,10 @@ class CopyCalls(VirtualMemoryCalls):
     ) -> tuple[LiveMemory | None, LiveMemory | None]:
         """Check both sides of a copy.
 
-        Returns the allocations of target and source; None for memory that the host copies.
+        Returns a tuple of the allocations of target and source; None for a side that the host copies.
 
-        ``graph``: the graph that gets the copy, else None. The graph's own addresses have no allocation yet.
+        ``graph``: the graph to which the copy is added, else None. Addresses of the graph's own memory have no
+        allocation yet.
         """
         found: list[LiveMemory | None] = []
         lost = ""
@@ -323,7 +332,8 @@ class CopyCalls(VirtualMemoryCalls):
         if destination is not None and destination.mapping is not None and origin is None:
             unable = least_right(self.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
-        # Any other fault of the copy decides the result code, so this check comes last (observed on H200: test_copies)
+        # This check comes last, because any other fault of the copy determines the result code (observed on H200:
+        # test_copies).
         not_modelled(lost, lost)
         return destination, origin
 
@@ -332,18 +342,21 @@ class CopyCalls(VirtualMemoryCalls):
     ) -> LiveMemory | None:
         """Return the allocation of one side of a copy; None for pageable host memory.
 
-        ``address``: that of the side's first copied byte. ``skipped``: bytes before it, from the address that the
-        caller named. ``must_be_device``: the call's name or struct says that the side is device memory.
+        ``address``: address of the side's first copied byte. ``skipped``: bytes between the address that the caller
+        named and this byte. ``must_be_device``: whether the name or the struct of the call says that the side is device
+        memory.
         """
         start = address - skipped
         allocation = self.allocations.find(start)
         if allocation is None or not allocation.known:
-            # The driver does not know host pool memory without device access, and copies it as pageable memory.
+            # The driver does not recognise memory of a host pool without device access, and copies it as pageable
+            # memory.
             check(start and not must_be_device)
             return None
         if allocation.mapping is not None:
-            return allocation  # the caller checks the range, which can continue in the next mapping
-        # Host pool memory is never device memory, even with access for devices (observed on H200: test_copies)
+            return allocation  # The caller checks the range, because it may continue in the next mapping.
+        # Memory of a host pool is never taken for device memory, even if devices have access (observed on H200:
+        # test_copies).
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
@@ -354,7 +367,7 @@ class CopyCalls(VirtualMemoryCalls):
         return allocation
 
     def _lost(self, address: int, size: int, end: LiveMemory | None, write: bool, now: bool = True) -> str:
-        """Return the reason why host memory on one side of a copy cannot be used; "" if it can.
+        """Return the reason why host memory on one side of a copy cannot be used; an empty text if it can.
 
         ``now`` is False for a copy in a graph, which uses the memory later: then pageable memory need not exist yet.
         """
@@ -364,9 +377,9 @@ class CopyCalls(VirtualMemoryCalls):
         return GONE if is_gone(end, address, size) else ""
 
     def _check_mapped(self, address: int, size: int, end: LiveMemory | None, needed: int, context: Context) -> bool:
-        """Check that a copy in ``context`` can access one side, if that is mapped memory.
+        """Check that a copy in ``context`` can access one of its sides, if this side is mapped memory.
 
-        Returns False if only the host has access: then the host copies it like pageable memory (observed on H200:
+        Returns False if only the host has access. Then the host copies the side like pageable memory (observed on H200:
         test_planes).
         """
         if end is None or end.mapping is None:
@@ -395,9 +408,8 @@ class CopyCalls(VirtualMemoryCalls):
     # -- multicast mappings ----------------------------------------------------------------------------------
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Return the bytes behind a range of one mapping, by device number.
-
-        None unless every device has bound all of it.
+        """Return the memory behind a range of one multicast mapping: segments, by device ordinal. None unless every
+        device of the team has bound memory to all of the range.
         """
         found = self.team_at(address)
         if found is None or address + size > found[0].end:
@@ -406,7 +418,7 @@ class CopyCalls(VirtualMemoryCalls):
         return None if incomplete(replicas, size) else replicas
 
     def targets(self, address: int, size: int) -> list[Segment] | None:
-        """Return the bytes that a write to a range reaches, in multicast mappings and ordinary mappings.
+        """Return the segments of memory that a write to a range reaches, in multicast mappings and ordinary mappings.
 
         ``at`` of a segment counts from ``address``. None if a part of the range is unmapped or has no memory.
         """
@@ -449,7 +461,7 @@ class CopyCalls(VirtualMemoryCalls):
         stream = self._stream_of_batch(hStream, boxes and not flags)
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
 
-    if not EDGE_DATA:  # the calls of earlier bindings return more values, and are not modelled
+    if not EDGE_DATA:  # In earlier bindings these calls return more values, and are not modelled.
         del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
@@ -458,8 +470,10 @@ class CopyCalls(VirtualMemoryCalls):
         return self.stream(handle)
 
     def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
-        """Submit the copies of a batch, each given as target, source, shape and source access order."""
-        # A batch cannot be captured, but its refusal leaves the capture valid (observed on H200: test_copies).
+        """Submit the copies of a batch: tuples of target, source, shape and source access order. ``waits_for``: decides
+        for each copy whether the host waits.
+        """
+        # A batch cannot be captured, but the refused call leaves the capture valid (observed on H200: test_copies).
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self.current()
         ends = [self._check_copy(*one[:3], "", (context, context), None) for one in copies]
@@ -476,7 +490,7 @@ class CopyCalls(VirtualMemoryCalls):
     def _box_of(one: Any) -> tuple[Side, Side, Shape, int]:
         """Return target, source, shape and source access order of a CUDA_MEMCPY3D_BATCH_OP.
 
-        A row length of 0 means the width of the box, a layer height of 0 its height.
+        A row length of 0 stands for the width of the box, a layer height of 0 for the height of the box.
         """
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
@@ -499,19 +513,20 @@ class CopyCalls(VirtualMemoryCalls):
 
 
 WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool, bool]]
-"""Function of a source access order and of the allocations of target and source (None: pageable memory). It answers
-whether the call reads the source before it returns, and whether it waits for the copy.
+"""Function of a source access order and of the allocations of target and source (None for pageable memory). Returns two
+answers: whether the call reads the source before it returns, and whether the host waits for the copy.
 """
 
 
 def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
-    """Return two answers about a call: does it read the source before it returns, and does it wait for the copy?
+    """Return two answers for a copy of a row in a batch (:data:`WaitsFor`): whether the call reads the source early,
+    that is before it returns, and whether the host waits for the copy.
 
     Observed on H200 (test_copies):
 
-    * In stream order it reads nothing early. It waits for a copy from pageable memory to a device.
-    * In the other orders it reads a pageable source early.
-    * If it must read each source before it returns, it also reads pinned memory early if the target is pageable. It
+    * In stream order the call reads nothing early. It waits for a copy from pageable memory to a device.
+    * In the other orders the call reads a pageable source early.
+    * With the order "before the call returns", the call also reads pinned memory early if the target is pageable. It
       waits for all copies whose source it does not read early.
     """
     if order == _IN_STREAM:
@@ -525,13 +540,17 @@ def _waits_for_box(order: int, destination: LiveMemory | None, origin: LiveMemor
 
 
 def copy_values(copy: Any, shape: Shape) -> Values:
-    """Return the fields of a copy struct of any dimension, by the names of a CUDA_MEMCPY3D."""
+    """Return the fields of a copy struct of two or three dimensions as a dictionary, with the field names of a
+    CUDA_MEMCPY3D.
+    """
     values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
     return {**values, "Height": shape.height, "Depth": shape.depth}
 
 
 def _values_of_row(target: int, source: int, size: int, device: str) -> Values:
-    """Return the parameters of a graph node that copies one row: fields of a CUDA_MEMCPY3D."""
+    """Return the parameters of a graph node that copies one row, as fields of a CUDA_MEMCPY3D. ``device``: the sides
+    that are declared device memory.
+    """
     values: Values = {"WidthInBytes": size, "Height": 1, "Depth": 1}
     for side, at in (("dst", target), ("src", source)):
         kind = UNIFIED if not device else DEVICE if device in (side, "both") else OF_HOST

@@ -1,5 +1,6 @@
-"""Graphs, captured from streams or built node by node, their launches, and updates of their instances. An update
-changes the parameters of nodes and never the set of nodes.
+"""Graphs, captured from streams or built node by node, their launches, and updates of their instances.
+
+An update changes the parameters of nodes and never the set of nodes.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _INVALIDATED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
 _UPLOAD, _DEVICE_LAUNCH, _USE_NODE_PRIORITY = 2, 4, 8  # CUgraphInstantiate_flags
 _LOCAL_MEMORY = 0x10  # CU_CTX_LMEM_RESIZE_TO_MAX
 _SMALL_FILL = 4096
-"""Bytes: larger fill nodes set CU_CTX_LMEM_RESIZE_TO_MAX in the context at instantiation (observed on H200:
-test_capture).
+"""Size in bytes. A fill node that is larger sets CU_CTX_LMEM_RESIZE_TO_MAX in the context at instantiation (observed on
+H200: test_capture).
 """
 
-# Fields of DeviceGraphMemory in the order of CUgraphMem_attribute.
+# Fields of DeviceGraphMemory, in the order of the members of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
 _MOVE = 1  # CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
 _SHAREABLE = 1 | 8
-"""Handle types of Linux: file descriptors and fabric handles (CUmemAllocationHandleType)."""
+"""Handle types that Linux has: file descriptors and fabric handles (CUmemAllocationHandleType)."""
 
 _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "MEMSET": lambda params: (params.memset, params.memset.ctx),
@@ -50,29 +51,31 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "KERNEL": lambda params: (params.kernel,),
     "EMPTY": lambda params: (),
 }
-"""By node kind: a function that reads from a CUgraphNodeParams the arguments of the call for this kind, such as
-``cuGraphAddMemsetNode``.
+"""For each node kind: a function that reads, from a CUgraphNodeParams, the arguments of the call for this kind of node,
+such as ``cuGraphAddMemsetNode``.
 """
 
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
-"""Node kinds whose parameters can change and that can be disabled."""
+"""Node kinds whose parameters can be changed in an instance, and whose nodes can be disabled."""
 
 
 def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
-    """Return handles in the form of the bindings: the handles of the nodes, then null handles up to ``count``."""
+    """Return the handles of ``nodes`` as objects of the bindings, followed by null handles up to a length of
+    ``count``.
+    """
     return [cuda.CUgraphNode(one) for one in (*(node.handle for node in nodes), *[0] * (count - len(nodes)))]
 
 
 def _edge_data(count: int) -> tuple[Any, ...]:
     """Return the edge data of ``count`` edges as part of a call's result.
 
-    That is a tuple of one list; for bindings whose calls have no edge data it is empty.
+    The part is a tuple of one list; for bindings whose calls have no edge data, it is an empty tuple.
     """
     return ([cuda.CUgraphEdgeData() for _ in range(count)],) if EDGE_DATA else ()
 
 
 def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the node kind of a CUgraphNodeParams, and the arguments of the call that adds such a node."""
+    """Return the node kind of a CUgraphNodeParams, and the arguments of the call that adds a node of this kind."""
     kind = params.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
     not_modelled(kind not in _IN_PARAMS, f"a graph node of kind {kind}")
     check(kind != "MEMCPY" or not params.memcpy.flags)
@@ -93,7 +96,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _without_memory(graph: NodeGraph) -> NodeGraph:
-        """Return the graph, or fail with CUDA_ERROR_NOT_SUPPORTED if it has allocation or free nodes."""
+        """Return ``graph``, or fail with CUDA_ERROR_NOT_SUPPORTED if it has allocation nodes or free nodes."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
@@ -108,7 +111,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return [self._find(Node, one) for one in arguments.structs(name, given, cuda.CUgraphNode, count)]
 
     def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[NodeGraph, list[Node]]:
-        """Return the graph of a handle, and the given nodes, which must be different nodes of that graph."""
+        """Return the graph of a handle, and the nodes that the new node depends on. They must be different nodes of
+        this graph.
+        """
         nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(NodeGraph, hGraph)
         check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
         return graph, nodes
@@ -137,7 +142,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         graph, after = self._behind(hGraph, dependencies, count)
         if kind == "MEM_ALLOC":
             node = self._add_allocation(graph, after, *params)
-        elif kind == "MEM_FREE":  # need not depend on the allocation node (observed on H200: test_graph_nodes)
+        # The free node need not depend on the allocation node (observed on H200: test_graph_nodes).
+        elif kind == "MEM_FREE":
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
             node = graph.add(kind, after, child=self._without_memory(self._find(NodeGraph, *params)).clone())
@@ -180,8 +186,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         return node
 
     def _check_grants(self, grants: Any, device: int) -> None:
-        """Check the access grants of an allocation node: each is for reading and writing, and there are no more than
-        devices.
+        """Check the access grants of an allocation node. Each grant must be for reading and writing, and there must be
+        at most as many grants as devices.
         """
         places = [arguments.place(one.location) for one in grants]
         check(len(places) <= len(self.devices))
@@ -210,7 +216,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
-        # The address of the graph's own memory gives no context, so one must be given (H200: test_graph_nodes).
+        # An address of the graph's own memory gives no context, so the caller must give one (observed on H200:
+        # test_graph_nodes).
         check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = self.filling(context, address, pattern, width, height, pitch)
@@ -227,7 +234,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             self._check_fill(address, span, context)
 
     def _context_of_node(self, ctx: Any) -> Context:
-        """Return the given context, else the current one, else the primary one of device 0: a node needs no context."""
+        """Return the context that the caller gave, else the current context, else the primary context of device 0."""
         if arguments.context(ctx):
             found: Context = self._find(arguments.Context, ctx)
             return found
