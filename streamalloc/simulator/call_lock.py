@@ -15,7 +15,7 @@ Three kinds of code could interrupt a simulated call and find a state that is ha
 
 from __future__ import annotations
 
-import _signal  # signal.signal would make enum members of what it returns, at each call.
+import _signal  # type: ignore[import-not-found]  # signal.signal would make enum members of what it returns
 import _thread
 import atexit
 import gc
