@@ -280,7 +280,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(node.kind == kind)
         made = getattr(cuda, struct)()
         values = dict(need(node.values, "the parameters of this node"))
-        values.pop("cells", None)  # no field of the struct: it keeps the arguments of a kernel alive
+        values.pop("cells", None)  # The entry is no field of the struct; it keeps the arguments of a kernel alive.
         for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
@@ -290,7 +290,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
     cuGraphKernelNodeGetParams = call(_params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
     cuGraphHostNodeGetParams = call(_params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
 
-    # Attributes of kernel nodes are stored, without effect.
+    # Attributes of kernel nodes are only stored, and have no effect.
 
     def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
         check(hNode.kind == "KERNEL")
@@ -332,7 +332,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
-        """Return the arguments of the call that changes a fill, copy or kernel node, read from a CUgraphNodeParams."""
+        """Return the arguments of the call that changes a fill, copy or kernel node. ``given``: the CUgraphNodeParams
+        with them.
+        """
         kind = given.type.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         check(kind == node.kind)
         not_modelled(kind not in _CHANGEABLE, f"other parameters for a node of kind {kind}")
@@ -351,8 +353,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     @staticmethod
     def _some(nodes: list[Node], count: int) -> tuple[list[Any], int]:
-        """Return the handles that the caller asked for, and their number. For a count of 0, return no handles and the
-        number of all nodes.
+        """Return the handles of the first ``count`` nodes, and their number. For a count of 0, return no handles and
+        the number of all nodes.
         """
         return _handles(nodes[:count], count), min(count, len(nodes)) if count else len(nodes)
 
@@ -395,7 +397,7 @@ class GraphCalls(GraphBuildingCalls):
         GraphCapture(self.graphs, hStream, self._mode_of_capture(hStream, mode))
 
     def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
-        """Check that a capture may begin in a stream, and return the capture mode as a number."""
+        """Check that a capture may begin in ``stream``. Returns the capture mode as a number."""
         number = int(mode)
         check(0 <= number <= RELAXED)
         self._not_behind_captures(stream)
@@ -493,7 +495,7 @@ class GraphCalls(GraphBuildingCalls):
 
     @staticmethod
     def _instantiated(instance: GraphExec, node: Node, *kinds: str) -> int:
-        """Return the index in ``instance.nodes`` of a node of its graph.
+        """Return the index in ``instance.nodes`` of the node that was made from ``node`` of the graph.
 
         ``kinds``: the node kinds that the call allows.
         """
@@ -541,13 +543,13 @@ class GraphCalls(GraphBuildingCalls):
 
     def _instantiate(self, graph: NodeGraph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()
-        context = self.current()  # refused without a current context (observed on H200: test_contexts)
+        context = self.current()  # Without a current context the call is refused (observed on H200: test_contexts).
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
         check(not flags & ~(AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY | uploads))
         # A graph with memory nodes can have only one instance at a time (observed on H200: test_graph_memory).
         check(not (graph.memories or graph.frees) or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
         for node in graph.flat():
-            if node.kind == "MEMSET":  # its memory must exist (observed on H200: test_capture)
+            if node.kind == "MEMSET":  # The memory of a fill node must exist (observed on H200: test_capture).
                 values = node.values or {}
                 self._check_fill_node(graph, values, context, freed=True)
                 if values["elementSize"] * values["width"] * values["height"] > _SMALL_FILL:
@@ -584,7 +586,7 @@ class GraphCalls(GraphBuildingCalls):
 
     def cuDeviceSetGraphMemAttribute(self, device: Device, attr: Any, value: Any) -> None:
         name = _MEMORY_ATTRIBUTES[arguments.member("attr", attr, cuda.CUgraphMem_attribute)]
-        value.getPtr()  # the bindings need their own class here, and raise AttributeError for others
+        value.getPtr()  # The bindings accept only their own class here, and raise AttributeError for other objects.
         check(name in ("used_high", "reserved_high") and int(value) == 0)
         setattr(device.graphs, name, device.graphs.used if name == "used_high" else device.graphs.size)
 
@@ -593,7 +595,7 @@ class GraphCalls(GraphBuildingCalls):
 
 
 def _may_replace(old: Node, new: Node) -> bool:
-    """Whether a node may get new parameters (observed on H200: test_graph_nodes).
+    """Whether a node of an instance may get the parameters of ``new`` (observed on H200: test_graph_nodes).
 
     A fill of several rows must keep its pitch, width, height and element size. A copy of several rows must keep all its
     parameters. Any other copy must keep the memory types of its source and destination.
@@ -610,11 +612,15 @@ def _may_replace(old: Node, new: Node) -> bool:
 
 
 def _kept(values: Values) -> tuple[int, ...]:
-    """Return the parameters of a fill that an update cannot change: those of its rows, if it has several."""
+    """Return the parameters of a fill that an update cannot change: pitch, width, height and element size if the fill
+    has several rows, otherwise none.
+    """
     return (values["pitch"], values["width"], values["height"], values["elementSize"]) if values["height"] > 1 else ()
 
 
 def _topology(nodes: list[Node]) -> list[tuple[str, list[int]]]:
-    """For each node, its kind and the indexes in ``nodes`` of the nodes that it depends on."""
+    """Return a tuple for each node: its kind, and the indexes in ``nodes`` of the nodes that it depends on. Equal
+    results mean graphs of equal shape.
+    """
     numbers = {node: number for number, node in enumerate(nodes)}
     return [(node.kind, sorted(numbers.get(one, -1) for one in node.after)) for node in nodes]

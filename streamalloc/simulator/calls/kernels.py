@@ -1,7 +1,7 @@
-"""Driver calls for modules, libraries and functions, their launches and their occupancy.
+"""Driver calls for modules, libraries and functions, for launches of functions and for their occupancy.
 
 Launch limits and occupancy follow NVIDIA's documentation (CUDA C++ Programming Guide, "Compute Capabilities", and the
-occupancy calculator). The values of a kernel without registers and shared memory were read from an H200: test_modules.
+occupancy calculator). The values for a kernel without registers and shared memory were read on an H200 (test_modules).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 
 class LaunchShape(NamedTuple):
-    """Sizes of a launch: blocks of the grid, threads of a block, and bytes of dynamic shared memory of a block."""
+    """Sizes of a launch: blocks of the grid in x, y and z, threads of a block in x, y and z, and bytes of dynamic
+    shared memory per block.
+    """
 
     grid: Dim3
     block: Dim3
@@ -48,10 +50,12 @@ class NoAccess(MemoryError):
 
 
 class Launch(HostFunction):
-    """One launch of a registered kernel, on a thread of its own. The kernel can read these attributes:
+    """One launch of a kernel that is a registered Python function, which runs on a thread of its own. The function can
+    read these attributes (:func:`current_launch`):
 
     ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
-    ``shared_bytes`` of a block, the dynamic ones; ``cooperative``; ``device``, its number.
+    ``shared_bytes``, the bytes of dynamic shared memory per block; ``cooperative``, a bool; ``device``, the ordinal of
+    the device.
     """
 
     def __init__(
@@ -69,7 +73,8 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        driver = self._machine.driver()  # This reference keeps the machine, and so its memory, while the kernel runs.
+        # This reference keeps the machine alive, and so its memory, while the kernel runs.
+        driver = self._machine.driver()
         self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
             return
@@ -77,21 +82,24 @@ class Launch(HostFunction):
             _here.launch = self
             self._kernel.function(*self._arguments)
         except BaseException as error:
-            with contextlib.suppress(Exception):  # else a closed sys.stderr would hide the context's error
+            # Errors are hidden here: with a closed sys.stderr, printing would raise and hide the context's error.
+            with contextlib.suppress(Exception):
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
                 traceback.print_exception(error, file=sys.stderr)
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
             self._context.error = next(codes, Result.CUDA_ERROR_LAUNCH_FAILED)
 
     @property
-    def runs(self) -> bool:  # type: ignore[override]  # a class attribute in the base class
+    def runs(self) -> bool:  # type: ignore[override]  # A property here, a class attribute in the base class.
         return self._state == "running"
 
     def touches(self, start: int, end: int) -> bool:
         return any(address < end and start < address + size for address, size, *_ in self._uses or ())
 
     def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return memory as an array, read-only if the kernel may not write it. Raises as :func:`device_view`."""
+        """Return memory as an array, which is read-only if the kernel may not write the memory. Raises the errors of
+        :func:`device_view`.
+        """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
         if (address, size) in self._whole:
@@ -119,10 +127,10 @@ _CODES = {AssertionError: Result.CUDA_ERROR_ASSERT, NoAccess: Result.CUDA_ERROR_
 
 
 def _may_use(machine: Machine, context: Context, address: int, size: int, write: bool) -> bool:
-    """Whether a kernel in a context may use memory.
+    """Whether a kernel in ``context`` may read, or with ``write`` also write, ``size`` bytes at ``address``.
 
-    Memory freed after the launch was queued has no allocation, so it only needs to be mapped. A device never accesses
-    pageable host memory.
+    Memory that was freed after the launch was queued has no allocation any more; it only needs to be mapped. Pageable
+    host memory is never accessible.
     """
     at, end, there = address, address + size, machine.banks.arenas.find(address) is not None
     while at < end:
@@ -147,13 +155,16 @@ def _has_right(allocation: LiveMemory, context: Context, write: bool) -> bool:
 
 CELLS = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 Cells = tuple[Any, ...]
-"""Copies of arguments as ctypes objects. Objects of the bindings without a known size are not copied."""
+"""Copies of the arguments of a launch as ctypes objects. Objects of the bindings without a known size are not
+copied.
+"""
 _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 _WORD = 8
 
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
-    """Return the arguments of a launch of the kernel ``name``. ``types``: its parameter types; None if unknown.
+    """Return the arguments of a launch of the kernel ``name``. ``types``: ctypes types of its parameters; None if
+    unknown.
 
     The bindings pack the arguments into memory, as for a real driver, and this function reads that memory.
     """
@@ -179,11 +190,11 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
 def packed(params: Any, extra: Any) -> tuple[Any, int]:
     """Let the bindings pack the arguments of a launch.
 
-    Returns the struct that owns the packed ``params``, and the address that ``extra`` gives, or 0. The driver accepts
-    only one of ``params`` and ``extra``.
+    Returns a tuple of the struct that owns the packed ``params``, and the address that ``extra`` gives, or 0. The
+    driver accepts only one of ``params`` and ``extra``.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
-    node.kernelParams = params  # the bindings check the arguments here, and raise
+    node.kernelParams = params  # The bindings check the arguments at this assignment, and raise.
     buffer = int(extra or 0)
     check(not (int(node.kernelParams) and buffer))
     return node, buffer
@@ -194,7 +205,7 @@ def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 
 def _addresses(slots: int, count: int) -> tuple[int, ...]:
-    """Return the addresses of ``count`` arguments. ``slots``: address of the ``void**`` that lists them."""
+    """Return the addresses of ``count`` arguments. ``slots``: address of the ``void**`` in which they are listed."""
     return tuple(_read(slots, ctypes.c_uint64 * count, "arguments")) if count else ()
 
 
@@ -208,9 +219,9 @@ def _given(address: int, value: Any, kind: Any, parameter: Any) -> Any:
     """Read the argument ``value`` at ``address``, where the bindings packed it.
 
     ``kind``: the C type that the caller named; None for a ctypes or bindings object. ``parameter``: the type that the
-    kernel declares; None if unknown. A number is read as the parameter's type. But if the caller named a smaller type,
-    it is read as that type: NVIDIA's samples pass an int for a size_t. A struct of the bindings is read as the ctypes
-    struct that the kernel declares.
+    kernel declares; None if unknown. A number is read as the parameter's type, or as the type that the caller named if
+    that is smaller: NVIDIA's samples pass an int for a size_t. A struct of the bindings is read as the ctypes struct
+    that the kernel declares.
     """
     if kind is None and isinstance(value, CELLS):
         kind = type(value)
@@ -229,9 +240,11 @@ def _is_a(kind: Any, cls: type) -> bool:
 
 
 def plain(cell: Any) -> Any:
-    """Return an argument as the Python functions of kernels get it: a number as int or float, a struct as itself."""
+    """Return an argument in the form in which the Python function of a kernel gets it: a number as int or float, a
+    struct unchanged.
+    """
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
-    return 0 if value is None else value  # ctypes returns None for a null pointer
+    return 0 if value is None else value  # ctypes gives None as the value of a null pointer.
 
 
 def _word(address: int) -> int:
@@ -239,7 +252,7 @@ def _word(address: int) -> int:
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
-    """Return the arguments that a launch passes in a buffer.
+    """Return the arguments that a launch passes in a buffer, by the argument ``extra`` of the call.
 
     ``extra``: address of the list of CU_LAUNCH_PARAM_* names and their values, which give the address and the size of
     the buffer.
@@ -259,7 +272,7 @@ def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
 
 
 def offsets(types: tuple[Any, ...]) -> list[int]:
-    """Return the byte offset of each parameter, aligned to its type."""
+    """Return the offset in bytes of each parameter, aligned as its type requires."""
     found, at = [], 0
     for kind in types:
         alignment = ctypes.alignment(kind)
@@ -271,11 +284,12 @@ def offsets(types: tuple[Any, ...]) -> list[int]:
 
 # -- what a running kernel asks --------------------------------------------------------------------------------
 
-_here = threading.local()  # ``launch``: the launch that runs on the thread
+_here = threading.local()  # Attribute ``launch``: the launch that runs on the thread.
 
 
 def current_launch() -> Launch:
-    """The launch that runs the calling function: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
+    """Return the launch that runs the calling function. It has ``name``, ``grid``, ``block``, ``shared_bytes`` and
+    ``device``.
 
     :func:`kernel` registers such functions.
 
@@ -291,7 +305,8 @@ def current_launch() -> Launch:
 
 
 def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """Return simulated memory as a NumPy array, for the kernel on this thread. Valid until the kernel returns.
+    """Return simulated memory as a NumPy array, for the kernel that runs on this thread. The array is valid until the
+    kernel returns.
 
     :func:`kernel` shows its use.
 
@@ -301,7 +316,7 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
     Parameters
     ----------
     address
-        Address of the first byte, as it is passed to kernels.
+        Device address of the first byte, as the kernel gets it.
     shape
         Number of elements, or the shape.
     dtype
@@ -320,7 +335,7 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
 
 
 def _copy_blocks(copies: BlockCopies) -> None:
-    """Do the work of the package's own kernel: copy blocks of equal size."""
+    """Do the work of the package's own kernel on the simulated driver: copy blocks of ``copies.nbytes`` bytes."""
     for target, source in zip(*copies.addresses(), strict=True):
         device_view(target, copies.nbytes)[:] = device_view(source, copies.nbytes)
 
@@ -336,14 +351,14 @@ for _name in COPY_MOST:
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
-# Attributes that cuFuncSetAttribute accepts, by number: dynamic shared memory, carveout, and all from 11 to the
+# Numbers of the attributes that cuFuncSetAttribute accepts: dynamic shared memory, carveout, and all from 11 to the
 # scheduling policy of clusters.
 _DYNAMIC, _CARVEOUT, _LAST = 8, 9, 15
 _SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
-"""The registers of a warp are allocated in multiples of this number."""
+"""The registers of a warp are allocated in multiples of this number of registers."""
 
 
 def _text(name: Any) -> str:
@@ -392,7 +407,7 @@ class KernelCalls(Calls):
         self._unload(hmod)
 
     def _unload(self, module: Module) -> None:
-        """Remove a module or a library, with its functions and variables."""
+        """Remove a module or a library, with its functions and variables, and the modules of a library."""
         for own in [one for one in self.modules.values() if one.library is module]:
             self._unload(own)
         self.modules.pop(module.handle, None)
@@ -418,9 +433,9 @@ class KernelCalls(Calls):
     cuModuleGetFunction = call(_find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
-        """Return address and size of a variable of a module, or of a library's variable in the current context.
+        """Return address and size in bytes of a variable: of a module, or of a library in the current context.
 
-        Its memory is allocated at the first call.
+        The memory of the variable is allocated at the first call.
         """
         module = module.library or module
         context, text = module.context or self.current(), _text(name)
@@ -469,7 +484,7 @@ class KernelCalls(Calls):
     cuLibraryEnumerateKernels = call(_functions, cuda.CUkernel)
 
     def _in_context(self, library: Module, context: Context) -> Module:
-        """Return the module of a library in a context, made at the first request."""
+        """Return the module of a library in a context. The first call makes the module."""
         made = (one for one in self.modules.values() if one.library is library and one.context is context)
         return next(made, None) or self.modules.add(kernels.Module(library.contents, context, library))
 
@@ -499,7 +514,7 @@ class KernelCalls(Calls):
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
 
     def _ignored(self, *unused: Any) -> None:
-        """Do nothing: caches and lazy loading are not simulated."""
+        """Do nothing: caches and lazy loading of kernels are not simulated."""
 
     cuFuncLoad = cuFuncSetCacheConfig = cuFuncSetSharedMemConfig = cuKernelSetCacheConfig = call(_ignored)
 
@@ -522,12 +537,14 @@ class KernelCalls(Calls):
     # -- attributes ------------------------------------------------------------------------------------------
 
     def _bound(self, name: str, device: Any = None) -> int:
-        """Return a device attribute that limits kernels. ``device``: None for that of the current context."""
+        """Return the device attribute ``name``, a limit for kernels. ``device``: None for the device of the current
+        context.
+        """
         found = device or self.current().device
         return int(found.attributes[name])
 
     def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
-        """Return an attribute that was set or registered, else the value for an empty kernel."""
+        """Return an attribute of a function: the value that was set, or registered, or else that of an empty kernel."""
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
         name = attribute.name.removeprefix(_PREFIX)
         check(number <= _LAST)
@@ -566,7 +583,9 @@ class KernelCalls(Calls):
     # -- occupancy -------------------------------------------------------------------------------------------
 
     def _blocks(self, function: Function, block: int, dynamic: int, *flags: int) -> int:
-        """Return how many blocks of ``block`` threads and ``dynamic`` bytes of shared memory fit a multiprocessor."""
+        """Return the number of blocks that fit a multiprocessor. Each block has ``block`` threads and ``dynamic`` bytes
+        of dynamic shared memory.
+        """
         check(block > 0)
         limit = self._bound
         registers, static = (int(function.registered.get(one, 0)) for one in ("NUM_REGS", "SHARED_SIZE_BYTES"))
@@ -588,7 +607,8 @@ class KernelCalls(Calls):
     cuOccupancyMaxActiveBlocksPerMultiprocessor = cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(_blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
-        """Return the number of blocks that fills the device, and the block size with the most concurrent threads.
+        """Return a tuple: the number of blocks that fills the device, and the block size for which most threads run at
+        the same time.
 
         ``shared_of``: address of a host function that maps a block size to bytes of shared memory; 0: each block has
         ``dynamic`` bytes. ``most``: the largest block size to try; 0: no such limit.
@@ -607,15 +627,15 @@ class KernelCalls(Calls):
         check(numBlocks > 0 and blockSize > 0)
         static = int(func.registered.get("SHARED_SIZE_BYTES", 0))
         share = self._bound("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // numBlocks - static
-        # The call promises no more bytes than a launch may ask for (observed on H200: test_modules)
+        # The driver promises no more bytes than a launch may ask for (observed on H200: test_modules).
         allowed = self._attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, func)
         return max(min(share, allowed), 0)
 
     # -- launches --------------------------------------------------------------------------------------------
 
     def _shape(self, function: Function, sizes: tuple[int, ...], cooperative: bool = False) -> LaunchShape:
-        """Check the sizes of a launch, and return its shape. ``sizes``: x, y and z of the grid, then of a block, then
-        the bytes of dynamic shared memory.
+        """Check the sizes of a launch, and return its shape. ``sizes``: x, y and z of the grid, x, y and z of a block,
+        then the bytes of dynamic shared memory per block.
         """
         x, y, z, block_x, block_y, block_z, shared = sizes
         limit, attribute = self._bound, self._attribute
@@ -632,9 +652,9 @@ class KernelCalls(Calls):
     def _launch_of(
         self, context: Context, function: Function, shape: LaunchShape, params: Any, extra: Any
     ) -> tuple[Operation, Cells]:
-        """Return the operation that runs a launch in its stream, and the launch's arguments.
+        """Return a tuple of the operation that runs a launch, and the launch's arguments.
 
-        A kernel that is ignored gets an operation without work.
+        If the machine ignores unknown kernels, the operation of such a kernel does nothing.
         """
         own = function.module.context
         check(own is None or own is context, Result.CUDA_ERROR_INVALID_HANDLE)
@@ -661,7 +681,9 @@ class KernelCalls(Calls):
     cuLaunchCooperativeKernel = call(_launch_kernel, True, hStream=arguments.Queue)
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
-        """Launch with attributes. All but clusters and cooperation are ignored: the simulated order is stricter."""
+        """Launch a kernel with attributes. Attributes other than clusters and cooperation are ignored, because the
+        simulated order of work is stricter.
+        """
         sizes = extents_of(config)
         attributes = {one.id.name: one.value for one in list(config.attrs or ())[: int(config.numAttrs)]}
         if _CLUSTER in attributes:
@@ -673,7 +695,8 @@ class KernelCalls(Calls):
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
-        """Return address, size, write flag and atomic flag of each use of a launch; None if unknown.
+        """Return the memory that a launch of the function ``f`` uses: tuples of address, bytes, write flag and atomic
+        flag. None if unknown.
 
         This is not a driver function: the checker calls it. Bytes that are read and written count as written.
         """
@@ -717,14 +740,14 @@ class KernelCalls(Calls):
 
 
 def extents_of(struct: Any) -> tuple[int, ...]:
-    """Return x, y and z of a launch's grid, then of its blocks."""
+    """Return x, y and z of a launch's grid in blocks, then x, y and z of a block in threads."""
     return tuple(int(getattr(struct, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
 
 
 def node_values(function: Function, shape: LaunchShape, cells: Cells) -> Values:
     """Return the parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells``.
 
-    ``cells`` keeps the memory alive that ``kernelParams`` refers to.
+    The entry ``cells`` keeps the memory alive to which ``kernelParams`` refers.
     """
     slots = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(one) for one in cells if isinstance(one, CELLS)))
     values: Values = {"func": cuda.CUfunction(function.handle), "sharedMemBytes": shape.shared_bytes}

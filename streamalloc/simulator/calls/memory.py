@@ -1,5 +1,6 @@
-"""Driver calls for memory outside of pools: device memory, pinned and registered host memory, managed memory with
-prefetches and advice; and pointer attributes.
+"""Driver calls for memory outside of pools, and for pointer attributes.
+
+The memory is: device memory, pinned and registered host memory, and managed memory with prefetches and advice.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[allocations.LiveMemory, int], Any]] = {
     "MAPPED": lambda a, at: True,
     "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
     "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, allocations.DeviceMemory) and _has_rdma(a)),
-    "ACCESS_FLAGS": lambda a, at: 3,  # read and write
+    "ACCESS_FLAGS": lambda a, at: 3,  # 3: the device can read and write.
     "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
 }
 _PREFIX = "CU_POINTER_ATTRIBUTE_"
@@ -57,7 +58,7 @@ def _has_rdma(allocation: allocations.LiveMemory) -> bool:
 def _range_start(allocation: allocations.LiveMemory) -> int:
     """Return RANGE_START_ADDR of an allocation.
 
-    For memory of a host pool that is no address, but the offset in the pool's chunk (observed on H200:
+    For memory of a host pool the driver gives no address, but the offset in the pool's chunk (observed on H200:
     test_plain_memory).
     """
     if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
@@ -68,8 +69,9 @@ def _range_start(allocation: allocations.LiveMemory) -> int:
 def _ordinal(allocation: allocations.LiveMemory) -> int:
     """Return DEVICE_ORDINAL of an allocation: the device of its memory, else that of its context.
 
-    For memory of a device that is not visible to the process it is 0; for memory of ``cuIpcOpenMemHandle``, the device
-    that opened it. These values were read from libcuda, because cuda-bindings 13.3 return 0 for every pointer.
+    For memory of a device that the process does not see, the value is 0. For memory of ``cuIpcOpenMemHandle``, it is
+    the device that opened the memory. These values were read from libcuda, because cuda-bindings 13.3 return 0 for
+    every pointer.
     """
     if allocation.device is not None:
         return max(allocation.device, 0)
@@ -81,8 +83,8 @@ _ABSENT = {
     **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
     **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
 }
-"""By attribute: the value from ``cuPointerGetAttributes`` for an address without an allocation. It is 0 for attributes
-that are not listed.
+"""For each attribute: the value that ``cuPointerGetAttributes`` gives for an address without an allocation. It is 0 for
+attributes that are not listed.
 """
 
 
@@ -117,8 +119,8 @@ class MemoryCalls(VirtualMemoryCalls):
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
-        """Free at once. The call waits for all work on the device, except if it frees memory of a pool or a graph. Like
-        other calls that release memory, it needs no context.
+        """Free at once. The call first waits for all work on the device, except for memory of a pool or a graph. It
+        needs no context.
         """
         self._unsafe_during_capture()
         if not dptr:
@@ -130,7 +132,7 @@ class MemoryCalls(VirtualMemoryCalls):
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
             self.allocations.remove(allocation)
-            allocation.memory.freed(dptr)  # without a wait, as for pool memory
+            allocation.memory.freed(dptr)  # The host does not wait, as for memory of a pool.
         else:
             self.drain(allocation.device)
             check(self.allocations.at.get(dptr) is allocation)
@@ -173,7 +175,8 @@ class MemoryCalls(VirtualMemoryCalls):
         self.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
-        # The result code differs for an address in pinned or registered memory (observed on H200: test_plain_memory)
+        # For an address inside pinned or registered memory the result code is another one (observed on H200:
+        # test_plain_memory).
         inside = isinstance(self.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
@@ -209,7 +212,8 @@ class MemoryCalls(VirtualMemoryCalls):
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
             check(right_of_current(self, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if mapping.memory.properties.device is None:
-                base = 0  # the driver returns no base for mapped host memory (observed on H200: test_mapping_access)
+                # The driver returns no base address for mapped host memory (observed on H200: test_mapping_access).
+                base = 0
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:
@@ -217,7 +221,7 @@ class MemoryCalls(VirtualMemoryCalls):
         allocation = self.allocations.find(ptr)
         value = self._read_attribute(attribute, allocation, ptr)
         if allocation is not None and attribute.name == "CU_POINTER_ATTRIBUTE_DEVICE_POINTER":
-            self.current()  # refused without a current context (observed on H200: test_contexts)
+            self.current()  # Without a current context the call is refused (observed on H200: test_contexts).
         return need(value)
 
     def cuPointerGetAttributes(self, numAttributes: UnsignedInt, attributes: Any, ptr: DevicePointer) -> list[Any]:
@@ -230,13 +234,14 @@ class MemoryCalls(VirtualMemoryCalls):
         values = []
         for one in wanted:
             name, value = one.name.removeprefix(_PREFIX), self._read_attribute(one, allocation, ptr)
-            if name == "DEVICE_POINTER" and self.current_or_none() is None:  # like an unknown address
+            # Without a current context the answer is that for an unknown address.
+            if name == "DEVICE_POINTER" and self.current_or_none() is None:
                 value = None
             values.append(absent.get(name, 0) if value is None else value)
         return values
 
     def _read_attribute(self, attribute: Any, allocation: allocations.LiveMemory | None, address: int) -> Any:
-        """Return the value of an attribute; None if the driver refuses, as it does for an address without an
+        """Return the value of an attribute; None if the driver refuses it, for example for an address without an
         allocation.
         """
         name = attribute.name.removeprefix(_PREFIX)
@@ -253,7 +258,7 @@ class MemoryCalls(VirtualMemoryCalls):
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
         """Store SYNC_MEMOPS, the only attribute that can be set.
 
-        It has no effect on copies: the host still does not wait for asynchronous ones (observed on H200:
+        The attribute has no effect on copies: the host still does not wait for asynchronous copies (observed on H200:
         test_plain_memory).
         """
         check(arguments.member("attribute", attribute, cuda.CUpointer_attribute) == int(_SYNC_MEMOPS))
@@ -285,14 +290,16 @@ class MemoryCalls(VirtualMemoryCalls):
         return allocation
 
     def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:
-        """Return a location after its checks. ``allowed``: location types that the call accepts besides devices.
+        """Check a CUmemLocation, and return it as a :class:`Place`. ``allowed``: location types that the call accepts
+        besides devices.
 
         The nearest NUMA node (HOST_NUMA_CURRENT) is node 0.
         """
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # Users report this error for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43)
+            # Users report this result code for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809,
+            # owl-project/owl#43).
             check(self.supports("CONCURRENT_MANAGED_ACCESS", place.id), Result.CUDA_ERROR_INVALID_DEVICE)
             return place
         check(place.type in allowed)
@@ -320,8 +327,8 @@ class MemoryCalls(VirtualMemoryCalls):
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
         """Prefetch or discard several ranges of managed memory.
 
-        ``name``: the call. ``more``: its remaining arguments: for a prefetch the three that name its locations, then
-        flags and a stream.
+        ``name``: name of the call. ``more``: its other arguments, that is for a prefetch three that give the locations,
+        then flags and a stream.
         """
         *destinations, flags, handle = more
         addresses = [int(one) for one in arguments.structs("dptrs", dptrs, cuda.CUdeviceptr, count)]
@@ -359,7 +366,7 @@ class MemoryCalls(VirtualMemoryCalls):
         allocation = self._managed(devPtr, count)
         allocations.advise(allocation, devPtr, count, lambda before: change(before, place))
 
-    if not EDGE_DATA:  # earlier bindings take other arguments
+    if not EDGE_DATA:  # In earlier bindings these calls take other arguments.
         del cuMemPrefetchAsync, cuMemAdvise
 
     def cuMemRangeGetAttribute(self, dataSize: Size, attribute: Any, devPtr: DevicePointer, count: Size) -> Any:
@@ -395,7 +402,7 @@ class MemoryCalls(VirtualMemoryCalls):
             return _number(place)
         if part == "_TYPE":
             return Location.NONE if place is None else place.type
-        return _NONE if place is None else place.id  # for the host and for no location the id has no meaning
+        return _NONE if place is None else place.id  # For the host and for no location the id has no meaning.
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
@@ -407,11 +414,11 @@ _ADVICE: dict[int, tuple[tuple[int, ...], Callable[[allocations.Advice, Place], 
     5: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by | {place})),
     6: ((Location.HOST,), lambda before, place: replace(before, accessed_by=before.accessed_by - {place})),
 }
-"""By ``CUmem_advise``: the location types that the call accepts besides devices (empty: it ignores the location), and
-the change of the advice on a page.
+"""For each ``CUmem_advise``: the location types that the call accepts besides devices (empty: it ignores the location),
+and the function that changes the advice on a page.
 """
 
 
 def _number(place: Place | None) -> int:
-    """Return the device id of a location: that of the CPU for every host location, CU_DEVICE_INVALID for none."""
+    """Return the device number of a location: CU_DEVICE_CPU for every host location, CU_DEVICE_INVALID for None."""
     return _NONE if place is None else place.id if place.type == Location.DEVICE else _CPU

@@ -25,7 +25,8 @@ Team = Annotated[MulticastMemory, Handle(cuda.CUmemGenericAllocationHandle), tea
 class Update(PlannedCopy):
     """Operation that updates each replica of a range.
 
-    It holds the object's lock during a step, so that no other process or operation updates the object meanwhile.
+    The lock of the multicast object is held during a step, so that no other process or operation updates the object
+    meanwhile.
     """
 
     def step(self) -> bool:
@@ -37,9 +38,9 @@ class Update(PlannedCopy):
 
 
 class Gather(PlannedCopy):
-    """Operation that stores the result of a function of all replicas of a range.
+    """Operation that combines the replicas of a range by a function, and stores the result at an address.
 
-    ``combine`` gets the replicas in the order in which their devices were added.
+    ``combine`` gets a list with the bytes of each replica, in the order in which the devices were added to the team.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class MulticastCalls(CopyCalls):
     def cuMulticastGetGranularity(
         self, prop: cuda.CUmulticastObjectProp, option: cuda.CUmulticastGranularity_flags
     ) -> int:
-        """Return the granularity. The size in the properties is ignored, because programs omit it."""
+        """Return the granularity in bytes for an object with these properties. The size in the properties is ignored,
+        because programs omit it.
+        """
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"
         return need(self.profile.granularity("MULTICAST", handle_types), refused)[int(option)]
@@ -90,22 +93,24 @@ class MulticastCalls(CopyCalls):
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._fits(size))
         if handle_types & HandleType.FABRIC:
-            # The result code without an IMEX channel was observed for ``cuMemCreate`` and is documented for this call.
+            # This result code was observed for ``cuMemCreate`` without an IMEX channel, and is documented for this
+            # call.
             check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(not self.fabric, "cuMulticastCreate with fabric handles where these are not supported")
         table = MulticastTable.create(str(self.labels.new("multicast", NOWHERE)), devices, size, handle_types)
         return cuda.CUmemGenericAllocationHandle(self.memories.add(MulticastMemory(self, table, False)).handle)
 
     def _fits(self, *sizes: int) -> bool:
-        """Whether all these sizes, offsets and addresses are multiples of the granularity."""
+        """Whether ``sizes`` (sizes, offsets or addresses) are all multiples of the granularity."""
         return not any(size % self.profile.team_page for size in sizes)
 
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
-        """Return the number of devices, the size in bytes, and the handle types, after their checks."""
+        """Check the properties of an object. Returns the number of devices, the size in bytes, and the handle types."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         check(any(device.attributes["MULTICAST_SUPPORTED"] for device in self.devices), Result.CUDA_ERROR_NOT_SUPPORTED)
-        # Users report that the driver refuses such an object, but not the result code (InternLM/lmdeploy#4296)
+        # Users report that the driver refuses an object for one device, but not with which result code
+        # (InternLM/lmdeploy#4296).
         not_modelled(devices == 1, "a multicast object for one device")
         too_many = devices > self.spec.devices and not self.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
@@ -114,20 +119,20 @@ class MulticastCalls(CopyCalls):
     def cuMulticastAddDevice(self, mcHandle: Team, dev: Device) -> None:
         """Add a device to the team.
 
-        NVIDIA's kernel module refuses a device that was added before, and a surplus device. The driver's result code is
-        unknown.
+        NVIDIA's kernel module refuses a device that was added before, and a device beyond the size of the team. The
+        result code of the driver is unknown.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         check(mcHandle.table.add(self.labels.number(dev.ordinal), self._has_slot()))
-        self.scheduler.announce()  # wakes threads that wait for the team
+        self.scheduler.announce()  # This wakes threads that wait until the team is complete.
 
     def _objects(self) -> set[MulticastMemory]:
-        """The multicast objects with a handle or a mapping in this machine."""
+        """Return the multicast objects that have a handle or a mapping in this machine."""
         mapped = (one.mapping.memory for one in self.allocations.at.values() if one.mapping is not None)
         return {one for one in (*self.memories.values(), *mapped) if isinstance(one, MulticastMemory)}
 
     def _has_slot(self) -> bool:
-        """Whether the switch has a slot for another team. Only objects of this machine count."""
+        """Whether the switch has a free slot for a further team. Only objects of this machine are counted."""
         return len({one.serial for one in self._objects() if one.table.state == FORMED}) < self.spec.multicast_slots
 
     def _release(self) -> None:
@@ -145,7 +150,7 @@ class MulticastCalls(CopyCalls):
         check(self._fits(start) and start + size <= memory.size)
         self._check_bindable(found, memory, device)
         found.wait_for_team("cuMulticastBindMem")
-        # Look both handles up again: other threads may have released them during the wait for the team.
+        # Both handles are looked up again, because other threads may have released them during the wait for the team.
         found, memory = team_of(self, found.handle), self.memory(handle)
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
@@ -165,7 +170,7 @@ class MulticastCalls(CopyCalls):
         team_of(self, found.handle).bind(offset, size, self._locate(address, size))
 
     def _locate(self, address: int, size: int) -> Backing:
-        """Return the memory behind an address range, which must lie in one mapping or one pool allocation."""
+        """Return the memory at an address range, which must lie in one mapping or one pool allocation."""
         allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
@@ -174,7 +179,7 @@ class MulticastCalls(CopyCalls):
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
         check(address + size <= allocation.end)
-        check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
+        check(pool is not None)  # As documented, the memory must be of cuMemCreate or of a pool.
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
 
@@ -209,10 +214,10 @@ class MulticastCalls(CopyCalls):
     # -- multimem operations, for Python functions that replace kernels (streamalloc.testing) ----------------
 
     def multimem_update(self, hStream: Queue, address: int, size: int, apply: Put) -> None:
-        """Queue calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
+        """Queue an operation that calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
 
-        Raises ``ValueError`` if the range is not in one mapping of a multicast object, and :class:`Fault` without
-        access to it. This is not a driver function.
+        ``where``: address of the bytes; ``offset``: their offset in the range. Raises ``ValueError`` if the range is
+        not in one mapping of a multicast object, :class:`Fault` without access. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ_WRITE)
         hStream.submit(Update(self, hStream.context, address, size, apply))
@@ -220,7 +225,8 @@ class MulticastCalls(CopyCalls):
     def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
         """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
 
-        ``combine`` gets the bytes of the replicas. Raises as :meth:`multimem_update`. This is not a driver function.
+        ``combine`` gets a list with the bytes of each replica, and returns as many bytes. Raises the errors of
+        :meth:`multimem_update`. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ)
         if self.banks.arenas.find(target) is not None:

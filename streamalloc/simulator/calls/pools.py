@@ -20,7 +20,9 @@ _TOO_LARGE_MAX_SIZE = 1 << 46
 
 _SWITCHES = {1: "follow_events", 2: "opportunistic", 3: "internal_dependencies"}
 _NUMBERS = {4: "threshold", 5: "reserved", 6: "reserved_high", 7: "used", 8: "used_high"}
-"""Like ``_SWITCHES``: the field of a :class:`Pool`, by the number of the attribute (CUmemPool_attribute)."""
+"""Names of fields of :class:`Pool` by the number of the attribute (CUmemPool_attribute), as ``_SWITCHES`` has them for
+the reuse policies.
+"""
 _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
     9: (13010, lambda pool: pool.allocation_type),
     10: (13010, lambda pool: pool.handle_types),
@@ -30,11 +32,15 @@ _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
     14: (13010, lambda pool: 0),
     15: (13040, lambda pool: -1),
 }
-"""By CUmemPool_attribute: the first driver version that has the attribute, and a function that reads it from a pool."""
+"""For further members of CUmemPool_attribute: the first driver version that has the attribute, and a function that
+reads it from a pool.
+"""
 
 
 class PoolCalls(Calls):
-    """The calls cuMemPool*, cuMemAllocAsync, cuMemFreeAsync, and those for default and current pools (cu*MemPool)."""
+    """The calls cuMemPool*, cuMemAllocAsync, cuMemFreeAsync, and the calls for default and current pools
+    (cu*MemPool).
+    """
 
     # -- making and ending -----------------------------------------------------------------------------------
 
@@ -47,7 +53,7 @@ class PoolCalls(Calls):
         if kind == MANAGED:
             check(self._is_place(place) or place.type == Location.NONE)
             check(not handle_types and not max_size and not usage)
-            # Devices without concurrent managed access give this result code, as documented.
+            # As documented, devices without concurrent managed access give this result code.
             check(self.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
@@ -59,8 +65,8 @@ class PoolCalls(Calls):
         return cuda.CUmemoryPool(self.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
-        """Raise :class:`NotModelled` for a kind of pool that this profile's devices lack: the real driver's answer is
-        unknown.
+        """Raise :class:`NotModelled` for a kind of pool that the devices of this profile do not support: the real
+        driver's result code is unknown.
         """
         devices = self.devices if place.device is None else [self.devices[place.device]]
         unable = [one for one in devices if handle_types & ~one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0)]
@@ -90,15 +96,15 @@ class PoolCalls(Calls):
         found.destroy()
 
     def _destroy_imported(self, pool: OpenedPool) -> None:
-        """Destroy an imported pool, after a wait for the work before the frees of its allocations.
+        """Destroy an imported pool. First the host waits for the frees of its allocations, and the work before them.
 
-        Gives CUDA_ERROR_INVALID_VALUE while an allocation of it is imported.
+        Gives CUDA_ERROR_INVALID_VALUE while an allocation of the pool is imported.
         """
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(
             not pool.imports and self.pools.opened.pop(pool.handle, None)
-        )  # another thread may have done so meanwhile
+        )  # Another thread may have destroyed the pool meanwhile.
         pool.close()
 
     def _pool_or_import(self, handle: int) -> Pool | OpenedPool:
@@ -129,7 +135,7 @@ class PoolCalls(Calls):
             return
         if number not in _NUMBERS:
             raise TypeError(f"Unsupported attribute: {attr.name}")
-        value.getPtr()  # the bindings need their own class here, and raise AttributeError for others
+        value.getPtr()  # The bindings accept only their own class here, and raise AttributeError for other objects.
         wanted = int(value)
         self._unsafe_during_capture()
         found = self.pools.get(pool)
@@ -137,7 +143,7 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        # Only high-water marks of the other attributes can be set, and only to 0. A mark then gets the current value.
+        # Of these attributes, only high-water marks can be set, and only to 0: the mark then gets the current value.
         check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 
@@ -176,7 +182,7 @@ class PoolCalls(Calls):
         if place.type == Location.DEVICE:
             check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
         else:
-            # The access of the host cannot change: it can use all host pools, and no device pool.
+            # The access of the host cannot change: the host can use all host pools, and no device pool.
             check(pool.device is None, Result.CUDA_ERROR_NOT_SUPPORTED)
             check(place.type in (Location.HOST, Location.HOST_NUMA))
             check(flags == READ_WRITE, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -205,8 +211,8 @@ class PoolCalls(Calls):
     def _device_place(self, ordinal: int) -> Place:
         """Return the location of a device.
 
-        In these calls an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE (observed on H200:
-        test_contexts).
+        In calls for a device's pools an unknown device gives CUDA_ERROR_INVALID_VALUE, not INVALID_DEVICE (observed on
+        H200: test_contexts).
         """
         check(0 <= ordinal < len(self.devices))
         return Place(Location.DEVICE, ordinal)
@@ -221,7 +227,7 @@ class PoolCalls(Calls):
 
     def cuMemSetMemPool(self, location: Any, typename: Any, pool: PoolHandle) -> None:
         self.pools.get(pool)
-        self._unsafe_during_capture()  # before the location check (observed on H200: test_pools)
+        self._unsafe_during_capture()  # The driver checks this before the location (observed on H200: test_pools).
         location = arguments.struct("location", location, cuda.CUmemLocation)
         kind = arguments.number("typename", typename, cuda.CUmemAllocationType)
         self._set_current(*self._location(location, kind), pool)

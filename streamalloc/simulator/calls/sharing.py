@@ -1,9 +1,9 @@
 """Sharing between processes: exported and imported pools and memory, IPC handles of cuMemAlloc memory and of events.
 
-All shared memory is in anonymous files. A file's name contains its kind and machine, so an importer needs only a
-descriptor. The memory exists while any process has the descriptor. Handles of 64 bytes name a file by process and
-descriptor number. Processes of the same user can open them while that process lives. No file has a path, so nothing
-remains on disk.
+All shared memory is in anonymous files. The name of a file contains its kind and its machine, so an importer needs only
+a file descriptor. The memory exists while any process has a descriptor of the file. A handle of 64 bytes names a file
+by process id and descriptor number. Processes of the same user can open them while that process lives. No file has a
+path, so nothing remains on disk.
 
 Machines with a host name that are otherwise equal form one IMEX domain. They share only fabric handles of physical
 memory and multicast objects.
@@ -39,27 +39,32 @@ from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.profiles import MachineSpec
 
 _HANDLE_TYPES = (HandleType.NONE, HandleType.POSIX_FD, HandleType.WIN32, HandleType.WIN32_KMT, HandleType.FABRIC)
-_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag of CUipcMem_flags
+_LAZY_ENABLE_PEER_ACCESS = 1  # The only flag in CUipcMem_flags.
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------
 
 
 def pack(kind: str, *words: int) -> bytes:
-    """Return integers and their checksum as 64 bytes, padded with zeros. ``kind`` enters the checksum."""
+    """Return a handle of 64 bytes: integers, their checksum, zeros. ``kind``: name of the kind of handle, which is part
+    of the checksum.
+    """
     data = struct.pack(f"<{len(words)}Q", *words)
     return (data + struct.pack("<Q", zlib.crc32(data, zlib.crc32(kind.encode())))).ljust(HANDLE_BYTES, b"\0")
 
 
 def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
-    """Return the ``count`` integers that :func:`pack` packed; None if the bytes are damaged or of another kind."""
+    """Return the ``count`` integers of a handle that :func:`pack` made; None if the bytes are damaged or of another
+    kind.
+    """
     words: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data)
     return words if pack(kind, *words) == data else None
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Pack five integers as an IPC memory handle, around bytes that the driver does not read.
+    """Return an IPC memory handle of 64 bytes with five integers. ``serial`` fills the bytes that the driver does not
+    read.
 
-    It reads no bytes 0-7 and 32-39 of such a handle (observed on H200: test_sharing's
+    The driver does not read the bytes 0-7 and 32-39 of such a handle (observed on H200: test_sharing's
     test_bytes_that_are_not_looked_at).
     """
     data = pack("memory", *words)
@@ -70,7 +75,8 @@ def pack_memory(serial: int, *words: int) -> bytes:
 def _block_of(words: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the identity of the first block of the memory that an IPC memory handle names.
 
-    It is process and descriptor in one number, the machine object, and the block's number in the file.
+    It is a tuple: process id and descriptor in one number, number of the machine object, index of the block in the
+    file.
     """
     where, _, offset, owner, _ = words
     return where, owner, offset // BLOCK
@@ -92,15 +98,17 @@ class SharingCalls(VirtualMemoryCalls):
         self._tables: WeakValueDictionary[tuple[int, ...], EventTable] = WeakValueDictionary()
 
     def _not_during_capture(self) -> None:
-        """Raise :class:`NotModelled` while a capture forbids unsafe calls of this thread: it is unknown whether this
-        call is one.
+        """Raise :class:`NotModelled` while a capture forbids unsafe calls of this thread: it is unknown whether the
+        driver treats this call as unsafe.
         """
         caller = self.scheduler.caller
         forbids = any(capture.forbids(caller) for capture in self.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
-        """Refuse fabric handles if the machine has no IMEX channel. By default it has none, as the observed machine."""
+        """Refuse fabric handles if the machine has no IMEX channel. By default it has none, like the machine on which
+        the facts were read.
+        """
         check(kind != HandleType.FABRIC or self.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
@@ -112,7 +120,7 @@ class SharingCalls(VirtualMemoryCalls):
         check(kind & found.handle_types and not flags)
         self._need_channel(kind)
         physical = found.export()
-        # The driver's descriptor is inheritable, unlike those that Python makes (observed on H200: test_sharing)
+        # The driver's descriptor is inheritable, unlike descriptors that Python makes (observed on H200: test_sharing).
         return self._export("pool", kind, physical, lambda: fcntl.fcntl(physical.fd, fcntl.F_DUPFD, 0))
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
@@ -138,7 +146,9 @@ class SharingCalls(VirtualMemoryCalls):
         return self._export("memory", kind, memory.table.physical, memory.table.export)
 
     def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
-        """Export a file. Returns a new descriptor, made by ``lend``, or a fabric handle. ``name``: pool or memory."""
+        """Export a file. Returns a new file descriptor, made by ``lend``, or a fabric handle. ``name``: ``"pool"`` or
+        ``"memory"``.
+        """
         if kind == HandleType.POSIX_FD:
             return lend()
         physical.lent = True
@@ -156,8 +166,8 @@ class SharingCalls(VirtualMemoryCalls):
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
     def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | Mappable:
-        """Import a pool or memory (``kind``). ``given``: a file descriptor, which the caller keeps, or the address of a
-        fabric handle.
+        """Import a pool or memory. ``kind``: ``"pool"`` or ``"memory"``. ``given``: a file descriptor, which the caller
+        keeps, or the address of a fabric handle.
         """
         take: Callable[[int, bool], OpenedPool | Mappable]
         take = self._import_pool if kind == "pool" else self._import_memory
@@ -173,20 +183,22 @@ class SharingCalls(VirtualMemoryCalls):
             os.close(fd)
 
     def _open_fabric(self, kind: str, data: bytes) -> int:
-        """Open the file behind a fabric handle, which any process of the domain may have exported.
+        """Open the file that a fabric handle names; any process of the IMEX domain may have exported it.
 
-        Raises :class:`NotModelled` if that process has given the memory up.
+        Raises :class:`NotModelled` if that process has released the memory.
         """
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
         wanted = (self.labels.domain, f"{words[2]:016x}")
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and (label.domain, label.serial) == wanted)
         own = need(fd, "importing from a fabric handle of a process that has given the memory up")
-        fcntl.flock(own, fcntl.LOCK_SH)  # as for an exported descriptor: see Physical.lend
+        # A shared lock shows the exporter that the memory is in use, as for an exported descriptor: see Physical.lend.
+        fcntl.flock(own, fcntl.LOCK_SH)
         return own
 
     def _recognise(self, fd: int, kind: str, *, fabric: bool = False) -> Label:
-        """Return the label of a descriptor of this machine's pool or memory (``kind``); with ``fabric``, of its domain.
+        """Return the label of a file descriptor. ``kind``: ``"pool"`` or ``"memory"``. The file must be of this
+        machine; with ``fabric``, of its IMEX domain.
 
         Multicast objects count as memory. Gives CUDA_ERROR_UNKNOWN for other files, and CUDA_ERROR_NOT_SUPPORTED for
         the other kind.
@@ -206,7 +218,9 @@ class SharingCalls(VirtualMemoryCalls):
         return label._replace(place=device_place(self.labels.seen(label.place.id) if local else HIDDEN))
 
     def _import_pool(self, fd: int, fabric: bool) -> OpenedPool:
-        """Import a pool by its descriptor. Each import gives the same pool (observed on H200: test_sharing)."""
+        """Import a pool by its file descriptor. Every import returns the same object (observed on H200:
+        test_sharing).
+        """
         label = self._recognise(fd, "pool", fabric=fabric)
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.opened.values() if pool.serial == serial), None)
@@ -215,8 +229,8 @@ class SharingCalls(VirtualMemoryCalls):
         return pool
 
     def _import_memory(self, fd: int, fabric: bool) -> Mappable:
-        """Import physical memory or a multicast object. Each import has a separate handle, and takes no memory from the
-        device (H200: test_physical_memory).
+        """Import physical memory or a multicast object. Each import makes a new handle, and uses no memory of the
+        device (observed on H200: test_physical_memory).
         """
         label = self._recognise(fd, "memory", fabric=fabric)
         if label.kind == "multicast":
@@ -236,14 +250,14 @@ class SharingCalls(VirtualMemoryCalls):
         exportable = pool.handle_types & HandleType.POSIX_FD or self.fabric
         refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
-        check(pool.space.physical.kept)  # the pool must be exported first (observed on H200: test_sharing)
+        check(pool.space.physical.kept)  # The pool must have been exported before (observed on H200: test_sharing).
         data = pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), allocation.block.start, allocation.size)
         return opaque_struct("CUmemPoolPtrExportData", data)
 
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: cuda.CUmemPoolPtrExportData) -> Any:
         """Import an allocation and return its address.
 
-        Repeated imports give the same address, and one free ends them all (H200: test_sharing).
+        Repeated imports give the same address, and one free ends all of them (observed on H200: test_sharing).
         """
         self._not_during_capture()
         found = self.pools.opened.get(pool)
@@ -265,21 +279,23 @@ class SharingCalls(VirtualMemoryCalls):
     # -- plain memory ----------------------------------------------------------------------------------------
 
     def cuIpcGetMemHandle(self, dptr: DevicePointer) -> Any:
-        """Return the IPC handle of an allocation, equal for all addresses in it."""
+        """Return the IPC handle of the allocation at an address. All addresses in the allocation give equal handles."""
         allocation = self.allocations.find(dptr)
         self.current()
         self._not_during_capture()
         plain = need_a(DeviceMemory, allocation)
         physical, offset = self._file_of(plain)
         physical.seal()
-        physical.kept = True  # importers can still read memory freed by the owner (observed on H200: test_sharing)
+        # Importers can still read the memory after its owner has freed it (observed on H200: test_sharing), so the file
+        # is kept.
+        physical.kept = True
         lock(physical.fd, plain.id, fcntl.F_WRLCK)
         where = os.getpid() << 32 | physical.fd
         data = pack_memory(plain.id, where, plain.size, offset, self.labels.owner, plain.id)
         return opaque_struct("CUipcMemHandle", data)
 
     def _file_of(self, memory: DeviceMemory) -> tuple[Physical, int]:
-        """The file of cuMemAlloc memory, and the memory's offset in it."""
+        """Return the file of cuMemAlloc memory, and the memory's offset in the file in bytes."""
         assert memory.device is not None
         return self.devices[memory.device].heap.locate(memory.base)
 
@@ -293,8 +309,9 @@ class SharingCalls(VirtualMemoryCalls):
     def _open_memory(self, data: bytes, context: Context) -> int:
         """Open memory of another process, count the open, and return the address.
 
-        The whole block is mapped. Memory in an open block can be opened even after its owner has freed it (H200:
-        test_sharing). Gives CUDA_ERROR_INVALID_CONTEXT for memory of this process.
+        The whole block of the memory is mapped. Memory in a block that is open already can be opened even after its
+        owner has freed it (observed on H200: test_sharing). Gives CUDA_ERROR_INVALID_CONTEXT for memory of this
+        process.
         """
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
@@ -325,7 +342,7 @@ class SharingCalls(VirtualMemoryCalls):
         return [one for one in self.allocations.at.values() if isinstance(one, OpenedMemory)]
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
-        """Open the file with the cuMemAlloc memory of another process, and return the descriptor.
+        """Open the file with the cuMemAlloc memory of another process. Returns the file descriptor.
 
         Gives CUDA_ERROR_INVALID_HANDLE if the process has ended, CUDA_ERROR_INVALID_VALUE if all memory in the file is
         freed.
@@ -333,11 +350,11 @@ class SharingCalls(VirtualMemoryCalls):
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # All memory in the file is freed.
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # The process lives, so all memory in the file is freed.
         return own
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
-        """Undo one open; undoing the last one unmaps the memory.
+        """Undo one open of the memory. The close of the last open unmaps the memory.
 
         The call waits for queued work first, as cuMemFree does.
         """
@@ -345,7 +362,8 @@ class SharingCalls(VirtualMemoryCalls):
         self._not_during_capture()
         self._opened_at(dptr)
         self.drain(self._opened_at(dptr).device)
-        opened = self._opened_at(dptr)  # another thread may have closed it during the wait
+        # Looked up again, because another thread may have closed the memory during the wait.
+        opened = self._opened_at(dptr)
         opened.times -= 1
         if not opened.times:
             self.discard(opened)
@@ -354,10 +372,10 @@ class SharingCalls(VirtualMemoryCalls):
         return need_a(OpenedMemory, self.allocations.at.get(address))
 
     def discard(self, allocation: LiveMemory) -> None:
-        """Release memory at once; opened memory regardless of the number of opens.
+        """Release memory at once. Memory opened from another process is released however often it was opened.
 
-        The block of opened memory stays while other memory in it is open. Other processes can no longer open cuMemAlloc
-        memory by its IPC handle; those that have memory of the same block open still can.
+        The block of opened memory stays while other memory in it is open. Other processes can no longer open released
+        cuMemAlloc memory by its IPC handle, except processes that have memory of the same block open.
         """
         if isinstance(allocation, OpenedMemory):
             self.allocations.remove(allocation)
@@ -399,7 +417,8 @@ class SharingCalls(VirtualMemoryCalls):
         check(not self.labels.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:
-            # The real driver still opens such an event (observed on H200: test_sharing). Here the file is gone.
+            # The real driver still opens such an event (observed on H200: test_sharing). Here the file with the event
+            # has ended with the process.
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(own))

@@ -1,5 +1,5 @@
-"""Driver calls for streams, events, host functions, and stream memory operations (waits for and writes of values in
-memory).
+"""Driver calls for streams, events and host functions, and stream memory operations: waits for a value in memory, and
+writes of a value to memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, QueuedCall,
 
 _NON_BLOCKING = 1
 
-# An interprocess event must not measure time (observed on H200: test_streams).
+# Flags that cuEventCreate accepts. An interprocess event must not measure time (observed on H200: test_streams).
 _EVENT_FLAGS = {f for f in range(8) if not f & EventFlag.INTERPROCESS or f & EventFlag.DISABLE_TIMING}
 
 _EXTERNAL = 1
-"""CU_EVENT_WAIT_EXTERNAL and CU_EVENT_RECORD_EXTERNAL: in a capture, add an event node to the graph."""
+"""Value of CU_EVENT_WAIT_EXTERNAL and CU_EVENT_RECORD_EXTERNAL: in a capture, the call adds an event node to the
+graph.
+"""
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
-# Stream attributes that a program can set (CUstreamAttrID).
+# Attributes of a stream that a program can set (CUstreamAttrID).
 _WINDOW, _POLICY, _PRIORITY, _DOMAIN_MAP, _DOMAIN = 1, 3, 8, 9, 10
 _NUMBER = struct.Struct("=i")
 _PAIR = struct.Struct("=BB")
@@ -40,7 +42,7 @@ _PERSISTING = 2  # CUaccessProperty
 _POLICIES = range(1, 5)  # CUsynchronizationPolicy
 _DOMAINS = 4
 
-# Attributes of a new stream (observed on H200: test_streams).
+# Values of these attributes for a new stream (observed on H200: test_streams).
 _DEFAULTS = {
     _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
     _POLICY: _NUMBER.pack(-1),
@@ -50,10 +52,10 @@ _DEFAULTS = {
 _FLUSH = 1 << 30
 # CUstreamBatchMemOpType
 _WAIT_32, _WRITE_32, _FLUSH_REMOTE, _WAIT_64, _WRITE_64, _BARRIER = range(1, 7)
-_ENTRY = struct.Struct("=i4xQQI")  # an entry of CUstreamBatchMemOpParams
+_ENTRY = struct.Struct("=i4xQQI")  # Layout of an entry of CUstreamBatchMemOpParams.
 _BARRIER_FLAGS = struct.Struct("=4xI")
 _MOST = 255
-"""A batch has at most this many operations (observed on H200: test_stream_words)."""
+"""Largest number of operations in a batch (observed on H200: test_stream_words)."""
 
 _WORDS = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
@@ -79,7 +81,7 @@ class Batch(Operation):
 
 
 class StreamCalls(Calls):
-    """The calls cuStream* and cuEvent*, except those for captures; cuLaunchHostFunc."""
+    """The calls cuStream* and cuEvent*, except the calls for captures; and cuLaunchHostFunc."""
 
     # -- streams ---------------------------------------------------------------------------------------------
 
@@ -111,10 +113,11 @@ class StreamCalls(Calls):
         self._not_captured(hStream)
         head = hStream.operations[0] if hStream.operations else None
         if isinstance(head, HostFunction) and head.ident == self.scheduler.caller.ident:
-            raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_streams
+            raise DeadlockError("a host function waits for its own stream")  # Observed on H200: test_streams.
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
-        # Pools release nothing for a stream that nothing was allocated or freed on (observed on H200: test_placements).
+        # The pools are not told of the wait if nothing was allocated or freed in this stream (observed on H200:
+        # test_placements).
         told = hStream.id in self.scheduler.ranks
         self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
@@ -122,8 +125,8 @@ class StreamCalls(Calls):
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
         """Return a property of a stream, as ``describe`` reads it.
 
-        The call fails for the legacy stream while a blocking stream is captured. With ``breaks`` it also fails for a
-        captured stream. Either failure invalidates the capture (observed on H200: test_capture).
+        The call fails for the legacy stream while a blocking stream is being captured. With ``breaks`` it also fails
+        for a stream that is being captured. Each failure invalidates the capture (observed on H200: test_capture).
         """
         self._not_behind_captures(stream)
         if breaks:
@@ -137,14 +140,15 @@ class StreamCalls(Calls):
 
     def cuStreamGetCtx(self, hStream: Queue) -> Any:
         self._not_behind_captures(hStream)
-        # A capture allows this unless it is invalid (observed on H200: test_capture).
+        # The call is allowed during a capture unless the capture is invalid (observed on H200: test_capture).
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(hStream.context.handle)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def cuStreamWaitEvent(self, hStream: Queue, hEvent: QueueEvent, Flags: UnsignedInt) -> None:
-        # The stream's capture is checked first, even if the event was never recorded (observed on H200: test_capture).
+        # The stream's capture is checked before the event, even if the event was never recorded (observed on H200:
+        # test_capture).
         captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
         if hEvent.capture is not None and not hEvent.capture.running:
@@ -161,7 +165,7 @@ class StreamCalls(Calls):
             return
         if captured:
             if hEvent.record is not None:
-                # The event is of work outside the graph, and a graph cannot wait for such work.
+                # The event was recorded for work outside of the graph, and a graph cannot wait for such work.
                 hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
         hEvent.make_wait(hStream)
@@ -201,7 +205,8 @@ class StreamCalls(Calls):
     def _record(self, event: QueueEvent, stream: Queue) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._captured(stream):
-            # The capture stays valid, but not after a wait for such an event (observed on H200: test_capture)
+            # This refusal leaves the capture valid. A later wait for such an event would invalidate it (observed on
+            # H200: test_capture).
             check(not event.flags & EventFlag.INTERPROCESS, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
             stream.capture.record(event, stream)
         else:
@@ -210,9 +215,9 @@ class StreamCalls(Calls):
     cuEventRecord = call(_record, hStream=Queue)
 
     def _check_captured(self, event: QueueEvent) -> None:
-        """Refuse a query of an event that was last recorded in a capture, even if the capture has ended or is invalid.
+        """Refuse a query of an event whose last record was in a capture, even if this capture has ended or is invalid.
 
-        A valid running capture becomes invalid.
+        If the capture is running and valid, it becomes invalid.
         """
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
@@ -244,7 +249,8 @@ class StreamCalls(Calls):
         records = []
         for event in (hStart, hEnd):
             check(event.capture is None or (event.capture.running and event.capture.valid))
-            # This refusal leaves the capture valid, unlike that of cuEventQuery (observed on H200: test_capture).
+            # This refusal leaves the capture valid, unlike the refusal of cuEventQuery (observed on H200:
+            # test_capture).
             check(event.capture is None, Result.CUDA_ERROR_CAPTURED_EVENT)
             check(not event.flags & EventFlag.DISABLE_TIMING, Result.CUDA_ERROR_INVALID_HANDLE)
             records.append(need(event.record, Result.CUDA_ERROR_INVALID_HANDLE))
@@ -313,7 +319,7 @@ class StreamCalls(Calls):
     def _batched(self, context: Context, one: Any, in_graph: bool) -> Operation:
         """Return the operation of one CUstreamBatchMemOpParams.
 
-        This union begins with the kind of the operation. Its structs for waits and for writes have the same layout.
+        The union begins with the kind of the operation. Its structs for waits and writes have the same layout.
         """
         entry = ctypes.string_at(int(one.getPtr()), _ENTRY.size)
         kind, address, value, flags = _ENTRY.unpack(entry)
@@ -335,7 +341,8 @@ class StreamCalls(Calls):
         self._check_word(context, address, bits, written)
         word = _WORDS[bits]
         if written:
-            # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER is also refused (observed on H200: test_stream_words).
+            # The driver refuses the flag CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER too (observed on H200:
+            # test_stream_words).
             check(not flags)
 
             def write() -> None:
@@ -346,7 +353,7 @@ class StreamCalls(Calls):
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
             return QueuedCall(write)
-        # the device cannot flush remote writes (CAN_FLUSH_REMOTE_WRITES is 0; observed on H200: test_stream_words)
+        # The device cannot flush remote writes: CAN_FLUSH_REMOTE_WRITES is 0 (observed on H200: test_stream_words).
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = need(WAIT_COMPARISONS.get(flags))
 
@@ -359,16 +366,19 @@ class StreamCalls(Calls):
         return Until(arrived)
 
     def _check_word(self, context: Context, address: int, bits: int, written: bool) -> None:
-        """Check an aligned address in device, pinned, registered or mapped memory.
+        """Check that a stream memory operation can use a word of ``bits`` bits: its address must be in device, pinned,
+        registered or mapped memory.
 
-        Pool and graph memory is refused (observed on H200: test_stream_words).
+        The driver refuses memory of pools and graphs (observed on H200: test_stream_words).
         """
         allocation = need(self.allocations.find(address))
         check(not isinstance(allocation, (PoolMemory, GraphAllocation)))
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            check(right)  # checked now, so a later grant has no effect (observed on H200: test_stream_words)
+            # The driver checks this when the operation is queued, so a later grant has no effect (observed on H200:
+            # test_stream_words).
+            check(right)
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")
         check(address + bits // 8 <= allocation.base + max(allocation.size, 8))

@@ -3,8 +3,8 @@
 The calls need no context and leave stream captures valid (observed on H200: test_physical_memory's
 test_no_call_needs_a_context, test_mappings' TestCapture).
 
-Exportable memory is a separate file. All other memory shares one sparse file, because a process may open only about a
-thousand files, and a growing buffer has more segments.
+Each piece of exportable memory has a separate file. All other memory is in one sparse file, because a process may open
+only about a thousand files, and a growing buffer has more pieces.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 _LARGEST_ADDRESS = 1 << 47
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
-"""A range of the first size is never placed above the second address. The driver searches from the hint on (observed on
-H200: test_physical_memory).
+"""A range of at least the first size, in bytes, is never placed above the second address. The driver searches from the
+hint on (observed on H200: test_physical_memory).
 """
-_LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: test_physical_memory)
+# From this alignment on, in bytes, the result is OUT_OF_MEMORY (observed on H200: test_physical_memory).
+_LARGEST_ALIGNMENT = 1 << 46
 
 
 class VirtualMemoryCalls(Calls):
-    """The calls cuMemCreate, cuMemAddress*, cuMemMap and cuMemSetAccess, with their counterparts and queries."""
+    """The calls cuMemCreate, cuMemAddress*, cuMemMap and cuMemSetAccess, the calls that undo them, and queries."""
 
     def __init__(self, spec: MachineSpec) -> None:
         super().__init__(spec)
@@ -74,9 +75,9 @@ class VirtualMemoryCalls(Calls):
     def adopt(
         self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
     ) -> CreatedMemory:
-        """Make a handle for ``size`` bytes of a file, from ``offset`` on.
+        """Make an object with a handle for ``size`` bytes of a file, from ``offset`` on.
 
-        ``bank``: the bank that counts them; None for memory of another process.
+        ``bank``: the bank that counts these bytes; None for memory of another process.
         """
         arenas = self.banks.arenas
         memory = CreatedMemory(arenas, arenas.own(physical), offset, size, properties, bank)
@@ -104,15 +105,16 @@ class VirtualMemoryCalls(Calls):
         if handle_types & HandleType.FABRIC:
             able = self.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
             not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
-            # The default is as on the observed machine: the devices support fabric handles, but no IMEX channel exists.
+            # By default the machine is like the observed one: its devices support fabric handles, but there is no IMEX
+            # channel.
             check(self.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             not_modelled(place.type != Location.DEVICE, "cuMemCreate of host memory with fabric handles")
         return Properties(place, handle_types, 0 if rdma else compression, rdma, tile_pool)
 
     def _check_supported(self, properties: Properties) -> None:
-        """Refuse properties that the profile's devices lack.
+        """Refuse properties that the devices of the profile do not support.
 
-        Raises :class:`NotModelled` if the driver's result code for them is unknown.
+        Raises :class:`NotModelled` where the driver's result code is unknown.
         """
         self._check_vmm(properties.device)
         kinds = (
@@ -148,9 +150,9 @@ class VirtualMemoryCalls(Calls):
         return need(self.memories.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
-        """Return the memory of a handle that can be mapped.
+        """Return the memory with this handle, if cuMemMap accepts the handle.
 
-        Released memory counts while it is mapped (H200: test_mappings).
+        The handle of released memory is accepted while the memory is mapped (observed on H200: test_mappings).
         """
         mappings = (one.mapping for one in self.allocations.at.values())
         mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
@@ -166,9 +168,9 @@ class VirtualMemoryCalls(Calls):
             found.leave()
 
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
-        """Add a reference to memory, and return its handle, which stays the same.
+        """Add a reference to the memory that is mapped at an address. Returns its handle, which is the same as before.
 
-        That is possible even if all earlier references were released (H200: test_physical_memory).
+        This works even if all earlier references were released (observed on H200: test_physical_memory).
         """
         found = need(self.mapping_at(addr)).memory
         found.handles += 1
@@ -190,7 +192,7 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetAllocationGranularity(
         self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
     ) -> int:
-        """Return the granularity, even for properties that cuMemCreate refuses (observed on H200:
+        """Return the granularity in bytes, even for properties that cuMemCreate refuses (observed on H200:
         test_physical_memory).
         """
         self._check_vmm()
@@ -207,8 +209,8 @@ class VirtualMemoryCalls(Calls):
         check(addr % alignment == 0)
         possible = max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        # Small ranges fit in the free part of the context's region. When that is full, and for large ranges, the driver
-        # takes low addresses (observed on H200: test_physical_memory).
+        # Small ranges are placed in the free part of the context's region. When this part is full, and for large
+        # ranges, the driver takes low addresses (observed on H200: test_physical_memory).
         ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
         near = (one.size for one in ranges if not one.is_placed)
         low = max(size, alignment) >= CHUNK or sum(near) + size > max(self.profile.context_free, default=0)
@@ -229,9 +231,10 @@ class VirtualMemoryCalls(Calls):
         return found if isinstance(found, ReservedRange) else None
 
     def _segments(self, start: int, end: int) -> list[tuple[ReservedRange, int, int]]:
-        """Return the adjacent reservations from ``start`` on, each with its part of the range.
+        """Return the adjacent reservations from ``start`` on, as tuples of the reservation, and start and end of its
+        part of the range.
 
-        They reach up to ``end`` or to the first unreserved address.
+        The last part ends at ``end`` or at the first address that is not reserved.
         """
         segments = []
         while start < end:
@@ -260,9 +263,11 @@ class VirtualMemoryCalls(Calls):
         check(flags == 0)
         if isinstance(memory, MulticastMemory):
             memory.wait_for_team("cuMemMap")
-            memory = self.named_or_mapped(handle)  # another thread may have released it during the wait
+            # Looked up again, because another thread may have released the memory during the wait.
+            memory = self.named_or_mapped(handle)
         check(ptr and size)
-        memory.check_part(offset, size)  # before the check of the alignment (observed on H200: test_mappings)
+        # The driver checks this before the alignment (observed on H200: test_mappings).
+        memory.check_part(offset, size)
         check(ptr % self.profile.page == 0)
         end = ptr + size
         segments = self._segments(ptr, end)
@@ -279,12 +284,13 @@ class VirtualMemoryCalls(Calls):
         made.mapping = mapping
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
-        """Unmap whole mappings; holes between them are allowed. The call waits for running work. Queued work runs
-        later and fails, because its memory is gone (observed on H200: test_mappings).
+        """Unmap whole mappings; holes between them are allowed. The call waits for work that runs. Work that is only
+        queued fails later, because its memory is gone (observed on H200: test_mappings).
         """
         end = ptr + size
-        check(size)  # any alignment is accepted (observed on H200: test_mappings)
-        self.scheduler.run_down()  # before the look-ups, because other threads may map and unmap during this wait
+        check(size)  # The driver accepts any alignment (observed on H200: test_mappings).
+        # The wait comes before the look-ups, because other threads may map and unmap memory during the wait.
+        self.scheduler.run_down()
         segments = self._segments(ptr, end)
         check(segments and segments[-1][2] == end)
         mappings = self.mappings(ptr, end)
@@ -296,13 +302,14 @@ class VirtualMemoryCalls(Calls):
             mapping.memory.leave()
 
     def _clear(self, mapping: MappedExtent) -> None:
-        """Unmap the addresses of a mapping, which stay reserved."""
+        """Remove a mapping from its addresses, which stay reserved."""
         for found, start, stop in self._segments(mapping.base, mapping.end):
             found.unmap(start, stop - start)
         mapping.memory.lose_leader(mapping)
 
     def span(self, address: int, size: int) -> list[MappedExtent]:
-        """Return the mappings under a range without holes. Its start and end may lie inside a mapping.
+        """Return the mappings under a range, which must have no holes. The start and the end of the range may lie
+        inside a mapping.
 
         Gives CUDA_ERROR_INVALID_VALUE if a part of the range is not mapped.
         """
@@ -314,7 +321,9 @@ class VirtualMemoryCalls(Calls):
     # -- multicast mappings ----------------------------------------------------------------------------------
 
     def team_at(self, address: int) -> tuple[MappedExtent, MulticastMemory] | None:
-        """The mapping of a multicast object at an address, and the object; None if there is none."""
+        """Return the mapping of a multicast object at an address, and the object; None if no multicast object is mapped
+        there.
+        """
         mapping = self.mapping_at(address)
         if mapping is None or not isinstance(mapping.memory, MulticastMemory):
             return None
@@ -325,7 +334,8 @@ class VirtualMemoryCalls(Calls):
     def cuMemSetAccess(self, ptr: DevicePointer, size: Size, desc: Any, count: Size) -> None:
         descriptors = arguments.structs("desc", desc, cuda.CUmemAccessDesc, count)
         check(count and size)
-        within = self.mappings(ptr, ptr + size)  # from the start of a mapping to the end of one, with or without holes
+        # The range must begin at the start of a mapping and end at the end of one; there may be holes.
+        within = self.mappings(ptr, ptr + size)
         check(within and within[0].base == ptr and within[-1].end == ptr + size)
         mappings = connected(within)
         wanted = [self._wanted(arguments.place(one.location), int(one.flags)) for one in descriptors]
@@ -339,13 +349,13 @@ class VirtualMemoryCalls(Calls):
                 unknown = flags and None not in (place.device, owner) and not mapping.is_multicast
                 if unknown and not self.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
-                # The host cannot get access to device memory. The refusal does not undo the grants of earlier entries
+                # The host cannot get access to device memory. This refusal does not undo the grants of earlier entries
                 # (observed on H200: test_mapping_access).
                 check(not (flags and place.device is None and owner is not None), Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
     def _check_teams(self, mappings: list[MappedExtent], wanted: list[tuple[Place, int]]) -> None:
-        """Refuse access to a multicast object for a device that was not added to its team.
+        """Refuse access to a multicast object for a device that was not added to the object's team.
 
         Users report the result code ILLEGAL_STATE (NVIDIA developer forum, 356726).
         """
@@ -367,7 +377,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # The driver accepts the number of a NUMA node that does not exist (observed on H200: test_mapping_access)
+        # The driver also accepts the number of a NUMA node that does not exist (observed on H200: test_mapping_access).
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:
@@ -386,9 +396,9 @@ class VirtualMemoryCalls(Calls):
     def cuMemGetHandleForAddressRange(
         self, dptr: DevicePointer, size: Size, handleType: cuda.CUmemRangeHandleType, flags: UnsignedLongLong
     ) -> int:
-        """Return the descriptor of a file that has the size of the range, but not its bytes.
+        """Return the descriptor of a file that has the size of the range, but not the bytes of its memory.
 
-        The devices that could use the bytes are not simulated.
+        Devices that could read the memory through the file are not simulated.
         """
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
@@ -407,7 +417,8 @@ class VirtualMemoryCalls(Calls):
             not_modelled(in_pool, "a handle for more addresses of a pool than have memory: the real driver crashes")
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         check(flags != _PCIE_MAPPING, Result.CUDA_ERROR_NOT_SUPPORTED)
-        # A range inside one chunk must begin at the start of the chunk (observed on H200: test_physical_memory).
+        # A range inside one chunk of a pool must begin at the start of the chunk (observed on H200:
+        # test_physical_memory).
         if isinstance(allocation, PoolMemory):
             at = (allocation.block.start + dptr - allocation.base) % CHUNK
             check(not at or at + size > CHUNK)
@@ -415,7 +426,9 @@ class VirtualMemoryCalls(Calls):
 
 
 def _unreadable_file(size: int) -> int:
-    """Return the descriptor of a new file of this size, for other processes. Reading, writing and mapping it fail."""
+    """Return the descriptor of a new file of ``size`` bytes, which stands for a dma-buf. Reading, writing and mapping
+    the file fail.
+    """
     file = os.memfd_create("streamalloc:dmabuf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)
