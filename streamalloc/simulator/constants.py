@@ -1,4 +1,6 @@
-"""Numbers of the driver's enums, which are equal in every version of the bindings; locations, sizes and handles."""
+"""Numbers of the driver's enums, which are equal in all versions of the bindings; classes for locations and handles;
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,20 @@ PINNED, MANAGED = 1, 2  # CUmemAllocationType
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
 
 Dim3 = tuple[int, int, int]
-"""Sizes of a grid, a block or an array in x, y and z."""
+"""Sizes in x, y and z of a grid, a block or an array."""
 
 ALIGNMENT = 512
-"""Allocations are aligned to, and occupy, a multiple of this number of bytes."""
+"""Bytes: the address and the size of each allocation are multiples of this number."""
 CHUNK = 32 << 20
-"""Growth step of pools, in bytes: the size of a chunk of physical memory."""
+"""Bytes by which pools grow: the size of a chunk of physical memory."""
 BLOCK = 2 << 20
-"""Block size of cuMemAlloc in bytes; smaller allocations share blocks (observed on H200: test_plain_memory)."""
+"""Size in bytes of a block of cuMemAlloc. Smaller allocations share blocks (observed on H200: test_plain_memory)."""
 TILE_SIZE = 64 << 10
-"""Bytes of a tile of a sparse array."""
+"""Size in bytes of a tile of a sparse array."""
 STEP = 4 << 20
-"""Bytes per step of a copy, about 1 ms. Other streams and threads run between steps."""
+"""Bytes that a copy moves in one step, which takes about 1 ms. Other streams and threads run between two steps."""
 HANDLE_BYTES = 64
-"""Bytes of pointer export data, IPC handles and fabric handles."""
+"""Size in bytes of pointer export data, IPC handles and fabric handles."""
 
 
 def round_up(size: int, unit: int) -> int:
@@ -54,7 +56,7 @@ def round_up(size: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """A CUmemLocation: location type (int) and id."""
+    """A CUmemLocation as numbers: location type and id."""
 
     type: int
     id: int
@@ -66,10 +68,12 @@ class Place:
 
 
 HIDDEN = -2
-"""CU_DEVICE_INVALID: ordinal of a device hidden by CUDA_VISIBLE_DEVICES."""
+"""CU_DEVICE_INVALID, used as ordinal of a device that CUDA_VISIBLE_DEVICES hides from the process."""
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
-"""Location of the host's access rights, shared by HOST and HOST_NUMA 0 (observed on H200: test_mapping_access)."""
+"""Location under which the access rights of the host are stored: HOST and HOST_NUMA 0 have the same rights (observed on
+H200: test_mapping_access).
+"""
 
 
 def device_place(ordinal: int) -> Place:
@@ -92,9 +96,9 @@ H = TypeVar("H", bound=_HasHandle)
 
 
 class Handles(dict[int, H]):
-    """Objects of one kind of a machine, by handle."""
+    """Objects of one kind that a machine has, by their handles."""
 
     def add(self, made: H) -> H:
-        """Register an object, and return it."""
+        """Add an object under its handle, and return the object."""
         self[made.handle] = made
         return made

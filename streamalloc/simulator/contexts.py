@@ -1,4 +1,4 @@
-"""Devices and the choice of ``CUDA_VISIBLE_DEVICES`` among them, contexts, and events of one or several processes."""
+"""Devices and their choice by ``CUDA_VISIBLE_DEVICES``, contexts, and events of one or several processes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _LARGEST = (1 << 63) - 1
 
 
 def inherited() -> str | None:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` when this process began; None if it was not set."""
+    """Return the value that ``CUDA_VISIBLE_DEVICES`` had when this process began; None if it was not set."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
     return next((os.fsdecode(value) for name, _, value in pairs if name == VISIBLE.encode()), None)
 
 
 def chosen() -> str | None:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` that selects among simulated devices; None selects all.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` by which simulated devices are chosen; None: all devices.
 
-    Under :func:`streamalloc.testing.install` the current value counts. Otherwise it counts only for a machine of
-    ``STREAMALLOC_DRIVER``, and only if the program has changed it: the initial value is meant for real devices.
+    Under :func:`streamalloc.testing.install` the current value is used. Otherwise it is used only for a machine of
+    ``STREAMALLOC_DRIVER``, and only if the program has changed it, because the initial value is meant for real devices.
     """
     given, environ = os.environ.get(VISIBLE), os.environ
     if environ.get("STREAMALLOC_INSTALL"):
@@ -48,10 +48,10 @@ def chosen() -> str | None:
 
 
 def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
-    """Return the numbers of the selected devices, in order. None selects all.
+    """Return the machine's numbers of the devices that ``text`` chooses, in its order. None: all devices.
 
     The first name without a device ends the list. A repeated device gives CUDA_ERROR_INVALID_DEVICE. The first name
-    decides whether all names are numbers or ids (observed on H200: test_visible_devices).
+    determines whether all names are read as numbers or as ids (observed on H200: test_visible_devices).
     """
     if text is None:
         return list(range(len(uuids)))
@@ -67,7 +67,8 @@ def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
 
 
 def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Return the device number at the start of ``name``, read like strtol and cut to 32 bits; None if no device has it.
+    """Return the device number at the start of ``name``, read like strtol and cut to 32 bits. None if there is no such
+    device.
 
     Any characters may follow the digits.
     """
@@ -79,7 +80,8 @@ def _with_number(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
-    """Return the number of the only device whose id begins with the digits of ``name``; None if it is not one device.
+    """Return the number of the device whose id begins with the digits of ``name``. None if no device or several devices
+    fit.
 
     Any characters may follow the digits.
     """
@@ -92,7 +94,9 @@ def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
 
 @dataclass(eq=False)
 class SimulatedDevice:
-    """Device of a machine, and the memory that its contexts share. ``attributes``: by enum name without its prefix."""
+    """Device of a machine, and the memory that its contexts share. ``attributes``: values by enum name without
+    CU_DEVICE_ATTRIBUTE_.
+    """
 
     ordinal: int
     bank: Bank
@@ -101,7 +105,7 @@ class SimulatedDevice:
     regions: Regions
     heap: Heap
     pinned: Heap
-    """Heap of pinned host memory for contexts of this device."""
+    """Pinned host memory of the contexts of this device."""
     graphs: DeviceGraphMemory
     primary: Context = field(init=False)
 
@@ -118,33 +122,43 @@ class Context:
     primary: bool
     flags: int
     graph_block: Block | None = None
-    """Device memory allocated at the first graph instantiation (H200: test_plain_memory)."""
+    """Device memory allocated at the first instantiation of a graph (observed on H200: test_plain_memory); None
+    before.
+    """
     implied_flags: int = 0
     """Flags that ``cuCtxGetFlags`` returns in addition to the flags that were set."""
     handle: int = field(default_factory=new_handle)
     retained: int = 0
     error: Any = None
-    """Result code of the work that broke the context, with which each later call fails; None for a working context."""
+    """Result code of the work that broke the context. Each later call returns this code. None for a working context."""
     peers: set[int] = field(default_factory=set)
     limits: dict[str, int] = field(default_factory=dict)
-    """Limits that the program has set, by name."""
+    """Limits that the program has set, by enum name without CU_LIMIT_."""
     stacks: int = 0
-    """Bytes of device memory for stacks beyond the initial ones."""
+    """Bytes of device memory that stacks use beyond the initial stacks."""
     awaited: list[tuple[Queue, int]] = field(default_factory=list)
-    """Operations that cuCtxWaitEvent waits for, each as a stream and a number. Later created streams wait for them."""
+    """Operations of cuCtxWaitEvent, each as a tuple of stream and number. Streams that are created later wait for them
+    too.
+    """
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
-    """By number of a destroyed stream, its last operation; also the operations of other streams that precede it."""
+    """For each destroyed stream, by its number: the number of its last operation. Also the operations of other streams
+    that precede these.
+    """
     _legacy: Queue | None = None
     _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
-    """Per-thread streams by thread number. A later thread may have the number of an ended one."""
+    """Per-thread default streams by thread number, with the thread. A later thread may have the number of an ended
+    thread.
+    """
     _marks: Queue | None = None
 
     def __post_init__(self) -> None:
         self.alive: bool = not self.primary
 
     def check(self) -> None:
-        """Raise :class:`Fault` with the result code of the work that broke the context, if any did."""
+        """Raise :class:`Fault` with the result code of the work that broke the context. Nothing happens for a working
+        context.
+        """
         if self.error is not None:
             raise Fault(self.error)
 
@@ -158,7 +172,7 @@ class Context:
 
     @property
     def per_thread(self) -> Queue:
-        """The per-thread default stream of the calling thread. It ends with the thread."""
+        """Per-thread default stream of the calling thread. The stream ends with the thread."""
         caller = self._scheduler.caller
         found = self._per_thread.get(caller.ident)
         if found is not None:
@@ -172,7 +186,9 @@ class Context:
 
     @property
     def marks(self) -> Queue:
-        """Internal stream of the events of the whole context. No work is queued on it."""
+        """Internal stream for events that are recorded for the whole context (cuCtxRecordEvent). No work is queued on
+        it.
+        """
         if self._marks is None:
             self._marks = Queue(self._scheduler, 0, self, False, 0)
         return self._marks
@@ -191,18 +207,20 @@ class Context:
         return stream
 
     def forget(self, stream: Queue) -> None:
-        """Remove a destroyed stream. Its queued work still runs."""
+        """Remove a stream that is destroyed. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
         self._leave(stream)
 
     def _leave(self, stream: Queue) -> None:
-        """Keep the clock of a stream that ends: later work of the context is ordered after it."""
+        """Store the clock of a stream that ends, because later work of the context is ordered after the stream's
+        work.
+        """
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
             if stream.operations:
-                # The legacy stream stays ordered after the queued work.
+                # The legacy stream stays ordered after the work that is still queued.
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
@@ -211,7 +229,9 @@ class Context:
         return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
     def clock(self) -> Clock:
-        """Return the clock of all work that was ever submitted in the context."""
+        """Return the clock of all work that was ever submitted in the context: the number of the last operation of each
+        stream.
+        """
         clock = dict(self.retired)
         for stream in self.all_streams():
             merge(clock, stream.clock)
@@ -219,14 +239,16 @@ class Context:
         return clock
 
     def unfinished(self) -> Points:
-        """Return the streams with unfinished work, also destroyed ones, each with the number of its last operation."""
+        """Return a tuple of stream and number of its last operation for each stream with unfinished work, also for
+        destroyed streams.
+        """
         live = self._scheduler.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
         streams = [(stream, stream.seq) for stream in self.all_streams()]
         return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
 
     def end(self) -> None:
-        """Destroy the context: drop its error, peers, limits and stacks. Its streams must be destroyed before."""
+        """End the context: clear its error, peers, limits and stacks. Its streams must have been destroyed before."""
         self.alive = False
         self.error = None
         self.peers.clear()
@@ -242,26 +264,26 @@ class Context:
 
 # -- events of several processes -------------------------------------------------------------------------------
 
-# A process that shares events keeps them in a *table*, an anonymous file. Processes that open such an event map its
-# table. Each recording of an event, by any process, takes the event's next number at the call, and marks that number as
-# done when its stream reaches it. A wait is for one number, so a later recording does not change it. If a process dies
-# before it marks a number, that number is never done (observed on H200, test_sharing: a waiter for a killed process
-# waits forever).
+# A process that shares events keeps them in a *table*, an anonymous file. Processes that open such an event map this
+# table. Each record of an event, by any process, takes the event's next number at the call. The number is marked as
+# done when the stream reaches the record. A wait is for one number, so a later record does not change the wait. If a
+# process dies before it marks a number, the number is never done (observed on H200, test_sharing: whoever waits for a
+# killed process waits forever).
 
 _WORD = 8
 _SLOT_WORDS = 16
 _RING = _SLOT_WORDS - 1
-"""Recordings of an event that have a word of their own. An older one counts as done once the newer recording that uses
-its word is done.
+"""Number of records of an event that have a word of their own. An older record counts as done once the newer record
+that uses its word is done.
 """
 TABLE_EVENTS = 8192
 TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
 
 
 class EventTable:
-    """Shared events of one process.
+    """Events that one process shares, in a file that other processes map.
 
-    It owns ``fd``, a separate descriptor of the file, until ``close()`` or its own end.
+    The object owns ``fd``, a descriptor of the file, until ``close()`` or until it is garbage-collected.
     """
 
     def __init__(self, fd: int) -> None:
@@ -276,14 +298,17 @@ class EventTable:
     def take(self) -> SharedEvent:
         """Return a new event. The table must not be full.
 
-        The words of a destroyed event are never used again, because its handle still opens (H200: test_sharing).
+        The words of a destroyed event are never used again, because its handle can still be opened (observed on H200:
+        test_sharing).
         """
         self.taken += 1
         return SharedEvent(self, self.taken - 1)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """A ``with`` block in which no other process changes the table. Linux releases the lock of a killed process."""
+        """Keep other processes from changing the table within the ``with`` block. Linux releases the lock of a killed
+        process.
+        """
         fcntl.flock(self.fd, fcntl.LOCK_EX)
         try:
             yield
@@ -292,12 +317,12 @@ class EventTable:
 
 
 def _close(words: memoryview, fd: int) -> None:
-    words.release()  # this also ends the mapping
+    words.release()  # This also unmaps the file.
     os.close(fd)
 
 
 class SharedEvent:
-    """One event in a table: the number of its latest recording, and which of the last few recordings are done."""
+    """One event in a table: the number of its latest record, and which of its last records are done."""
 
     def __init__(self, table: EventTable, index: int) -> None:
         self.table = table
@@ -306,18 +331,18 @@ class SharedEvent:
 
     @property
     def latest(self) -> int:
-        """Number of the latest recording; 0 if there is none."""
+        """Number of the latest record; 0 if there is none."""
         return self.table.words[self._first]
 
     def begin(self) -> int:
-        """Return the number for a new recording, which is then the latest one."""
+        """Begin a new record, which is then the latest one. Returns its number."""
         with self.table.locked():
             number = self.latest + 1
             self.table.words[self._first] = number
         return number
 
     def finish(self, number: int) -> None:
-        """Mark the recording with this number as done: its stream has reached it."""
+        """Mark the record with this number as done, because its stream has reached it."""
         with self.table.locked():
             word, words = self._word(number), self.table.words
             words[word] = max(words[word], number)
@@ -329,9 +354,9 @@ class SharedEvent:
         return self._first + 1 + number % _RING
 
     def arrival(self) -> Callable[[], bool]:
-        """Return a function that says whether the recording that is the latest now is done.
+        """Return a function that returns whether the record that is the latest now is done.
 
-        Later recordings do not change it.
+        Later records do not change what the function returns.
         """
         number = self.latest
         return lambda: self.happened(number)
@@ -341,22 +366,22 @@ class SharedEvent:
 
 
 class Record(Operation):
-    """Operation that records an event: its stream, its number there, and its time.
+    """Operation that records an event: it stores the stream, its number in the stream, and the time.
 
-    Other processes see that of a shared event.
+    The record of a shared event is also written to the table that other processes map.
     """
 
     def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
-        """The stream's clock at the recording. A stream that waits for the event learns it."""
+        """Clock of the stream at the record. A stream that waits for the event merges this clock into its own."""
         self.ranked: bool = stream.id in stream.scheduler.ranks
         self.others: Points = ()
-        """Operations of other streams to wait for, in a recording without work."""
+        """Operations of other streams that the record waits for, if the record itself is no work."""
         self.when: float = 0.0
         self.shared = shared
         self.number: int = shared.begin() if shared is not None else 0
-        """Number of the recording among the recordings of all processes."""
+        """Number of the record among the records of the event by all processes; 0 if the event is not shared."""
 
     def step(self) -> bool:
         self.when = time.perf_counter()
@@ -371,15 +396,16 @@ class Record(Operation):
 
 @dataclass(eq=False)
 class QueueEvent:
-    """Event with its latest recording, in a stream or in a graph under capture."""
+    """Event with its latest record, which is in a stream or in a graph under capture."""
 
     context: Context
     flags: int
     record: Record | None = None
     capture: Any = None
-    nodes: list[Any] = field(default_factory=list)  # if recorded in a capture: the nodes before the recording
+    # If the event was recorded in a capture: the nodes before the record.
+    nodes: list[Any] = field(default_factory=list)
     shared: SharedEvent | None = None
-    opened: bool = False  # made by cuIpcOpenEventHandle from another process's handle
+    opened: bool = False  # Whether cuIpcOpenEventHandle made the event, from another process's handle.
     handle: int = field(default_factory=new_handle)
 
     @property
@@ -390,13 +416,16 @@ class QueueEvent:
 
     @property
     def elsewhere(self) -> SharedEvent | None:
-        """Shared event whose latest recording was made by another process or handle; None if this object made it."""
+        """The shared event, if its latest record was made by another process or by another handle. None if this object
+        made it.
+        """
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
         return self.shared
 
     def share(self, shared: SharedEvent) -> SharedEvent:
-        """Move the event, with its latest recording, to ``shared``, which other processes can map.
+        """Share the event: move it, with its latest record, to ``shared``, a place in a table that other processes can
+        map.
 
         Returns ``shared``.
         """
@@ -410,41 +439,45 @@ class QueueEvent:
         return shared
 
     def make_wait(self, stream: Queue) -> None:
-        """Make a stream wait for the latest recording (``cuStreamWaitEvent``)."""
+        """Make a stream wait for the latest record of the event (``cuStreamWaitEvent``)."""
         elsewhere, record = self.elsewhere, self.record
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))
         elif self.flags & EventFlag.INTERPROCESS:
-            # The wait counts as work of the stream even if the event is done or was never recorded, but pools do not
-            # use its order (observed on H200: test_streams, test_placements).
+            # The wait counts as work of the stream even if the event is done or was never recorded. Pools do not use
+            # the order that it gives (observed on H200: test_streams, test_placements).
             stream.submit(Operation(), () if record is None else ((record.stream, record.seq), *record.others))
         elif record is not None:
             scheduler = stream.scheduler
             if record.stream is not stream or record.others:
-                # A wait for completed work does not take the legacy stream's order, unless that stream itself waits
-                # (observed on H200: test_streams).
+                # A wait for completed work does not order the stream after the legacy stream, unless the waiting stream
+                # is itself the legacy stream (observed on H200: test_streams).
                 joins = stream.peers is not None or not record.complete
                 stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
                 if record.ranked:
                     scheduler.rank(stream)
-            # A recording contains the legacy stream's order, even if its own stream does not (H200: test_placements).
+            # A record contains the order after the legacy stream's work, even if its own stream does not (observed on
+            # H200: test_placements).
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
     def record_in(self, stream: Queue, after: Points = ()) -> None:
-        """Record the event after all work queued on ``stream``, and after the operations ``after`` of other streams."""
+        """Record the event after all work queued on ``stream``, and after ``after``, operations of other streams."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            after += ((earlier.stream, earlier.seq),)  # a later recording runs later (observed on H200: test_streams)
-            stream.submit(Operation())  # earlier frees are seen before that wait (observed on H200: test_reuse)
-        # An interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements).
+            after += ((earlier.stream, earlier.seq),)  # A later record runs later (observed on H200: test_streams).
+            # Pools find earlier frees of the stream before that wait (observed on H200: test_reuse).
+            stream.submit(Operation())
+        # The record of an interprocess event also orders the stream after the legacy stream (observed on H200:
+        # test_placements).
         clock = stream.clock if shared or stream.peers is not None else dict(stream.clock)
         untimed = not shared and self.flags & EventFlag.DISABLE_TIMING
         record.counts = record.is_command = not untimed
         if untimed and stream.legacy is not None:
             record.others = stream.catch_up(clock)
         if record.others:
-            record.seq = stream.seq  # the event waits for the legacy stream, this one does not (H200: test_streams)
+            # The event waits for the legacy stream; its own stream does not (observed on H200: test_streams).
+            record.seq = stream.seq
         else:
             record.seq = stream.submit(record, after, clock)
         record.clock = {**clock, stream.id: record.seq}

@@ -1,4 +1,4 @@
-"""The simulated driver: all calls on one machine, and the other names of the bindings."""
+"""The simulated driver: an object with all driver calls of one machine, and with the other names of the bindings."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from streamalloc.simulator.profiles import MachineSpec
 
 
 class SimulatedMachine(ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, SharingCalls):
-    """A machine with the methods of all areas."""
+    """A machine whose methods are the calls of all areas."""
 
 
 class SimulatedDriver:
     """A simulated machine with the interface of ``cuda.bindings.driver``.
 
-    Each method of :class:`SimulatedMachine` that is named like a driver function is a call here. Enums, structs and
-    handle classes are the bindings' own. Functions that are not modelled raise :class:`NotImplementedError` when
-    called.
+    Each method of :class:`SimulatedMachine` that is named like a driver function is a function of this object. Enums,
+    structs and handle classes are the bindings' own. Functions that are not modelled raise :class:`NotImplementedError`
+    when called.
     """
 
     is_simulated = True
 
     def __init__(self, *spec: Any) -> None:
-        """``spec``: the fields of :class:`MachineSpec`."""
+        """Make a driver with a new machine. ``spec``: the fields of :class:`MachineSpec`, in order."""
         self._machine = machine = SimulatedMachine(MachineSpec(*spec))
         machine.driver = weakref.ref(self)
-        # Releases the machine's mappings, files and thread when the driver is collected, which queued work therefore
-        # does not refer to. Not at interpreter exit, when the system releases them.
+        # When the driver is collected, the machine's mappings, files and thread are released. So queued work must not
+        # refer to the driver. At interpreter exit the operating system releases them.
         weakref.finalize(self, machine.close).atexit = False
 
     @property
     def settings(self) -> str:
-        """Value of ``STREAMALLOC_DRIVER`` with which another process gets a machine with the same arguments."""
+        """Value of ``STREAMALLOC_DRIVER`` by which another process gets a machine with the same arguments."""
         spec = self._machine.spec
         changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
         pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
@@ -68,12 +68,12 @@ class SimulatedDriver:
         return sorted({*super().__dir__(), *dir(cuda)})
 
     def kernel_uses(self, *launch: Any) -> Any:
-        """The memory that a launch uses (:meth:`.KernelCalls.kernel_uses`). This is not a driver function."""
+        """Return the memory that a launch uses (:meth:`.KernelCalls.kernel_uses`). This is not a driver function."""
         return self._machine.kernel_uses(*launch)
 
     kernel_copies_up_to = 256 << 10
-    """An H200 moves blocks of at most this many bytes to or from host memory faster in a kernel than by one copy each.
-    A tier for blocks reads this value instead of measuring, because a measurement would take long here.
+    """Bytes: an H200 moves blocks of at most this size to or from host memory faster by one kernel than by one copy for
+    each. A tier for blocks reads this value instead of measuring it, because a measurement would take long here.
     """
 
     def __repr__(self) -> str:

@@ -1,4 +1,6 @@
-"""Exceptions that end a simulated call, and checks that raise them. A :class:`Fault` becomes the call's result code."""
+"""Exceptions that end a simulated call, and functions that raise them. A :class:`Fault` becomes the call's result
+code.
+"""
 
 from __future__ import annotations
 
@@ -22,48 +24,53 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """Behaviour that is not simulated: that of the real driver is unknown, or is a crash."""
+    """Behaviour that is not simulated, because that of the real driver is unknown or is a crash."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")
 
 
 class BrokenMachineError(RuntimeError):
-    """An earlier call of this machine was interrupted midway, so its state may be inconsistent. Use another machine."""
+    """An earlier call of this machine was interrupted midway, so the state of the machine may be inconsistent. Make
+    another machine.
+    """
 
 
 class DeadlockError(RuntimeError):
-    """The real driver would block forever in this call."""
+    """The real driver would block for ever in this call."""
 
 
 def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:
-    """Raise a :class:`Fault` with ``code`` unless ``condition`` holds."""
+    """Raise :class:`Fault` with ``code`` unless ``condition`` is true."""
     if not condition:
         raise Fault(code)
 
 
 def not_modelled(condition: object, what: str) -> None:
-    """Raise :class:`NotModelled` if ``condition`` holds."""
+    """Raise :class:`NotModelled` if ``condition`` is true. ``what``: the text after "not modelled"."""
     if condition:
         raise NotModelled(what)
 
 
 def need(value: T | None, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """Return the value. For None, raise a :class:`Fault` with ``code``, or :class:`NotModelled` if ``code`` is text."""
+    """Return ``value`` unless it is None. For None, raise :class:`Fault` with ``code``, or :class:`NotModelled` if
+    ``code`` is text.
+    """
     if value is None:
         raise NotModelled(code) if isinstance(code, str) else Fault(code)
     return value
 
 
 def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> T:
-    """Return the value if it is of this class; else raise as :func:`need` does for None."""
+    """Return ``value`` if it is an instance of ``cls``. Otherwise raise the error that :func:`need` raises for None."""
     return need(value if isinstance(value, cls) else None, code)
 
 
 def code_of(error: Fault | OSError) -> Any:
-    """Return the result code of a call that raised ``error``, its own or the operating system's.
+    """Return the result code for a call that raised ``error``: a fault of the call, or an error of the operating
+    system.
 
-    An OSError without a number came from a signal handler and is raised again.
+    An OSError without an error number came from a signal handler, and is raised again.
     """
     if isinstance(error, Fault):
         return error.code
@@ -77,7 +84,7 @@ _NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
 
 @contextlib.contextmanager
 def undo_by(undo: Callable[..., object], *arguments: Any) -> Iterator[None]:
-    """Call ``undo`` if the ``with`` block raises ``OSError``, which it then raises again."""
+    """Call ``undo(*arguments)`` if the ``with`` block raises ``OSError``. The error is raised again."""
     try:
         yield
     except OSError:

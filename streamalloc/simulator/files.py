@@ -1,5 +1,5 @@
-"""Anonymous files of several processes: their names, access to a file of another process, and the memory usage of all
-processes of a named machine.
+"""Anonymous files that several processes use: their names, opening a file of another process, and the memory usage of
+all processes of a named machine.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """Parts of a file's name. ``kind``: pool, memory, multicast, heap, events or usage."""
+    """Parts of the name of a shared file. ``kind``: pool, memory, multicast, heap, events or usage."""
 
     kind: str
     machine: str
-    """Name of the machine in all its processes: 16 digits domain, 8 host."""
+    """Name of the machine, equal in all its processes: 16 hexadecimal digits for the domain, 8 for the host."""
     serial: str
-    """Random number in hexadecimal digits, of the file (:meth:`Labels.new`) or of the machine object
+    """Random number in 16 hexadecimal digits: of the file (:meth:`Labels.new`), or of the machine object
     (:meth:`Labels.own`).
     """
     place: Place
     compression: int = 0
-    """Compression type of memory, read by importers."""
+    """Compression type of the memory in the file, which importers read."""
 
     @property
     def domain(self) -> str:
-        """Machine's name without the host; machines of one IMEX domain share it."""
+        """First part of the machine's name, without the host. It is equal for the machines of one IMEX domain."""
         return self.machine[:16]
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Label(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Label | None:
-        """Return the label of the file behind a /proc link; None for other files."""
+        """Return the label of the file to which a link in /proc leads; None for a file without a label."""
         try:
             found = _NAME.fullmatch(os.readlink(path))
         except OSError:
@@ -61,9 +61,10 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """Return the label of a descriptor's file; None for a file that cannot be used.
+    """Return the label of the file of a descriptor; None for a file that cannot be used.
 
-    Such are other files, read-only files, and files that can still shrink: after that, mappings would fault.
+    A file cannot be used if it has no label, is read-only, or can still shrink: after that, uses of mappings would
+    fault.
     """
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
@@ -77,9 +78,9 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """Open a file of another process by its descriptor there, and return the new descriptor.
+    """Open a file of another process, in which it has the descriptor ``fd``. Returns a new descriptor.
 
-    None if the descriptor is closed, names a file whose label does not satisfy ``fits``, or is not accessible.
+    Returns None if that descriptor is closed or not accessible, or if ``fits`` returns False for the label of its file.
     """
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
@@ -100,59 +101,63 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
 
 
 class Labels:
-    """Maker of the labels of one machine's files. It also numbers the machine's devices.
+    """Makes the labels of the files of one machine object, and numbers the machine's devices.
 
-    ``host``: the machine's name in the IMEX domain, "" if it is in none.
+    ``host``: the machine's name in its IMEX domain; empty if it is in none.
     """
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
-        """Device numbers of the machine, by the process's ordinals."""
+        """For each ordinal of the process: the number of this device in the machine."""
         self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
         self.machine: str = f"{self.domain}{self.host:08x}"
         self.owner: int = int.from_bytes(os.urandom(8), "little")
-        """Random number of this machine object, part of IPC handles."""
+        """Random number of this machine object. It is part of IPC handles."""
 
     def new(self, kind: str, place: Place, compression: int = 0) -> Label:
-        """Return the label of a new file that can be shared."""
+        """Return the label of a new file whose memory can be exported."""
         there = place if place.device is None else Place(place.type, self.of_machine(place.id))
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """Return the label of a file with cuMemAlloc memory, events or usage.
+        """Return the label of a file with cuMemAlloc memory, events or the usage table.
 
-        Other processes open such a file in /proc, by the id of this process and the number of the descriptor.
+        Other processes open such a file in /proc, by the id of this process and the number of the file descriptor.
         """
         return Label(kind, self.machine, f"{self.owner:016x}", place)
 
     def number(self, ordinal: int) -> int:
-        """Return the number of a device of this machine, unique in the domain."""
+        """Return the number of a device of this machine, which is unique in the IMEX domain."""
         return self.host << 32 | self.of_machine(ordinal)
 
     def of_machine(self, ordinal: int) -> int:
-        """Return the machine's number of the device with this ordinal in the process."""
+        """Return the number in the machine of the device with this ordinal in the process."""
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 
     def seen(self, number: int) -> int:
-        """Return the ordinal of a device of the machine; :data:`HIDDEN` if it is not visible to the process."""
+        """Return the ordinal in the process of the machine's device ``number``; :data:`HIDDEN` if the process does not
+        see it.
+        """
         return self.numbers.index(number) if number in self.numbers else HIDDEN
 
     def is_own(self, process: int, owner: int) -> bool:
         return owner == self.owner and process == os.getpid()
 
     def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
-        """Open a file that the machine object ``owner`` of another process has; None if that process has closed it."""
+        """Open a file that the machine object ``owner`` of another process has. Returns the descriptor; None if that
+        process has closed the file.
+        """
         expected = (kind, self.machine, f"{owner:016x}")
         return reach(process, fd, lambda label: label[:3] == expected)
 
 
 HOST_BANK = 63
-"""Index of the host's word in a slot. The words of the devices lie before it, at the devices' ordinals."""
+"""Index of the host's word in a slot. The words of the devices come before it, at the ordinals of the devices."""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
-"""Index of the word behind the slots: the number of the highest slot that was ever taken, plus 1. No slot from there on
-needs to be read.
+"""Index of the word after all slots. It has the number of the highest slot that was ever taken, plus 1, so that no
+slots above need to be read.
 """
 _BYTES = (_HIGHEST + 1) * _WORD
 _PATIENCE = 10.0
@@ -160,11 +165,12 @@ _LIST = "/proc/net/unix"
 
 
 class Usage:
-    """Slot of a machine object in the table of its machine, an anonymous file.
+    """Slot of one machine object in the usage table of its machine, an anonymous file that all processes of the machine
+    map.
 
-    A slot has the bytes that the object uses of each device and of the host. A process locks its slot, so that its end
-    frees the slot. Others find the table by the name of an abstract socket. The name contains the process and the
-    descriptor, and ends with the process.
+    A slot has the number of bytes that the machine object uses of each device and of the host. A process locks its
+    slot, so the slot is free when the process ends. Other processes find the table by the name of an abstract socket:
+    it contains the id of a process and its descriptor of the table. The socket ends with the process.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -179,29 +185,29 @@ class Usage:
                 self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
-        """Record the bytes of a bank that this object uses."""
+        """Record ``used``, the number of bytes that this machine object uses of a bank."""
         self._words[self._slot * _BANKS + bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
-        """Return the bytes of a bank that all other objects of the machine use, in any process."""
+        """Return the bytes of a bank that all other machine objects use, in this and other processes."""
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            if used and is_locked(self._fd, slot):  # A process does not see its own lock.
+            if used and is_locked(self._fd, slot):  # A process cannot detect its own lock.
                 found += used
         return found
 
     def close(self) -> None:
-        """Leave the slot. A forked child may still hold it, so it counts no bytes from now on."""
+        """Leave the slot. A forked child may still hold the lock, so the bytes of the slot are set to 0."""
         for bank in range(_BANKS):
             self.put(bank, 0)
         self._name.close()
-        self._words.release()  # The mapping goes with it.
+        self._words.release()  # The file is unmapped with this object.
         os.close(self._fd)
 
 
 def _bound(name: str) -> socket.socket:
-    """Return a socket with this name, which other processes can see. Linux closes it when the process ends.
+    """Return an abstract socket with this name, which other processes can find. Linux closes it when the process ends.
 
     Raises ``OSError`` (EADDRINUSE) if another socket has the name.
     """
@@ -213,9 +219,8 @@ def _bound(name: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone(machine: str) -> Iterator[None]:
-    """Keep other processes from creating the table within the ``with`` block.
-
-    Raises ``OSError`` after 10 s of waiting.
+    """Keep other processes from creating the usage table within the ``with`` block. Raises ``OSError`` after 10 s of
+    waiting.
     """
     end = time.monotonic() + _PATIENCE
     while True:
@@ -231,7 +236,9 @@ def _alone(machine: str) -> Iterator[None]:
 
 
 def _open_table(labels: Labels) -> int:
-    """Open the table of another process or object of the machine; if there is none, make a new one."""
+    """Open the usage table of another process or machine object; if there is none, make a table. Returns its file
+    descriptor.
+    """
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
         found = re.findall(rf"@streamalloc:usage:{labels.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:

@@ -1,9 +1,9 @@
 """Memory of graphs: each graph has its own addresses, and the graphs of a device share physical memory.
 
-The physical memory consists of *chunks*. A launch reserves a number of them, and maps those that it needs at the
-addresses of its graph. It can take a chunk in which no allocation of another graph is live, if the last use of the
-chunk is done or precedes the launch. So a graph that frees all its allocations needs its chunks only while a launch
-runs. Chunks stay until cuDeviceGraphMemTrim, even after the graphs are destroyed.
+The physical memory consists of *chunks*. A launch reserves a number of chunks, and maps the chunks that it needs at the
+addresses of its graph. The launch can take a chunk in which no allocation is live, if the last use of the chunk is done
+or precedes the launch. So a graph that frees all its allocations needs its chunks only while a launch runs. Chunks stay
+until cuDeviceGraphMemTrim, even after the graphs are destroyed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
 class LastUses:
-    """Last uses of some memory: for each stream, the number of its last operation that uses the memory."""
+    """Last uses of some memory: for each stream that uses it, the number of the last operation that does."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Queue, int]] = {}
@@ -34,20 +34,22 @@ class LastUses:
         return tuple(self._last.values())
 
     def over_for(self, clock: Clock) -> bool:
-        """Whether each use is done, or is one of the operations in ``clock``, which work with that clock runs after."""
+        """Whether every use is done, or is among the operations that ``clock`` contains (which precede the work with
+        this clock).
+        """
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
 class GraphChunk:
-    """Chunk of a device's physical memory for graphs. Launches map it at addresses of their graphs."""
+    """Chunk of a device's physical memory for graphs. Launches map the chunk at addresses of their graphs."""
 
     def __init__(self, offset: int) -> None:
         self.offset: int = offset
-        """Offset of the chunk in the file of the device."""
+        """Offset of the chunk in bytes in the file with the device's graph memory."""
         self.used: bool = False
-        """Whether a launch has mapped it. It counts as used from then on."""
+        """Whether a launch has ever mapped the chunk. From then on the chunk counts as used."""
         self.owner: GraphHeap | None = None
-        """The graph whose allocations outlive a launch here."""
+        """The graph heap that has allocations in this chunk which outlive a launch; None if there is none."""
         self.uses: LastUses = LastUses()
 
     @property
@@ -59,7 +61,7 @@ class GraphChunk:
 class DeviceGraphMemory:
     """Graph memory of a device, with high-water marks in bytes.
 
-    All memory that was mapped at addresses counts as used (observed on H200: test_graph_memory, test_graph_nodes).
+    All memory that a launch has ever mapped counts as used (observed on H200: test_graph_memory, test_graph_nodes).
     """
 
     banks: Banks
@@ -71,8 +73,8 @@ class DeviceGraphMemory:
     _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
-        """Reserve as many addresses as a pool has, so that nothing else gets them (observed on H200:
-        test_physical_memory).
+        """Reserve as many addresses as a pool has, at the first graph, so that no other reservation gets them (observed
+        on H200: test_physical_memory).
         """
         if self._set_aside is None:
             whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
@@ -98,9 +100,9 @@ class DeviceGraphMemory:
     ) -> list[GraphChunk]:
         """Choose ``mapped`` chunks for a launch that is ordered after ``clock``.
 
-        If fewer than ``reserved`` chunks are usable, make the missing ones; CUDA_ERROR_OUT_OF_MEMORY if the bank has
-        too little memory. Choose first the chunks that the graph had ``before``, then the oldest ones; if chunks were
-        made, the newest ones. With ``moved``, the chosen chunks count as the newest from now on (observed on H200:
+        If fewer than ``reserved`` chunks are usable, the missing chunks are made; CUDA_ERROR_OUT_OF_MEMORY if the bank
+        has too little memory. The chunks that the graph had ``before`` are chosen first, then the oldest chunks, or the
+        newest if chunks were made. With ``moved``, the chosen chunks count as the newest from now on (observed on H200:
         test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
@@ -120,7 +122,7 @@ class DeviceGraphMemory:
         return chosen
 
     def collect(self) -> None:
-        """Release the addresses of destroyed graphs whose queued launches have ended since."""
+        """Release the addresses of destroyed graphs whose queued launches have ended meanwhile."""
         for memory in list(self.memories):
             memory.close_unless_needed()
 
@@ -140,13 +142,13 @@ class DeviceGraphMemory:
 
 
 class Hole(NamedTuple):
-    """Range of a graph's addresses that the node ``freed_by`` freed."""
+    """Free range in a graph's addresses, which the free node ``freed_by`` left."""
 
     size: int
     address: int
     freed_by: object
     earlier: Container[object]
-    """The nodes that precede the node which freed the range."""
+    """The nodes that precede ``freed_by``."""
 
     @property
     def end(self) -> int:
@@ -154,7 +156,7 @@ class Hole(NamedTuple):
 
 
 class GraphHeap:
-    """Addresses of a graph's allocations on one device, and the chunks of its latest launch there."""
+    """Addresses of a graph's allocations on one device, and the chunks of the graph's latest launch there."""
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         shared.collect()
@@ -164,13 +166,14 @@ class GraphHeap:
         self._size = 0
         self._reserved = 0
         self.holes: list[Hole] = []
-        """Ranges that nodes freed, the oldest first."""
-        # Place n of a graph is the n-th range of the size of a chunk among its addresses.
-        self._places: dict[GraphChunk, int] = {}  # the chunks of the latest launch, with their places
-        self._mapped: dict[int, GraphChunk] = {}  # by place, the chunk that the last launch to run has mapped there
+        """Free ranges that free nodes left, the oldest first."""
+        # A place is a range of CHUNK bytes in the addresses of the graph; place n is the n-th range.
+        self._places: dict[GraphChunk, int] = {}  # The chunks of the latest launch, with the place of each.
+        # For each place: the chunk that is mapped there, by the last launch that has run.
+        self._mapped: dict[int, GraphChunk] = {}
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
-        """Sizes of the allocations that outlived a launch, by address."""
+        """Sizes in bytes of the allocations that outlived a launch, by address."""
         self.owners: int = 1
         shared.memories.add(self)
 
@@ -182,9 +185,9 @@ class GraphHeap:
     def place(self, size: int, earlier: Container[object]) -> int:
         """Choose the address of an allocation node. ``earlier``: the nodes that precede it.
 
-        It is that of the smallest sufficient hole that one of them left, of equal ones the oldest. Without such a hole
-        the node gets new addresses (observed on H200: test_graph_memory, test_graph_nodes); CUDA_ERROR_OUT_OF_MEMORY if
-        none are left.
+        The node gets the address of the smallest sufficient hole that one of these nodes left; of equal holes, the
+        oldest. Without such a hole the node gets new addresses (observed on H200: test_graph_memory, test_graph_nodes).
+        CUDA_ERROR_OUT_OF_MEMORY if no addresses are left.
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
@@ -194,25 +197,26 @@ class GraphHeap:
             at = self.holes.index(hole)
             self.holes[at : at + 1] = [rest] if rest.size else []
             return hole.address
-        # The graphs of a device share as many addresses as a pool has. A lack of memory shows only at the launch
+        # All graphs of a device together have as many addresses as one pool. A lack of memory only shows at the launch
         # (observed on H200: test_graph_nodes).
         taken = sum(memory._size for memory in self._shared.memories)
         check(taken + rounded <= self._reservation.size, Result.CUDA_ERROR_OUT_OF_MEMORY)
         address = self._reservation.base + self._size
         self._size += rounded
         if self._size > self._reserved:
-            # The heap grows by the whole allocation, not only by its excess (observed on H200: test_graph_nodes).
+            # The heap grows by the whole size of the allocation, not only by what exceeds the heap (observed on H200:
+            # test_graph_nodes).
             self._reserved += round_up(rounded, CHUNK)
         return address
 
     def leave(self, address: int, size: int, freed_by: object, earlier: Container[object]) -> None:
-        """Make the range of an allocation a hole, at its free node ``freed_by``.
+        """Make the range of an allocation a hole, because the free node ``freed_by`` frees it.
 
-        ``earlier``: the nodes that precede that node.
+        ``earlier``: the nodes that precede ``freed_by``.
 
-        The hole is merged with the holes below and above it, if earlier nodes left those. Only nodes after ``freed_by``
-        can reuse the result. If the two neighbours come from nodes without an order, only the one above is merged (an
-        H200 takes either: test_graph_nodes).
+        The hole is merged with the holes directly below and above it, if earlier nodes left those holes. Only nodes
+        after ``freed_by`` can use the merged hole. If the nodes of the two neighbours have no order, only the hole
+        above is merged (an H200 merges either: test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         earlier_holes = [hole for hole in self.holes if hole.freed_by in earlier]
@@ -229,8 +233,8 @@ class GraphHeap:
     # -- launches --------------------------------------------------------------------------------------------
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
-        """Choose the chunks of memory for a launch that is ordered after ``clock``. Returns the place of each: place n
-        is the n-th range of ``CHUNK`` bytes among the addresses of the heap.
+        """Choose the chunks of memory for a launch that is ordered after ``clock``. Returns the place of each chunk:
+        place n is the n-th range of ``CHUNK`` bytes in the addresses of the heap.
 
         ``outlives``: whether an allocation outlives the launch; the heap then owns the chunks. ``moved``: whether the
         launch before was in another stream.
@@ -244,7 +248,9 @@ class GraphHeap:
         return self._places
 
     def map(self, places: dict[GraphChunk, int]) -> None:
-        """Map chunks at their places. Runs in stream order, because earlier launches may use other chunks there."""
+        """Map chunks at their places. This runs in stream order, because earlier launches may have other chunks mapped
+        there.
+        """
         for chunk, place in places.items():
             if self._mapped.get(place) is not chunk:
                 address = self._reservation.base + place * CHUNK
@@ -252,7 +258,9 @@ class GraphHeap:
                 self._mapped[place] = chunk
 
     def in_use(self, stream: Queue, seq: int) -> None:
-        """Record that operation ``seq`` of a stream is the last one there that may use the addresses and the chunks."""
+        """Record that operation ``seq`` is the last operation of ``stream`` that may use the addresses and the chunks
+        of the heap.
+        """
         self.uses.add(stream, seq)
         for chunk in self._places:
             chunk.uses.add(stream, seq)
@@ -260,28 +268,28 @@ class GraphHeap:
     def freed(self, address: int, stream: Queue | None = None) -> None:
         """Record the free of an allocation that outlived its launch.
 
-        ``stream``: frees in stream order; None: at once.
+        ``stream``: the stream in whose order it is freed; None: at once.
         """
         self.live.pop(address, None)
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
 
     def lives_in(self, chunk: GraphChunk) -> bool:
-        """Whether a part of a live allocation is in a chunk."""
+        """Whether a live allocation of this heap has bytes in ``chunk``."""
         start = self._reservation.base + self._places[chunk] * CHUNK
         return any(address < start + CHUNK and start < address + size for address, size in self.live.items())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, chunk: GraphChunk) -> None:
-        """Unmap a chunk that the device releases, wherever the graph has it mapped."""
+        """Unmap a chunk that the device releases, at each place where this graph has it mapped."""
         self._places.pop(chunk, None)
         for place in [place for place, one in self._mapped.items() if one is chunk]:
             self._reservation.unmap(self._reservation.base + place * CHUNK, CHUNK)
             del self._mapped[place]
 
     def disown(self) -> None:
-        """Count one graph or instance less that needs the addresses. If nothing needs them any more, release them."""
+        """Count one graph or instance less that needs the addresses. When none is left, the addresses are released."""
         self.owners -= 1
         self.close_unless_needed()
 
@@ -290,7 +298,7 @@ class GraphHeap:
             self.close()
 
     def close(self) -> None:
-        """Release the addresses, and let other graphs use the chunks."""
+        """Release the addresses of the heap, and let other graphs use its chunks."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
         self._leave_chunks()

@@ -23,12 +23,12 @@ AUTO_FREE_ON_LAUNCH = 1
 Values = dict[str, Any]
 """Parameters of a node: fields of its struct."""
 Work = dict[str, Any]
-"""Fields of a :class:`GraphNode` that hold its work: ``operation`` or ``enter``, and ``values``."""
+"""Fields of a :class:`GraphNode` that describe its work: ``operation`` or ``enter``, and ``values``."""
 
 
 @dataclass(eq=False)
 class GraphNode:
-    """Node of a graph. A launch submits ``operation``, or calls ``enter`` with its stream.
+    """Node of a graph. A launch submits a copy of ``operation``, or calls ``enter`` with the launch's stream.
 
     An allocation or free node has an address instead.
     """
@@ -39,18 +39,18 @@ class GraphNode:
     operation: Operation | None = None
     enter: Callable[[Queue], object] | None = None
     values: Values | None = None
-    """Parameters of the node, which queries return; None if none are kept."""
+    """Parameters of the node, as queries return them; None if they are not stored."""
     attributes: dict[int, bytes] = field(default_factory=dict)
-    """Attributes set on a kernel node, by number."""
+    """Attributes that were set on a kernel node: their bytes, by attribute number."""
     enabled: bool = True
     """Whether a launch runs the node."""
     child: NodeGraph | None = None
     origin: GraphNode | None = None
-    """In a clone or an instance of a graph: the node of the graph that this node was copied from."""
+    """In a clone or an instance of a graph: the node from which this node was copied."""
     address: int = 0
     size: int = 0
     device: int = 0
-    """Ordinal of the device on which an allocation node allocates; unused in other nodes."""
+    """Ordinal of the device on which an allocation node allocates. Other nodes do not use this field."""
     is_other: bool = False
     """Whether a free node frees memory of another graph."""
     handle: int = field(default_factory=new_handle)
@@ -58,20 +58,23 @@ class GraphNode:
 
 @dataclass(eq=False)
 class NodeGraph:
-    """Graph with its nodes, in the order of capture or addition."""
+    """Graph with its nodes, in the order in which they were captured or added."""
 
     graphs: Graphs
     handle: int = field(default_factory=new_handle)
     nodes: list[GraphNode] = field(default_factory=list)
-    memories: dict[int, GraphHeap] = field(default_factory=dict)  # by device
+    # Addresses of the allocation nodes, by device ordinal.
+    memories: dict[int, GraphHeap] = field(default_factory=dict)
     instances: int = 0
     frees: bool = False
-    """Whether a free node was added, or refused for its address."""
+    """Whether the graph has, or was refused, a free node."""
     open: dict[int, GraphNode] = field(default_factory=dict)
-    """Allocation nodes without a free node, by address; these allocations outlive a launch."""
+    """Allocation nodes whose memory the graph does not free, by address. Their allocations outlive a launch."""
 
     def add(self, kind: str, after: list[GraphNode], **fields: Any) -> GraphNode:
-        """Add a node with these fields of :class:`GraphNode`."""
+        """Add a node of this kind after the nodes ``after``. ``fields``: further fields of :class:`GraphNode`. Returns
+        the node.
+        """
         return self.take(GraphNode(kind, self, after, **fields))
 
     def take(self, node: GraphNode) -> GraphNode:
@@ -87,7 +90,9 @@ class NodeGraph:
             other.after = [one for one in other.after if one is not node]
 
     def clone(self) -> NodeGraph:
-        """Copy the graph, its nodes and its child graphs. The caller has refused graphs with allocations."""
+        """Return a copy of the graph with its nodes and child graphs. Graphs with allocations must have been refused
+        before.
+        """
         made = self.graphs.create()
         copies: dict[GraphNode, GraphNode] = {}
         for node in self.ordered():
@@ -99,7 +104,7 @@ class NodeGraph:
         return made
 
     def ordered(self) -> list[GraphNode]:
-        """Return the nodes in dependency order; those without an order as they were added.
+        """Return the nodes in dependency order. Nodes without an order come in the order of their addition.
 
         Gives CUDA_ERROR_INVALID_VALUE if the edges form a cycle.
         """
@@ -110,7 +115,7 @@ class NodeGraph:
                 if all(one in order for one in node.after):
                     order[node] = None
             left = [node for node in todo if node not in order]
-            check(len(left) < len(todo))  # a cycle is refused only here (observed on H200: test_graph_nodes)
+            check(len(left) < len(todo))  # The driver refuses a cycle only here (observed on H200: test_graph_nodes).
             todo = left
         return list(order)
 
@@ -122,11 +127,13 @@ class NodeGraph:
         return found
 
     def contains(self, address: int) -> bool:
-        """Whether an address is one of those that the graph has for its allocations."""
+        """Whether an address is in the range that the graph has for its allocations."""
         return any(memory.contains(address) for memory in self.memories.values())
 
     def covers(self, address: int, size: int, freed: bool = False) -> bool:
-        """Whether an allocation of this graph contains a range. With ``freed``, those with a free node count, too."""
+        """Whether one allocation of this graph contains a range. ``freed``: also consider allocations with a free
+        node.
+        """
         own = [node for node in self.nodes if node.kind == "MEM_ALLOC"] if freed else self.open.values()
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
@@ -141,9 +148,9 @@ class NodeGraph:
         return node
 
     def free(self, address: int, after: list[GraphNode]) -> GraphNode:
-        """Add a free node, for memory that this or another graph allocates without freeing it.
+        """Add a free node for the allocation at ``address``, which this or another graph makes and does not free.
 
-        Gives CUDA_ERROR_INVALID_VALUE for any other address, and for one that this graph frees already.
+        Gives CUDA_ERROR_INVALID_VALUE for any other address, and for an address that this graph already frees.
         """
         self.frees = True
         allocation = self.open.pop(address, None)
@@ -158,39 +165,39 @@ class NodeGraph:
 
 
 class EmptyLaunch(Operation):
-    """A launch of a graph without work. It gives its stream no rank (H200: test_placements)."""
+    """A launch of a graph without work. Such a launch gives its stream no rank (observed on H200: test_placements)."""
 
     is_command = False
 
 
 @dataclass(eq=False)
 class GraphExec:
-    """Instance of a graph. It keeps copies of the nodes, which only updates of the instance change."""
+    """Instance of a graph. It has copies of the nodes, which only updates of the instance change."""
 
     graph: NodeGraph
     flags: int
     handle: int = field(default_factory=new_handle)
-    last: tuple[Queue, int] | None = None  # Operation that ends the latest launch.
+    last: tuple[Queue, int] | None = None  # Stream and number of the operation that ends the latest launch.
     nodes: list[GraphNode] = field(init=False)
-    """Copies of the nodes in launch order, unaffected by later graph changes."""
+    """Copies of the nodes in launch order. Later changes of the graph do not affect them."""
     unfreed: list[GraphNode] = field(init=False)
-    """Allocation nodes without a free node in the graph, whose memory outlives a launch."""
+    """Allocation nodes whose memory the graph does not free. Their memory outlives a launch."""
 
     def __post_init__(self) -> None:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
         self.unfreed = [*self.graph.open.values()]
 
     def adopt(self, graph: NodeGraph) -> None:
-        """Become an instance of another graph with allocations, as ``cuGraphExecUpdate`` makes it.
+        """Become an instance of another graph with allocations, in an update (``cuGraphExecUpdate``).
 
-        From now on it counts for that graph (observed on H200: test_graph_nodes).
+        From now on this object counts as an instance of that graph (observed on H200: test_graph_nodes).
         """
         self.release()
         self.graph, self.unfreed = graph, [*graph.open.values()]
         self.keep()
 
     def keep(self) -> None:
-        """Count as an instance of the graph, whose addresses stay while an instance exists."""
+        """Count this object as an instance of its graph. The addresses of the graph stay while it has an instance."""
         self.graph.instances += 1
         for memory in self.graph.memories.values():
             memory.owners += 1
@@ -201,7 +208,7 @@ class GraphExec:
             memory.disown()
 
     def launch(self, allocations: AllocationTable, stream: Queue) -> None:
-        """Submit all nodes one after another (``cuGraphLaunch``): this is one of the orders that the edges allow.
+        """Submit all nodes one after another (``cuGraphLaunch``), in one of the orders that the edges allow.
 
         Gives CUDA_ERROR_INVALID_VALUE if allocations of an earlier launch are live, unless the graph frees them at its
         launch.
@@ -214,7 +221,8 @@ class GraphExec:
             allocations.remove(allocations.at[address])
             memory.freed(address)
         carried_out = [node for node in self.nodes if node.enabled and node.kind != "EMPTY"]
-        if not carried_out:  # Then the launch does not wait for earlier launches (observed on H200: test_graph_nodes).
+        # A launch without work does not wait for earlier launches (observed on H200: test_graph_nodes).
+        if not carried_out:
             stream.submit(EmptyLaunch(), clock={})
             return
         self.upload(stream)
@@ -237,7 +245,7 @@ class GraphExec:
     def upload(self, stream: Queue) -> None:
         """Queue on ``stream`` the mapping of the graph's memory (``cuGraphUpload``, and the first part of a launch).
 
-        The mapping runs after all earlier launches of the graph, since these may use other chunks at the same
+        The mapping runs after all earlier launches of the graph, because these may use other chunks at the same
         addresses.
         """
         moved = self.last is not None and self.last[0] is not stream
@@ -259,7 +267,7 @@ class GraphExec:
             for memory, places in chosen:
                 memory.map(places)
 
-        # The wait for earlier launches gives no order that pools use (observed on H200: test_placements).
+        # This wait for earlier launches gives no order that pools use (observed on H200: test_placements).
         self._in_use(stream, stream.submit(QueuedCall(map_memory), tuple(earlier), {}))
 
     def _in_use(self, stream: Queue, seq: int) -> None:
@@ -269,7 +277,7 @@ class GraphExec:
 
 
 class GraphCapture:
-    """Running capture: its streams, and for each stream the nodes that its next node depends on."""
+    """Running capture: its streams, and for each stream the nodes on which its next node will depend."""
 
     def __init__(
         self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
@@ -289,8 +297,9 @@ class GraphCapture:
     def forbids(self, caller: Caller) -> bool:
         """Whether this capture forbids unsafe calls of a thread.
 
-        One in relaxed mode forbids nothing, nor does any capture to a thread in relaxed mode. Otherwise it forbids them
-        to its own thread; if capture and thread are in global mode, to other threads, too.
+        A capture in relaxed mode forbids nothing. A thread in relaxed mode is never forbidden anything. Otherwise the
+        capture forbids unsafe calls to its own thread. If capture and thread are both in global mode, it forbids them
+        to other threads too.
         """
         if caller.capture_mode == RELAXED:
             return False
@@ -299,7 +308,7 @@ class GraphCapture:
         return caller.capture_mode == GLOBAL and self.mode == GLOBAL
 
     def fail(self, code: Any) -> NoReturn:
-        """Invalidate the capture, and fail with ``code``."""
+        """Make the capture invalid, and end the call with the result ``code``."""
         self.valid = False
         raise Fault(code)
 
@@ -308,11 +317,11 @@ class GraphCapture:
         return self in self._graphs.captures
 
     def behind(self, stream: Queue) -> list[GraphNode]:
-        """Return the nodes that the next node of ``stream`` will depend on."""
+        """Return the nodes on which the next node of ``stream`` will depend."""
         return self._frontier.get(stream, [])
 
     def put_behind(self, stream: Queue, nodes: list[GraphNode], instead: bool) -> None:
-        """Make the next node of ``stream`` depend on these nodes; with ``instead``, only on these."""
+        """Make the next node of ``stream`` depend on ``nodes`` too; with ``instead``, only on ``nodes``."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
@@ -325,7 +334,8 @@ class GraphCapture:
 
     def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
         assert pool.device is not None
-        # The node takes the access that devices have to the pool now, as NVIDIA's guide has it; no reading shows it.
+        # As in NVIDIA's guide, the node would take over the access that devices have to the pool now; no reading
+        # confirms it.
         peers = [device for device, flags in pool.access.items() if flags and device != pool.device]
         not_modelled(bool(peers), "an allocation in a capture from a pool that further devices have access to")
         stream.scheduler.rank(stream)
@@ -334,7 +344,7 @@ class GraphCapture:
         return node.address
 
     def free(self, address: int, stream: Queue) -> None:
-        """Add a free node to the capture. A wrong address does not invalidate the capture."""
+        """Add a free node to the capture. An invalid address leaves the capture valid."""
         self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
@@ -344,10 +354,10 @@ class GraphCapture:
         event.nodes = list(self._frontier[stream])
 
     def join(self, stream: Queue, event: QueueEvent) -> None:
-        """Add ``stream`` to the capture, because it waits for an event that was recorded there.
+        """Add ``stream`` to the capture, because it waits for ``event``, which was recorded in this capture.
 
-        Refuses the legacy stream and a stream of another capture; the captures concerned become invalid. Refuses any
-        stream once the capture is invalid.
+        The legacy stream and a stream of another capture are refused, and the captures concerned become invalid. If
+        this capture is invalid already, any stream is refused.
         """
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -361,9 +371,9 @@ class GraphCapture:
         self.put_behind(stream, event.nodes, False)
 
     def leave(self, stream: Queue) -> None:
-        """Remove a stream that is destroyed.
+        """Remove ``stream``, which is being destroyed, from the capture.
 
-        If it is the stream in which the capture began, the capture ends without a graph.
+        If the capture began in this stream, the capture ends without a graph.
         """
         if stream is self.origin:
             self._finish()
@@ -377,7 +387,7 @@ class GraphCapture:
 
         Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED for an invalid capture, and CUDA_ERROR_STREAM_CAPTURE_UNJOINED if
         another stream has work that the first stream does not wait for. Except in relaxed mode, only the thread that
-        began the capture may end it; for others it gives CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
+        began the capture may end it; other threads get CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
         """
         if self.mode != RELAXED:
             check(self._caller is self.origin.scheduler.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
@@ -397,7 +407,7 @@ class GraphCapture:
 
 
 def ancestors(nodes: Iterable[GraphNode]) -> set[GraphNode]:
-    """Return the nodes and all nodes that they depend on."""
+    """Return a set of ``nodes`` and all nodes that they depend on, directly or not."""
     found: set[GraphNode] = set()
     todo = list(nodes)
     while todo:
@@ -420,7 +430,9 @@ class Graphs:
     capture_count: int = 0
 
     def is_left(self, address: int) -> bool:
-        """Whether a graph, or an instance even of a destroyed graph, allocates this address without freeing it."""
+        """Whether a graph allocates this address and does not free it. Instances count too, even of a destroyed
+        graph.
+        """
         left = (node.address for one in self.executables.values() for node in one.unfreed)
         return address in left or any(address in graph.open for graph in self.graphs.values())
 
@@ -428,7 +440,7 @@ class Graphs:
         return self.graphs.add(NodeGraph(self))
 
     def destroy(self, graph: NodeGraph) -> None:
-        """Remove a graph and its child graphs. Its instances stay."""
+        """Remove a graph and its child graphs. Instances of the graph stay."""
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:
             self.nodes.pop(node.handle, None)

@@ -1,4 +1,4 @@
-"""Names of ``simulator`` that the areas above use."""
+"""Names of ``simulator`` that are not public, but that other areas use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Python functions in place of kernels, by name; modules and libraries, with their kernels and variables.
+"""Python functions that run in place of kernels, found by the kernel's name; modules and libraries with kernels and
+variables.
 
-Module images are accepted and not executed. From PTX, only kernel names, kernel parameters and global variables are
-read; from other formats nothing.
+Module images are accepted and not executed. Only kernel names, kernel parameters and global variables are read from
+PTX. Nothing is read from other formats.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.memory import is_accessible
 
 Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
-"""Function of a kernel's arguments. It returns the address and the size in bytes of each used part of memory."""
+"""Function that gets a kernel's arguments and returns tuples of address and size in bytes, one for each range that the
+kernel uses.
+"""
 CType: TypeAlias = Any
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, eq=False)
 class RegisteredKernel:
-    """A Python function that runs in place of a kernel, and the memory that it declares to use."""
+    """A Python function that runs in place of a kernel, with the memory that its registration says the kernel uses."""
 
     function: Callable[..., object]
     types: tuple[CType, ...] | None
@@ -48,7 +51,9 @@ class RegisteredKernel:
         return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
     def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
-        """Return address, size in bytes, write and atomic flag of each use of memory; None if the uses are unknown."""
+        """Return the memory that a launch with ``arguments`` uses: tuples of address, size in bytes, write flag and
+        atomic flag. None if unknown.
+        """
         if not self.declares:
             return None
         kinds = ((self.reads, False, False), (self.writes, True, False), (self.atomics, True, True))
@@ -80,16 +85,16 @@ def kernel(
     copies. :func:`device_view` returns memory as NumPy arrays, :func:`current_launch` the grid. A second registration
     of a name replaces the first one.
 
-    If the function raises, its traceback is printed, and its context is lost as on hardware. Each later call there
-    returns ``CUDA_ERROR_LAUNCH_FAILED``; after an ``AssertionError`` it returns ``CUDA_ERROR_ASSERT``, and after a use
-    of missing or inaccessible memory ``CUDA_ERROR_ILLEGAL_ADDRESS``.
+    If the function raises an exception, its traceback is printed, and the context is lost as on hardware. Each later
+    call in this context returns ``CUDA_ERROR_LAUNCH_FAILED``. After an ``AssertionError`` it returns
+    ``CUDA_ERROR_ASSERT``, and after a use of missing or inaccessible memory ``CUDA_ERROR_ILLEGAL_ADDRESS``.
 
-    The function must not wait for work of the device: a driver call that would wait there raises ``DeadlockError``.
+    The function must not wait for work of the device: a driver call in it that would wait raises ``DeadlockError``.
 
     Parameters
     ----------
     name
-        Name of the kernel as the module has it (mangled, where it is C++), or a pattern of it with ``*``.
+        Name of the kernel in the module (mangled for C++), or a pattern with ``*``.
     types
         Types of the parameters, from ctypes or NumPy. They are needed if the module is not PTX and a launch packs its
         arguments without types (``void**``, arrays of addresses, ``extra``, graph nodes). By default the annotations of
@@ -100,7 +105,7 @@ def kernel(
         Bytes of ``atomics`` are written by atomic operations, which do not race with each other. Without all three, the
         uses are unknown.
     attributes
-        Answers of ``cuFuncGetAttribute``, by their enum names without ``CU_FUNC_ATTRIBUTE_``.
+        Values that ``cuFuncGetAttribute`` returns, by enum name without ``CU_FUNC_ATTRIBUTE_``.
 
     Examples
     --------
@@ -117,7 +122,8 @@ def kernel(
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
         made = RegisteredKernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
-        _kernels.pop(name, None)  # so that the name comes last: of several matching patterns the last one applies
+        # Removed first, so that the name comes last: of several matching patterns the last one is used.
+        _kernels.pop(name, None)
         _kernels[name] = made
         return function
 
@@ -125,7 +131,9 @@ def kernel(
 
 
 def unregister_kernel(name: str) -> None:
-    """Undo :func:`kernel` or :func:`device_global` for a name. No effect if nothing is registered."""
+    """Undo :func:`kernel` or :func:`device_global` for a name. Nothing happens if nothing is registered under the
+    name.
+    """
     _kernels.pop(name, None)
     _globals.pop(name, None)
 
@@ -143,7 +151,7 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
     nbytes
         Size in bytes.
     initial
-        Bytes that it begins with; the rest is 0.
+        First bytes of the variable's initial value; the other bytes are 0.
 
     Examples
     --------
@@ -155,7 +163,9 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
 
 
 def find_kernel(name: str) -> RegisteredKernel | None:
-    """Return the kernel registered under a name, else under the latest pattern that matches it; None if none is."""
+    """Return the kernel registered under ``name``, else the kernel under the latest pattern that matches ``name``; None
+    if there is none.
+    """
     if name in _kernels:
         return _kernels[name]
     patterns = (one for one in reversed(_kernels) if "*" in one and fnmatch.fnmatchcase(name, one))
@@ -163,10 +173,10 @@ def find_kernel(name: str) -> RegisteredKernel | None:
 
 
 def _c_type(given: Any) -> CType:
-    """Return the ctypes type for a ctypes or NumPy type. Raises ``TypeError`` for any other object."""
+    """Return the ctypes type for a type of ctypes or NumPy. Raises ``TypeError`` for any other object."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return given
-    # int and float have no size, and NumPy would treat unknown classes as objects.
+    # int and float have no fixed size, and NumPy would treat unknown classes as objects.
     with contextlib.suppress(TypeError, NotImplementedError):
         dtype = np.dtype(given)
         if given not in (int, float) and not dtype.hasobject:
@@ -175,7 +185,9 @@ def _c_type(given: Any) -> CType:
 
 
 def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
-    """Return the types in a function's annotations; None unless each is a ctypes or NumPy type."""
+    """Return the ctypes types for the annotations of a function's parameters; None unless each annotation is a type of
+    ctypes or NumPy.
+    """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         return tuple(_c_type(one.annotation) for one in parameters)
@@ -203,7 +215,9 @@ _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True)
 class Contents:
-    """Kernels of a module with the types of their parameters, and variables with their sizes in bytes."""
+    """Kernels of a module by name, with the types of their parameters, and variables by name, with their sizes in
+    bytes.
+    """
 
     kernels: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     variables: dict[str, int] = field(default_factory=dict)
@@ -212,7 +226,7 @@ class Contents:
 
 
 def _read(text: str) -> Contents:
-    """Return the contents of a module, read from its PTX."""
+    """Return the contents of a module, read from its PTX text."""
     text = _COMMENTS.sub("", text)
     kernels = {name: tuple(map(_type, _PARAMETER.finditer(given))) for name, given in _ENTRY.findall(text)}
     variables, initialised = {}, set()
@@ -229,20 +243,21 @@ def _type(found: re.Match[str]) -> Any:
 
 
 BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x466243B1)))
-"""First bytes of a cubin, of a fat binary and of its wrapper."""
+"""First four bytes of a cubin, of a fat binary, and of the struct that wraps a fat binary."""
 
 
 @dataclass(eq=False)
 class VariableMemory(LiveMemory):
-    """Device memory of a module's variable, from its first query until the module is unloaded."""
+    """Device memory of a module's variable, from the first query of its address until the module is unloaded."""
 
     block: Block
 
 
 def load(given: Any) -> Contents | None:
-    """Return the contents of an image, given as bytes or as an address.
+    """Return the contents of a module image, given as bytes or as its address.
 
-    None if the image is not PTX: then any name may exist. Gives CUDA_ERROR_INVALID_IMAGE for a text that is not PTX.
+    Returns None if the image is binary code: then every name counts as existing. Gives CUDA_ERROR_INVALID_IMAGE for a
+    text that is not PTX.
     """
     check(given is not None and not (isinstance(given, int) and not given))
     text = _text(given)
@@ -250,7 +265,7 @@ def load(given: Any) -> Contents | None:
 
 
 def _text(given: Any) -> str | None:
-    """Return the PTX text of a buffer object or address; None for code in another format."""
+    """Return the PTX text of an image, given as buffer object or as address; None for an image in another format."""
     if not isinstance(given, int):
         data = memoryview(given).tobytes()
         check(data)
@@ -267,12 +282,12 @@ def _text(given: Any) -> str | None:
 
 @dataclass(eq=False)
 class Module:
-    """Module of a context, or a library, which has no context."""
+    """Module of a context, or a library, which belongs to no context."""
 
     contents: Contents | None
     context: Context | None
     library: Module | None = None
-    """Library of which this is the module in a context; None for others."""
+    """For the module that a library has in a context: this library. None for all others."""
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[tuple[str, Context], VariableMemory] = field(default_factory=dict)
     handle: int = field(default_factory=new_handle)
@@ -287,7 +302,7 @@ class Module:
     def initial(self, name: str) -> bytes:
         """Return the initial bytes of a variable.
 
-        Raises :class:`NotModelled` if they are unknown, and gives CUDA_ERROR_NOT_FOUND for a name that is not in the
+        Raises :class:`NotModelled` if these bytes are unknown. Gives CUDA_ERROR_NOT_FOUND for a name that is not in the
         PTX.
         """
         given = _globals.get(name)
@@ -305,19 +320,19 @@ class Function:
     name: str
     module: Module
     attributes: dict[int, int] = field(default_factory=dict)
-    """Attributes that were set, by number."""
+    """Attributes that the program has set, by attribute number."""
     handle: int = field(default_factory=new_handle)
 
     @property
     def kernel(self) -> RegisteredKernel | None:
-        """Python function that runs in the function's place; None if none is registered."""
+        """The registered Python function that runs in place of the function; None if there is none."""
         return find_kernel(self.name)
 
     @property
     def types(self) -> tuple[Any, ...] | None:
         """ctypes types of the parameters, in order; None if unknown.
 
-        They are those given to :func:`kernel`, else those that were read from the PTX.
+        The types given to :func:`kernel`, or else the types that were read from the PTX.
         """
         if self.kernel is not None and self.kernel.types is not None:
             return self.kernel.types
@@ -330,7 +345,7 @@ class Function:
 
 @dataclass(eq=False)
 class Linker:
-    """The texts that were added to a CUlinkState, and the image that cuLinkComplete made of them."""
+    """Object of a CUlinkState: the texts that were added, and the image that cuLinkComplete made of them."""
 
     texts: list[bytes] = field(default_factory=list)
     linked: Any = None

@@ -1,4 +1,6 @@
-"""The state of a simulated machine that several areas of calls share, and what concerns several of them."""
+"""The state of a simulated machine that several areas of calls share, and the operations on it that several areas
+need.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from streamalloc.simulator.profiles import Link, MachineSpec, Profile
 from streamalloc.simulator.scheduler import Clock, Queue, Scheduler, merge
 
 _OF_A_CONTEXT = (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory, allocations.OpenedMemory)
-"""Kinds of memory that end with their context."""
+"""Kinds of memory that are released when their context ends."""
 
 
 class Machine:
-    """The state of a simulated driver. Each area of calls adds its own (:class:`.calls.base.Calls`)."""
+    """The state of a simulated driver. Each area of calls adds its own state (:class:`.calls.base.Calls`)."""
 
     driver: Callable[[], object]
-    """Returns the driver object; None once it is gone, when the machine ends."""
+    """Function that returns the driver object; None once the driver is garbage-collected, when the machine ends."""
 
     def __init__(self, spec: MachineSpec) -> None:
         self.spec: MachineSpec = spec
@@ -39,15 +41,15 @@ class Machine:
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
-        """Driver function that a signal handler interrupted; None if there was none."""
+        """Driver function that an exception of a signal handler has cut off midway; None if there was none."""
         self.scheduler: Scheduler = Scheduler(spec.seed)
         self.scheduler.on_close = self._release
         self.contexts: Handles[Context] = Handles()
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
         self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
-        """``cuMemAlloc`` memory freed in a stream, with the stream and the number of the free there. The memory is kept
-        until the host synchronises with the stream (H200: test_plain_memory).
+        """Tuples of ``cuMemAlloc`` memory that was freed in stream order, the stream, and the number of the free in it.
+        The memory is kept until the host synchronises with the stream (observed on H200: test_plain_memory).
         """
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
@@ -73,7 +75,9 @@ class Machine:
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
 
     def _share_usage(self) -> Usage:
-        """Let all processes of the machine count the memory of each bank together."""
+        """Make all processes of the machine count the memory of each bank together. Returns this machine object's slot
+        in the table.
+        """
         usage = Usage(self.labels)
         self.banks.host.share(usage, HOST_BANK)
         for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
@@ -83,7 +87,9 @@ class Machine:
     def _device(self, ordinal: int, bank: Bank) -> SimulatedDevice:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
-        if wanted is None:  # needs two devices; a profile of one device may hide others (H200: test_contexts)
+        # Multicast needs two devices. A machine whose profile has one device may have further, hidden ones (observed on
+        # H200: test_contexts).
+        if wanted is None:
             enough = self.spec.devices > 1 or len(self.profile.devices) == 1
             wanted = enough and bool(attributes.get("MULTICAST_SUPPORTED"))
         attributes["MULTICAST_SUPPORTED"] = int(wanted)
@@ -101,7 +107,7 @@ class Machine:
     def see_devices(self) -> None:
         """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``.
 
-        Files, links and attributes use the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
+        Files, links and attributes keep the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
         visible.
         """
         found = visible(chosen(), [device.uuid for device in self._all_devices])
@@ -118,9 +124,10 @@ class Machine:
     # -- life ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all memory, files and threads. The machine cannot be used again."""
+        """Release all memory, files and threads of the machine. It cannot be used afterwards."""
         if not self.forked and not sys.is_finalizing():
-            self.ready = False  # the driver's garbage cycle may contain finalisers that still call it
+            # Calls are refused from now on: the driver's garbage cycle may contain finalisers that still make calls.
+            self.ready = False
             is_main = call_lock.is_main_thread()
             call_lock.enter(is_main)
             try:
@@ -140,7 +147,9 @@ class Machine:
         return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events and cuMemAlloc memory. Areas end what they have of it."""
+        """Destroy a context with its streams, events and cuMemAlloc memory. Subclasses end what their areas have in the
+        context.
+        """
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -161,7 +170,7 @@ class Machine:
     def current(self) -> Context:
         """Return the current context of the calling thread.
 
-        Raises :class:`Fault` if there is none, or if it is broken.
+        Raises :class:`Fault` if there is none, or if work has broken it.
         """
         context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
@@ -174,26 +183,28 @@ class Machine:
     def link(self, source: int, target: int) -> Link:
         """Return the link from a device to the memory of another device.
 
-        Raises :class:`NotModelled` if the profile does not have it.
+        Raises :class:`NotModelled` if the profile does not have this link.
         """
         found = self.profile.link(self.labels.of_machine(source), self.labels.of_machine(target))
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
     def has_access(self, source: int, target: int) -> bool:
-        """Whether a device can access the memory of another device, or its own."""
+        """Whether the device ``source`` can access the memory of the device ``target``, which may be the same
+        device.
+        """
         return source == target or self.link(source, target).access
 
     def supports(self, name: str, device: int | None = None) -> bool:
-        """Whether a device attribute is not 0. ``device``: None for all devices."""
+        """Whether the device attribute ``name`` is not 0. ``device``: ordinal of the device; None: of all devices."""
         devices = self.devices if device is None else [self.devices[device]]
         return all(one.attributes.get(name) for one in devices)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
     def stream(self, handle: int) -> Queue:
-        """Return the stream of a handle, also of the three special ones (0, legacy, per thread).
+        """Return the stream of a handle, also of the three special handles (0, legacy, per thread).
 
-        Raises :class:`Fault` for an unknown handle, and for a stream of a broken context.
+        Raises :class:`Fault` for an unknown handle, and for a stream of a context that work has broken.
         """
         found = self.streams.get(handle)
         if found is not None:
@@ -204,25 +215,28 @@ class Machine:
             return self.current().legacy
         if handle == PER_THREAD_STREAM:
             return self.current().per_thread
-        raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # seen once on H200; a destroyed handle can end a process
+        # This result code was seen once on H200; a destroyed handle can also kill the process.
+        raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
 
     def destroy_stream(self, stream: Queue) -> None:
-        """Destroy a stream. Its handle becomes invalid, and its queued work still runs."""
+        """Destroy a stream. Its handle becomes invalid; its queued work still runs."""
         context: Context = stream.context
         context.forget(stream)
         if not stream.operations:
-            # Destroying an idle stream shows its frees to pools, like a synchronisation (test_reuse).
+            # When an idle stream is destroyed, pools find its frees as at a synchronisation (observed on H200:
+            # test_reuse).
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.scheduler.retire(stream)
         if len(context.retired) > len(self.scheduler.streams) + 8:
-            # Only streams with unfinished work, or with frees that the host has not seen, need a clock.
+            # Only streams with unfinished work, or with frees that the host has not waited for, still need an entry.
             awaited = {*self.scheduler.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
-        """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock and release memory of pools.
+        """Wait until ``finished()`` is true. Then merge ``clock`` into the host's clock, and release memory of pools.
 
-        ``told``: the host synchronised, so pools release memory above their thresholds.
+        ``told``: whether the driver's pools are told of the wait, as at a synchronisation; they then release memory
+        above their thresholds.
         """
         if not finished():
             self.scheduler.wait(finished)
@@ -235,7 +249,7 @@ class Machine:
             host.pop(gone, None)
 
     def drain(self, device: int | None = None) -> None:
-        """Wait for the submitted work of all streams, or of those of ``device``, without changing the host's clock."""
+        """Wait for all submitted work of ``device``, or of all devices if None. The host's clock does not change."""
         goals = [
             (stream, stream.seq)
             for stream in self.scheduler.streams.values()
@@ -254,7 +268,7 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: allocations.LiveMemory) -> None:
-        """Release cuMemAlloc, pinned or managed memory at once, without a wait for work that uses it."""
+        """Release cuMemAlloc, pinned or managed memory at once, without waiting for work that uses it."""
         if isinstance(allocation, allocations.ManagedMemory):
             self.managed.free(allocation)
             return
@@ -269,7 +283,7 @@ _machines: weakref.WeakSet[Machine] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Refuse all calls in a forked child if the driver was initialised before the fork, as on hardware."""
+    """Make all calls fail in a forked child if the driver was initialised before the fork, as on hardware."""
     for machine in list(_machines):
         if machine.ready:
             machine.forked, machine.ready = True, False

@@ -1,8 +1,8 @@
-"""Real memory at simulated addresses: anonymous files, address reservations, tables by address.
+"""Real memory at simulated addresses: anonymous files, reservations of addresses, and tables by address.
 
 Physical memory is a ``memfd``: it can be mapped several times, in several processes, and uses no memory until it is
-written. An address range is reserved as an inaccessible mapping. To back a segment, the file is mapped over it. To
-release the segment, the inaccessible mapping is restored and a hole is punched into the file.
+written. A range of addresses is reserved as an inaccessible mapping. To put memory under a part of it, the file is
+mapped over that part. To release the memory, the inaccessible mapping is restored, and a hole is punched into the file.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ def _unmap(address: int, size: int) -> None:
 
 
 class Physical:
-    """Memory without an address: a sparse anonymous file."""
+    """Physical memory, which has no address: a sparse anonymous file."""
 
     kept: bool = False
-    """Whether discarded contents stay, for other processes' mappings."""
+    """Whether the file keeps the contents of discarded ranges, because mappings of other processes may still read
+    them.
+    """
     lent: bool = False
-    """Whether another process may have a descriptor of the file."""
+    """Whether another process may have a file descriptor of the memory."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size: int = size
@@ -76,18 +78,18 @@ class Physical:
 
     @classmethod
     def adopt(cls, fd: int) -> Physical:
-        """Make an object for an existing file. It owns the descriptor ``fd``."""
+        """Return an object for an existing file. The object owns the descriptor ``fd``."""
         physical = cls.__new__(cls)
         physical.fd = fd
         physical.size = os.fstat(fd).st_size
         return physical
 
     def seal(self) -> None:
-        """Keep the file from shrinking, so that a mapping of it can never fault."""
+        """Seal the file against shrinking, so that a use of its mappings can never fault."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def lend(self) -> int:
-        """Return a descriptor for another process.
+        """Return a new file descriptor, which is for another process.
 
         The file is opened again and locked. The lock lasts until the last duplicate of the descriptor is closed and all
         its mappings are gone, in any process. So the lender can test whether the descriptor is still in use.
@@ -119,7 +121,9 @@ class Physical:
         return offset
 
     def discard(self, offset: int, size: int) -> None:
-        """Discard the contents of a range, and return its pages unless another process's mapping needs them."""
+        """Discard the contents of a range, and give its pages back to the operating system, unless :attr:`kept`
+        is set.
+        """
         if self.kept:
             return
         _libc.fallocate(self.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, size)
@@ -134,14 +138,14 @@ V = TypeVar("V")
 
 
 class Runs(Generic[V]):
-    """Value for each address, stored once for each run of adjacent addresses with equal values."""
+    """A value for each address, stored once for each run of adjacent addresses that have equal values."""
 
     def __init__(self, value: V) -> None:
         self._starts = [0]
         self._values = [value]
 
     def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
-        """Replace each value from ``start`` up to ``end`` by the result of ``change`` for it."""
+        """Replace the value of each address from ``start`` up to ``end`` by ``change(value)``."""
         first, last = self._split(start), self._split(end)
         self._values[first:last] = map(change, self._values[first:last])
         for at in range(last, max(first - 1, 0), -1):
@@ -149,7 +153,7 @@ class Runs(Generic[V]):
                 del self._starts[at], self._values[at]
 
     def _split(self, at: int) -> int:
-        """Begin a run at an address if none begins there. Returns the run's index in both lists."""
+        """Make a run begin at address ``at``, if none does. Returns the run's index."""
         number = bisect_left(self._starts, at)
         if self._starts[number : number + 1] != [at]:
             self._starts.insert(number, at)
@@ -157,12 +161,14 @@ class Runs(Generic[V]):
         return number
 
     def over(self, start: int, end: int) -> list[V]:
-        """Return the values from ``start`` up to ``end``, one for each run."""
+        """Return the values of the addresses from ``start`` up to ``end``, one for each run."""
         return self._values[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
 
 
 class Intervals(Runs[bool]):
-    """Set of addresses. Iteration yields its ranges in order: the first address, and the first address after it."""
+    """Set of addresses. Iteration yields a tuple for each range, in order: its first address, and the first address
+    after it.
+    """
 
     def __init__(self) -> None:
         super().__init__(False)
@@ -185,7 +191,7 @@ class Intervals(Runs[bool]):
 class Addresses:
     """Addresses for large ranges, shared by all machines of the process.
 
-    Each range gets the lowest free addresses (observed on H200: test_physical_memory).
+    Each range gets the lowest free addresses, as on an H200 (observed on H200: test_physical_memory).
     """
 
     def __init__(self) -> None:
@@ -196,7 +202,7 @@ class Addresses:
     def take(self, size: int, alignment: int) -> int:
         """Reserve the lowest free range and return its address; 0 if there is none.
 
-        The range is inaccessible, except for freed memory in it that stays readable.
+        The range is inaccessible, except for freed memory in it that is kept readable.
         """
         taken, looked = self._taken, False
         while True:
@@ -211,7 +217,7 @@ class Addresses:
             taken, looked = _mapped_now(self._taken), True
 
     def take_at(self, base: int, size: int) -> bool:
-        """Reserve the range at ``base``. Returns False if a part of it is taken."""
+        """Reserve the range of ``size`` bytes at ``base``. Returns False if an address in it is taken."""
         placed = _place(base, size)
         if placed:
             self._taken.add(base, base + size)
@@ -226,7 +232,7 @@ _KEPT_BY_DRIVER = (1 << 40, (1 << 40) + (64 << 20))
 
 
 def _lowest(taken: Intervals, size: int, alignment: int) -> int:
-    """Return the lowest address of ``size`` bytes that are not in ``taken``, a multiple of ``alignment`` or 0."""
+    """Return the lowest address of ``size`` bytes that do not overlap ``taken``; it is a multiple of ``alignment``."""
     base = 0
     for start, end in taken:
         if base + size <= start:
@@ -236,9 +242,9 @@ def _lowest(taken: Intervals, size: int, alignment: int) -> int:
 
 
 def _claim(base: int, size: int) -> bool:
-    """Reserve a range; returns False if another mapping overlaps it.
+    """Reserve a range. Returns False if another mapping overlaps it.
 
-    Freed memory in the range that was kept readable stays so.
+    Freed memory in the range that was kept readable stays readable.
     """
     end = base + size
     gaps: list[tuple[int, int]] = []
@@ -257,18 +263,18 @@ def _claim(base: int, size: int) -> bool:
 
 
 def _place(base: int, size: int) -> bool:
-    """Reserve these addresses; returns False if one of them is taken."""
+    """Reserve exactly these addresses. Returns False if one of them is taken."""
     try:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # Linux before 4.17 takes the address as a hint only
+    if got != base:  # Linux before 4.17 treats the address as a hint only.
         _unmap(got, size)
     return got == base
 
 
 def _mapped_now(taken: Intervals) -> Intervals:
-    """Return the ``taken`` ranges with all mappings of this process, because other code may map addresses, too."""
+    """Return ``taken`` together with all mappings of this process, because other code maps addresses too."""
     found = _process_maps()
     for base, size, _ in _kept:
         found.remove(base, base + size)
@@ -279,12 +285,12 @@ def _mapped_now(taken: Intervals) -> Intervals:
 
 # -- memory that is not simulated --------------------------------------------------------------------------------
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice of madvise
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # Advice values of madvise.
 _USER_END = 1 << 63
 
 
 def _process_maps(rights: str = "") -> Intervals:
-    """Return the ranges that this process has mapped with these permissions: "r", "rw", "x", or "" for any."""
+    """Return the ranges that this process has mapped with the permissions ``rights``: "r", "rw", "x", or "" for any."""
     found = Intervals()
     for start, end, given in mapped_ranges():
         if rights in given:
@@ -293,14 +299,14 @@ def _process_maps(rights: str = "") -> Intervals:
 
 
 def is_host_memory(address: int, size: int) -> bool:
-    """Whether the host may read and write a range. False if the range contains kept freed memory."""
+    """Whether the host may read and write a range. False if the range contains freed memory that was kept readable."""
     end = address + size
     kept = any(start < end and address < start + length for start, length, _ in _kept)
     return not kept and is_accessible(address, size, write=True)
 
 
 def is_accessible(address: int, size: int, write: bool = False) -> bool:
-    """Whether this process may now read, or with ``write`` write, each page of a range."""
+    """Whether this process may now read each page of a range. ``write``: whether it may also write."""
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
     if end > _USER_END:
         return False
@@ -308,12 +314,13 @@ def is_accessible(address: int, size: int, write: bool = False) -> bool:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         return False
-    # EINVAL means missing permissions or a Linux before 5.14. The list of mappings tells which, but is slower.
+    # EINVAL means missing permissions, or a Linux before 5.14. The list of mappings shows which of the two, but is
+    # slower.
     return _process_maps("rw" if write else "r").covers(address, end)
 
 
 def is_code(address: int) -> bool:
-    """Whether the memory at an address is executable."""
+    """Whether the memory at an address is executable by this process."""
     global _code
     if not _code.covers(address, address + 1):
         _code = _process_maps("x")
@@ -321,14 +328,14 @@ def is_code(address: int) -> bool:
 
 
 _code = Intervals()
-"""Ranges that were found to be executable."""
+"""Ranges that were found to be executable so far."""
 
 
 class ReservedExtent(Extent):
     """Range of reserved addresses, parts of which can be mapped.
 
-    It is placed at ``hint`` if that is free, with ``low`` at the lowest free addresses, else by the operating system.
-    If a file ``fd`` is given, all of the range is mapped to it, from ``offset`` on.
+    The range is placed at ``hint`` if these addresses are free; with ``low`` at the lowest free addresses; otherwise
+    where the operating system chooses. If a file ``fd`` is given, all of the range is mapped to it, from ``offset`` on.
     """
 
     def __init__(
@@ -336,17 +343,17 @@ class ReservedExtent(Extent):
     ) -> None:
         self.size = size
         self.readable: int = 0
-        """Bytes from the start that read as :data:`FREED` after the range is closed."""
+        """Number of bytes from the start that read as :data:`FREED` after the range is closed."""
         self.mapped: Intervals = Intervals()
         if hint:
             self.base: int = hint if _addresses.take_at(hint, size) else 0
         else:
             self.base = _addresses.take(size, max(alignment, CHUNK) if size >= CHUNK else alignment) if low else 0
         self.is_placed: bool = self.base != 0
-        """Whether this module chose the address, not the operating system."""
+        """Whether this module chose the address; False if the operating system chose it."""
         if not self.is_placed:
             raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            # Keep the highest aligned addresses of the range, so that the system places the next range directly below.
+            # The highest aligned addresses are kept, so that the operating system places the next range directly below.
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
@@ -361,19 +368,19 @@ class ReservedExtent(Extent):
         self.mapped.add(start, start + size)
 
     def map_again(self, other: ReservedExtent) -> None:
-        """Map all of this reservation to the file of ``other``, beginning with the part at the start of ``other``.
+        """Map all of this reservation to the file of ``other``, from the offset in the file at which ``other`` begins.
 
-        The file's descriptor is not needed. Raises ``OSError`` if the operating system refuses; the reservation is then
-        closed.
+        This works without a descriptor of the file. Raises ``OSError`` if the operating system refuses; the reservation
+        is then closed.
         """
-        # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
+        # mremap(2) with an old size of 0 makes a second mapping of a shared file.
         with undo_by(self.close):
             if _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base) == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), f"mremap to {self.size} bytes")
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        # If the process may have no more mappings, these pages stay, and no call uses them.
+        # An error means that the process may have no more mappings: the pages then stay, and no call uses them.
         with contextlib.suppress(OSError):
             _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)
@@ -381,7 +388,7 @@ class ReservedExtent(Extent):
     def close(self) -> None:
         """Unmap the range (``munmap``). Its first :attr:`readable` bytes stay mapped, and read as :data:`FREED`.
 
-        They end when newer closed ranges exceed the limits for such bytes. Idempotent.
+        These bytes are unmapped when newer closed ranges exceed the limits for such bytes. Idempotent.
         """
         if not self._open:
             return
@@ -402,17 +409,19 @@ class ReservedExtent(Extent):
 
 
 class ReservedRange(ReservedExtent):
-    """A reservation of cuMemAddressReserve. Only such a range can be freed and mapped by calls."""
+    """A reservation of cuMemAddressReserve. Only such a range can be freed by cuMemAddressFree and mapped by
+    cuMemMap.
+    """
 
 
 FREED = 0xDB
-"""Byte that NumPy arrays over freed host memory read. Their writes are lost."""
+"""Byte that NumPy arrays over freed memory read. Writes by such arrays are lost."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
-"""Limits of the kept freed ranges: bytes, number of ranges, bytes that the ranges reserved before. The last limit
-exists because a kept start prevents the reservation of equally large ranges at high addresses.
+"""Limits of the freed ranges that are kept readable: bytes, number of ranges, bytes that their reservations had. The
+last limit exists because a kept range prevents a reservation of equal size at the same high addresses.
 """
 
 
@@ -425,9 +434,10 @@ def _freed_file() -> Physical:
 
 
 def keep_readable(start: int, end: int) -> None:
-    """Let addresses without memory read as :data:`FREED`, so that a read of a NumPy array does not kill the process.
+    """Make addresses without memory read as :data:`FREED`, so that a read by a NumPy array over freed memory does not
+    kill the process.
 
-    If the operating system has no room for that, the addresses stay as they are.
+    If the operating system allows no more mappings, the addresses stay as they are.
     """
     with contextlib.suppress(OSError):
         for at in range(start, end, _FREED_BYTES):
@@ -436,11 +446,11 @@ def keep_readable(start: int, end: int) -> None:
 
 
 _kept: deque[tuple[int, int, int]] = deque()
-"""Freed ranges that stay readable, oldest first: address, size, and bytes of the former reservation."""
+"""Freed ranges that are kept readable, oldest first: tuples of address, size, and bytes of the former reservation."""
 
 
 def _forget_kept(start: int, end: int) -> None:
-    """Remove a range from the kept ranges, because it is reserved again."""
+    """Remove a range from :data:`_kept`, because its addresses are reserved again."""
     for _ in range(len(_kept)):
         base, size, reserved = _kept.popleft()
         for low, high in ((base, min(base + size, start)), (max(base, end), base + size)):
@@ -452,12 +462,14 @@ _addresses = Addresses()
 
 
 def window(fd: int, offset: int, size: int) -> ReservedExtent:
-    """Map bytes of a file outside of all simulated allocations, for work that has no simulated address."""
+    """Map ``size`` bytes of a file at an address of the operating system's choice, for work on memory that has no
+    simulated address.
+    """
     return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
 
 
 def view_address(source: Any) -> int:
-    """Return the address of a contiguous buffer of any shape, which may be read-only."""
+    """Return the address of a contiguous buffer object of any shape, which may be read-only."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)
 
 
@@ -467,7 +479,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Shape(NamedTuple):
-    """Shape of a copy: bytes of a row, rows of a plane, planes."""
+    """Shape of a copy: bytes per row, rows per plane, number of planes."""
 
     width: int
     height: int = 1
@@ -479,7 +491,7 @@ class Shape(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Ordinary memory, not an array, on one side of a copy."""
+    """Ordinary memory (no array) on one side of a copy."""
 
     address: int
     pitch: int = 0
@@ -487,23 +499,25 @@ class Side(NamedTuple):
     plane: int = 0
     """Bytes from the start of a plane to the start of the next plane."""
     fits: bool = True
-    """Whether rows fit the pitch, and planes the height."""
+    """Whether the rows fit the pitch that the caller gave, and the planes the height."""
     skipped: int = 0
-    """Bytes between the start of the side, as the caller named it, and ``address``."""
+    """Bytes between the address that the caller gave and ``address``, the first byte of the copy."""
     data: bytes | None = None
-    """The bytes at ``address``, if the call has read them; None if the operation reads them when it runs."""
+    """The bytes of the side, if the call has read them already; None if the operation reads them when it runs."""
 
     def span(self, shape: Shape) -> int:
-        """Return the bytes from the first to the last byte of a copy, with the gaps between rows and planes."""
+        """Return the number of bytes from the first to the last byte of a copy, including gaps between rows and
+        planes.
+        """
         return (shape.depth - 1) * self.plane + (shape.height - 1) * self.pitch + shape.width
 
     def read(self, shape: Shape) -> Side:
-        """Return this side with a copy of its bytes, so that later writes to the memory do not change them."""
+        """Return this side with a copy of its bytes. Later writes to the memory do not change the copy."""
         data = ctypes.string_at(self.address, self.span(shape))
         return self._replace(address=view_address(data), data=data)
 
     def rows(self, shape: Shape, z: int) -> Bytes:
-        """Return plane ``z`` of the memory as rows of bytes, without a copy."""
+        """Return plane ``z`` of the memory as an array of rows of bytes, without copying."""
         return rows_at(self.address + z * self.plane, self.pitch, shape.height, shape.width)
 
     def store(self, shape: Shape, z: int, rows: Bytes) -> None:
@@ -511,7 +525,9 @@ class Side(NamedTuple):
 
 
 def rows_at(address: int, pitch: int, height: int, width: int) -> Bytes:
-    """Return memory as an array of ``height`` rows of ``width`` bytes. ``pitch``: bytes from a row to the next one."""
+    """Return memory as an array of ``height`` rows of ``width`` bytes. ``pitch``: bytes from the start of a row to that
+    of the next.
+    """
     memory = memoryview((ctypes.c_ubyte * ((height - 1) * pitch + width)).from_address(address))
     rows: Bytes = np.ndarray((height, width), np.uint8, memory, strides=(pitch, 1))
     return rows

@@ -1,8 +1,8 @@
 """Multicast objects: memory that is written on every device of a team at once.
 
-An object has no bytes of its own, and its mappings are inaccessible to the host. Work on such an address is done on the
-bytes that each device has bound there, including those of other processes. Multicast was never read from hardware. The
-model follows NVIDIA's documentation, then the source of their kernel module (open-gpu-kernel-modules,
+A multicast object has no bytes of its own, and the host cannot access its mappings. Work on an address of such a
+mapping uses the memory that each device has bound there, also memory of other processes. Multicast was never read from
+hardware. The model follows NVIDIA's documentation, then the source of their kernel module (open-gpu-kernel-modules,
 mem_multicast_fabric.c), then reports of users.
 """
 
@@ -27,9 +27,9 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, window
 from streamalloc.simulator.physical import CreatedMemory, Mappable, Properties
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
-"""Team states: devices missing; complete; complete without a free switch slot."""
+"""States of a team: devices are missing; all devices were added; all were added, but the switch had no free slot."""
 
-# Indexes of words in a table; behind them the added devices and the records of bindings.
+# Indexes of words in a table. After these come the numbers of the added devices, and the records of bindings.
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(8)
 _FIRST_ADDED = 16
 _FIRST_RECORD = 512
@@ -38,26 +38,26 @@ _MAX_RECORDS = 4096
 _WORD = 8
 _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 
-_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # offsets of the bytes that are locked
+_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # Offsets of the bytes of the file that are locked.
 
 
 class TeamBinding(NamedTuple):
-    """Memory of one device, bound at one offset of a multicast object."""
+    """Memory of one device that is bound at one offset of a multicast object, as the table records it."""
 
     number: int
-    """Unique number; 0 in a free record."""
+    """Unique number of the binding; 0 in a free record."""
     holder: int
     """Number of the holder that bound the memory."""
     process: int
     fd: int
-    """Descriptor of the memory file in that process."""
+    """Number of the memory file's descriptor in that process."""
     serial: int
-    """Serial number of that file; 0 without a label."""
+    """Serial number of the memory file; 0 for a file without a label."""
     device: int
     offset: int
-    """Bytes from the start of the object."""
+    """Offset of the binding in the object in bytes."""
     start: int
-    """Offset of the memory in its file."""
+    """Offset of the memory in its file in bytes."""
     size: int
 
     @property
@@ -73,17 +73,18 @@ class MulticastTable:
     """Table of a multicast object: an anonymous file that all processes with the object map.
 
     Every handle of the object, in any process, is a *holder* of the table. A holder opens the file again (``physical``)
-    and locks bytes of it. The bytes mean nothing but their locks, and most lie beyond the end of the file:
+    and locks bytes of it. Only the locks of these bytes have a meaning, and most of the bytes lie beyond the end of the
+    file:
 
     * one byte is locked while a holder changes the table;
     * one byte is locked by each descriptor that was exported;
-    * one byte for each holder is locked as long as it lives. Linux unlocks it, however the holder ends.
+    * one byte for each holder is locked as long as the holder exists. Linux unlocks the byte, however the holder ends.
 
     So the table shows whether the process of a binding was killed, and whether another process may still add a device.
     """
 
     has_fabric_handle = False
-    """Whether a fabric handle was exported: new holders may appear any time."""
+    """Whether a fabric handle was exported. If so, new holders may appear at any time."""
 
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
@@ -105,7 +106,7 @@ class MulticastTable:
 
     @classmethod
     def open(cls, fd: int) -> MulticastTable:
-        """Add a holder, from any holder's descriptor. The caller keeps the descriptor."""
+        """Return the table of the file ``fd``, as a new holder. The caller keeps the descriptor."""
         return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
 
     # -- locks -----------------------------------------------------------------------------------------------
@@ -128,14 +129,14 @@ class MulticastTable:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another holder exists, or a descriptor from which a process can make one."""
+        """Whether another holder exists, or an exported descriptor from which a process can become one."""
         return is_locked(self.physical.fd, _EXPORTED, 0)
 
     def is_alive(self, holder: int) -> bool:
         return holder == self.holder or is_locked(self.physical.fd, _FIRST_HOLDER + holder)
 
     def export(self) -> int:
-        """Return a descriptor for another process. While it is open, :attr:`is_elsewhere` is true."""
+        """Return a descriptor for another process. While the descriptor is open, :attr:`is_elsewhere` is True."""
         fd = self.physical.lend()
         with undo_by(os.close, fd):
             lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)
@@ -144,20 +145,21 @@ class MulticastTable:
     # -- devices ---------------------------------------------------------------------------------------------
 
     device_count: Any = _word(_DEVICES)
-    """The number of devices of the team, added or not."""
+    """Number of devices of the team, whether they were added or not."""
     size: Any = _word(_SIZE)
     handle_types: Any = _word(_HANDLE_TYPES)
     state: Any = _word(_STATE)
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Numbers of the devices that any process has added, in the order of their addition."""
+        """Numbers of the devices that were added by any process, in the order of their addition."""
         return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
 
     def add(self, device: int, has_slot: bool) -> bool:
-        """Add a device. Returns False if it was added before or is one too many.
+        """Add a device to the team. Returns False if it was added before, or if the team is complete already.
 
-        The last device completes the team: it is formed if ``has_slot``, the switch has a free slot.
+        The last device completes the team. ``has_slot``: whether the switch has a free slot, without which the team
+        cannot be used.
         """
         with self.locked():
             added = self.devices
@@ -179,13 +181,13 @@ class MulticastTable:
         return sorted((one for one in found if alive[one.holder]), key=lambda binding: binding.offset)
 
     def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> TeamBinding | None:
-        """Record a binding of ``size`` bytes, from ``start`` in file ``fd``, at ``offset`` of the object; None if the
-        table is full.
+        """Record a binding: ``size`` bytes from ``start`` on in the file ``fd`` are bound at ``offset`` of the object.
+        Returns the binding; None if the table is full.
         """
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
-            # The record of a dead process can also be reused.
+            # The record of a dead process counts as free.
             place = next((place for place in range(count) if self._read(place).number not in live), count)
             if place == _MAX_RECORDS:
                 return None
@@ -200,9 +202,9 @@ class MulticastTable:
         self._forget(lambda binding: binding.number == number)
 
     def leave(self) -> None:
-        """Remove this holder with its bindings."""
+        """Remove this holder and its bindings from the table."""
         self._forget(lambda binding: binding.holder == self.holder)
-        self._words.release()  # The mapping goes with it.
+        self._words.release()  # The file is unmapped with this object.
         self.physical.close()
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
@@ -222,11 +224,13 @@ class MulticastTable:
 
 
 _OF_A_TEAM = Place(Location.DEVICE, -1)
-"""Location of a multicast object: ordinal -1, since it has several devices."""
+"""Location of a multicast object. The ordinal is -1, because the object has several devices."""
 
 
 class Segment(NamedTuple):
-    """Bytes that a step of an operation reads or writes. ``at``: their offset in the range of the step."""
+    """Bytes that a step of an operation reads or writes: address and size. ``at``: offset of these bytes in the range
+    of the step.
+    """
 
     address: int
     at: int
@@ -234,21 +238,21 @@ class Segment(NamedTuple):
 
 
 class Backing(NamedTuple):
-    """Memory that can be bound: a file's bytes from ``start`` on."""
+    """Memory that can be bound to a multicast object: bytes of a file from ``start`` on."""
 
     physical: Physical
     start: int
     device: int | None
     memory: CreatedMemory | None = None
     allocation: LiveMemory | None = None
-    """Pool allocation; None for memory of cuMemCreate."""
+    """The pool allocation with this memory; None for memory of cuMemCreate."""
 
 
 class MulticastMemory(Mappable):
-    """View that one handle has of a multicast object.
+    """A multicast object as one handle of it refers to it.
 
-    The object and its bindings exist until each returned handle is released and nothing is mapped. Handles of other
-    processes or other imports are independent.
+    The object and the bindings made by this handle exist until all references to the handle are released and nothing is
+    mapped. Handles of other processes or other imports are independent.
     """
 
     def __init__(self, machine: Machine, table: MulticastTable, imported: bool) -> None:
@@ -256,12 +260,13 @@ class MulticastMemory(Mappable):
         self.table = table
         self.imported = imported
         self._machine = machine
-        self._bound: dict[int, Backing] = {}  # by binding number; only bindings of this holder
-        self._windows: dict[int, ReservedExtent] = {}  # by binding number; mapped bytes of bindings of any holder
+        self._bound: dict[int, Backing] = {}  # Memory of the bindings that this holder made, by binding number.
+        # Mappings of bound memory, by binding number; bindings of all holders.
+        self._windows: dict[int, ReservedExtent] = {}
 
     @property
     def serial(self) -> str:
-        """Identity of the object, equal for all its handles."""
+        """Serial number in the name of the table's file, equal for all handles of the object."""
         label = Label.of(f"/proc/self/fd/{self.table.physical.fd}")
         assert label is not None
         return label.serial
@@ -281,9 +286,9 @@ class MulticastMemory(Mappable):
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """Check a part that is to be mapped.
+        """Check that cuMemMap can map a part of the object.
 
-        It can be smaller than the object, but must start at offset 0, as mscclpp maps it.
+        The part can be smaller than the object, but must start at offset 0, as mscclpp maps it.
         """
         check((size | offset) % self._machine.profile.team_page == 0 and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
@@ -293,14 +298,17 @@ class MulticastMemory(Mappable):
     def wait_for_team(self, call: str) -> None:
         """Block until all devices are added, as the real driver does.
 
-        Raises :class:`DeadlockError` once nobody can add the others, or after the machine's ``patience``. Gives
-        CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that waits.
+        Raises :class:`DeadlockError` once nobody can add the missing devices, or after the machine's ``patience`` in
+        seconds. Gives CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that
+        waits.
         """
-        self.mappings += 1  # keeps the object if other threads release its handles during the wait
+        # Counts as a mapping: this keeps the object if other threads release its handles during the wait.
+        self.mappings += 1
         try:
             if self.table.state == WAITING:
                 self._wait(call)
-            # Without a free slot this call fails. The addition of the last device has succeeded (NVIDIA/nccl#2077).
+            # Without a free slot in the switch this call fails, although the addition of the last device succeeded
+            # (NVIDIA/nccl#2077).
             check(self.table.state != NO_SLOT, Result.CUDA_ERROR_OUT_OF_MEMORY)
         finally:
             self.mappings -= 1
@@ -355,8 +363,8 @@ class MulticastMemory(Mappable):
     def unbind(self, device: int, offset: int, size: int) -> None:
         """Remove the binding of a device at an offset.
 
-        The documentation leaves sizes other than the binding's undefined, and the kernel module ignores the size.
-        Another size here raises :class:`NotModelled`.
+        NVIDIA's documentation leaves the behaviour for a size other than the binding's undefined, and the kernel module
+        ignores the size. Here another size raises :class:`NotModelled`.
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")
@@ -377,7 +385,9 @@ class MulticastMemory(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """Return the bound parts of a range of the object, for each device of the team by its number."""
+        """Return the memory bound to a range of the object: a list of segments for each device of the team, by its
+        number.
+        """
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()
         live = {binding.number for binding in bindings}
@@ -394,18 +404,18 @@ class MulticastMemory(Mappable):
     def check_bound(self, offset: int, size: int) -> None:
         """Check, when work is submitted, that every device of the team has memory under a range of the object.
 
-        Raises :class:`NotModelled` if one has none: users report memory errors, but not which ones (NVIDIA developer
-        forum, 356726).
+        Raises :class:`NotModelled` if a device has none: users report memory errors, but not which errors (NVIDIA
+        developer forum, 356726).
         """
         without = incomplete(self.replicas(offset, size), size)
         not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")
 
     def _window(self, binding: TeamBinding) -> ReservedExtent | None:
-        """Return a mapping of the bytes of a binding; None if the bound memory was released."""
+        """Return a mapping of the memory of a binding; None if that memory was released."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._machine.allocations.is_live(allocation):
-            return None  # other memory of the pool may have the bytes now
+            return None  # The bytes may belong to other memory of the pool now.
         if found is None:
             fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
             if fd is None:
@@ -418,10 +428,12 @@ class MulticastMemory(Mappable):
 
 
 def _open_elsewhere(binding: TeamBinding) -> int | None:
-    """Open the file that another holder bound; None if its process has released the memory."""
+    """Open the file with the memory that another holder has bound. Returns the descriptor; None if its process has
+    released the memory.
+    """
     return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
 
 def incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:
-    """Return the devices that lack memory under a part of the range."""
+    """Return the numbers of the devices that have no memory under a part of a range of ``size`` bytes."""
     return [device for device, segments in replicas.items() if sum(segment.size for segment in segments) < size]

@@ -16,23 +16,27 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange
 
 @dataclass(frozen=True)
 class Properties:
-    """Properties of physical memory, as the driver returns them."""
+    """Properties of physical memory, as the driver returns them (CUmemAllocationProp)."""
 
     place: Place
     handle_types: int = 0
     compression: int = 0
     rdma: int = 0
     tile_pool: bool = False
-    """Memory for tiles of sparse arrays; not reported back (observed on H200: test_sparse_arrays)."""
+    """Whether the memory is for tiles of sparse arrays. The driver does not return this property (observed on H200:
+    test_sparse_arrays).
+    """
 
     @property
     def device(self) -> int | None:
-        """Device of the memory; None for host memory."""
+        """Ordinal of the memory's device; None for host memory."""
         return self.place.device
 
 
 class Mappable:
-    """Object of a CUmemGenericAllocationHandle, with the numbers of its handles and mappings."""
+    """Object that a CUmemGenericAllocationHandle names, with the number of references to its handle and the number of
+    its mappings.
+    """
 
     def __init__(self, size: int, properties: Properties) -> None:
         self.handle: int = new_handle()
@@ -41,21 +45,21 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: MappedExtent | None = None
-        """For RDMA memory: the mapping that decides whether other mappings can be made or get access (observed on H200:
-        test_mappings). None without such a mapping.
+        """For RDMA-capable memory: the mapping that determines whether other mappings can be made or get access
+        (observed on H200: test_mappings). None if there is no such mapping.
 
         * Without a leader, the next mapping that is made or gets its first access becomes the leader.
-        * A mapping that is unmapped stops being the leader. If it became the leader by access, it also stops when it
-          has lost all access.
-        * While a mapping leads by access, no other mapping can be made or get its first access.
+        * A mapping that is unmapped stops being the leader. A mapping that became the leader by access also stops when
+          it has lost all access.
+        * While a mapping is the leader by access, no other mapping can be made or get its first access.
         """
         self.leads_by_access: bool = False
-        """Whether the leader became the leader by its first access; False if it did when it was made."""
+        """Whether the leader became the leader when it got its first access; False if it did when it was made."""
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
-        """Make a mapping the leader if there is none, because it is new or gets its first access (``by_access``).
+        """Make ``mapping`` the leader if there is none. It is new, or with ``by_access`` gets its first access.
 
-        Gives CUDA_ERROR_UNKNOWN if another mapping leads by access.
+        Gives CUDA_ERROR_UNKNOWN if another mapping is the leader by access.
         """
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
@@ -67,25 +71,25 @@ class Mappable:
             self.leader, self.leads_by_access = None, False
 
     def check_part(self, offset: int, size: int) -> None:
-        """Raise the driver's error unless this range can be mapped."""
+        """Raise the driver's error unless ``size`` bytes from ``offset`` on can be mapped."""
         raise NotImplementedError
 
     def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
-        """Map the bytes from ``offset`` on at address ``start`` of a reservation.
+        """Map ``size`` bytes of the object, from ``offset`` on, at address ``start`` of the reservation ``found``.
 
         A multicast object has no bytes of its own, so nothing is mapped for it.
         """
 
     def leave(self) -> None:
-        """Release the memory if no handle and no mapping is left."""
+        """Release the memory if neither a handle nor a mapping is left."""
         raise NotImplementedError
 
 
 class CreatedMemory(Mappable):
-    """View that one handle has of physical memory: ``size`` bytes of a file, from ``offset`` on.
+    """Physical memory as one handle names it: ``size`` bytes of a file, from ``offset`` on.
 
-    The memory exists until each returned handle is released, and no mapping or multicast binding is left. Then its
-    bytes return to ``bank``; None if they came from another process's bank.
+    The memory exists until all references to the handle are released, and no mapping or multicast binding is left.
+    ``bank``: where its bytes count as used until then; None for memory of another process.
     """
 
     def __init__(
@@ -99,11 +103,11 @@ class CreatedMemory(Mappable):
         self.bindings = 0
         """Number of bindings of the memory to multicast objects."""
         self.tiles = 0
-        """Number of array tiles mapped now or by queued work."""
+        """Number of array tiles to which the memory is mapped, or will be by queued work."""
 
     @functools.cached_property
     def window(self) -> ReservedExtent:
-        """Mapping of the whole memory, for work without simulated addresses."""
+        """Mapping of the whole memory, made at the first use, for work on memory that has no simulated address."""
         return self._arenas.own(window(self.physical.fd, self.offset, self.size))
 
     def check_part(self, offset: int, size: int) -> None:
@@ -129,13 +133,13 @@ class CreatedMemory(Mappable):
 
 @dataclass(eq=False)
 class MappedExtent(Extent):
-    """Memory mapped at an address, with its access rights."""
+    """Memory mapped at a range of addresses, with the access rights of the mapping."""
 
     base: int
     size: int
     memory: Mappable
     rights: dict[Place, int] = field(default_factory=dict)
-    """Access rights by location, in the order of setting. Revoked rights are removed."""
+    """Access rights by location, in the order in which they were set. A right that was revoked is removed."""
 
     @property
     def is_multicast(self) -> bool:
@@ -154,7 +158,8 @@ class MappedExtent(Extent):
             self.memory.lose_leader(self)
 
     def right_of_host(self) -> int:
-        """Return the access that a query of HOST returns: the right of device 0 or of the host, whichever was set last.
+        """Return the access right that a query for HOST returns: that of device 0 or of the host, whichever was set
+        last.
 
         Observed on H200 (test_mapping_access), even for device memory, which the host can never use. Raises
         :class:`NotModelled` if a device other than 0 has access.
@@ -167,12 +172,12 @@ class MappedExtent(Extent):
 def connected(mappings: list[MappedExtent]) -> list[MappedExtent]:
     """Return the mappings before the first hole.
 
-    Only these get access, and the call reports no error (observed on H200: test_mapping_access).
+    cuMemSetAccess gives access only to these mappings, and reports no error (observed on H200: test_mapping_access).
     """
     hole = (at for at, (one, two) in enumerate(itertools.pairwise(mappings), 1) if one.end != two.base)
     return mappings[: next(hole, len(mappings))]
 
 
 def least_right(mappings: Iterable[MappedExtent], place: Place) -> int:
-    """Return the smallest access right that a location has among these mappings, of which there is at least one."""
+    """Return the lowest access right that a location has in ``mappings``, which must not be empty."""
     return min(mapping.right(place) for mapping in mappings)

@@ -18,30 +18,30 @@ from streamalloc.simulator.scheduler import ALL, Clock, Mark, Operation, Queue, 
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
-"""Bytes of an imported pool that get addresses at first."""
+"""Number of bytes of an imported pool that are mapped at the import. The rest is mapped when an allocation needs it."""
 
 
 class Freed(QueuedCall):
-    """Operation of a stream after which a pool allocation is free."""
+    """Operation at a free in stream order: once it has run, the allocation is free."""
 
     is_command = False
 
 
 class Accessible:
-    """Access rights of a pool, which this process has made or imported."""
+    """Base of pools, made or imported by this process: who has access to their memory."""
 
     device: int | None
     access: dict[int, int]
     managed: bool
 
     def accessible(self, device: int) -> bool:
-        """Whether ``device`` has access to the pool's memory."""
+        """Whether the device with this ordinal has access to the pool's memory."""
         return device == self.device or self.access.get(device, 0) == READ_WRITE or self.managed
 
     def usable(self, device: int) -> bool:
-        """Whether work of ``device`` may use the pool's memory.
+        """Whether work of the device with this ordinal may use the pool's memory.
 
-        Any device may use memory of a device that is not visible to the process (observed on H200:
+        Every device may use memory of a pool whose device this process does not see (observed on H200:
         test_visible_devices).
         """
         return self.accessible(device) or self.device == constants.HIDDEN
@@ -49,7 +49,7 @@ class Accessible:
 
 @dataclass(eq=False)
 class Pool(Accessible):
-    """Memory pool that this process made. ``device``: None for host memory."""
+    """Memory pool that this process has made. ``device``: ordinal, None for host memory."""
 
     owner: PoolTable
     place: Place
@@ -81,8 +81,8 @@ class Pool(Accessible):
         self._scheduler = self.owner.scheduler
         self.label: Label = self.owner.labels.new("pool", self.place)
         bank = banks.bank(self.device)
-        # A pool has addresses for twice its maximum size. With several devices it has as many as a pool without one
-        # (observed on H200: test_placements).
+        # A pool has addresses for twice its maximum size. On a machine with several devices, a device's pool has as
+        # many addresses as a pool without a maximum size (observed on H200: test_placements).
         few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
@@ -98,9 +98,9 @@ class Pool(Accessible):
     # -- allocation ------------------------------------------------------------------------------------------
 
     def take(self, size: int, stream: Queue) -> tuple[int, Block]:
-        """Allocate ``size`` bytes, to be used first in ``stream``. Returns the address and the block.
+        """Allocate ``size`` bytes, to be used first in ``stream``. Returns a tuple of address and block.
 
-        Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block with memory.
+        Gives CUDA_ERROR_OUT_OF_MEMORY if no rule of :mod:`.allocator` finds a block with memory.
         """
         line, number = self.line, stream.id
         if number not in self._scheduler.ranks:
@@ -117,11 +117,12 @@ class Pool(Accessible):
         return self.space.base + block.start, block
 
     def _find_further(self, size: int, stream: Queue) -> Block:
-        """Find a block with memory under its first ``size`` bytes, by rules 3 to 6. ``stream`` waits for the free of
-        another stream by rule 6. Raises OUT_OF_MEMORY if no rule finds one.
+        """Find a block with memory under its first ``size`` bytes, by the rules 3 to 6 of :mod:`.allocator`. By rule 6,
+        ``stream`` waits for the free of another stream. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
         """
         line, scheduler, ordered = self.line, self._scheduler, None
-        if self.follow_events:  # else the legacy stream's order is not merged (observed on H200: test_placements)
+        # Without this policy, the order of the legacy stream is not merged (observed on H200: test_placements).
+        if self.follow_events:
             stream.look()
             ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
         done = scheduler.executed if self.opportunistic else scheduler.outlived
@@ -131,12 +132,13 @@ class Pool(Accessible):
             left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
-        if self.follow_events:  # else the allocation is no work of the stream (observed on H200: test_streams)
+        # Without this policy, the allocation is no work of the stream (observed on H200: test_streams).
+        if self.follow_events:
             stream.submit(Mark())
         return block
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
-        """Free a block in the order of ``stream``. ``size``: the bytes that were requested.
+        """Free a block in the order of ``stream``. ``size``: number of bytes that the allocation requested.
 
         ``stream`` can reuse the block at once, other streams by rules 3 and 4 of :mod:`.allocator`.
         """
@@ -148,8 +150,8 @@ class Pool(Accessible):
     def free_now(self, block: Block) -> None:
         """Free as cuMemFree does: at once for all streams, even with queued work.
 
-        It releases only chunks under the block. The statistics do not change: USED_MEM_CURRENT still counts the block
-        (H200: test_pool_sizes).
+        Only chunks under the block are released. The statistics do not change: USED_MEM_CURRENT still counts the block
+        (observed on H200: test_pool_sizes).
         """
         under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
@@ -157,9 +159,11 @@ class Pool(Accessible):
         self.returned()
 
     def _back(self, block: Block, size: int) -> bool:
-        """Put memory under the first ``size`` bytes of a block: first free chunks of the pool, then new ones.
+        """Map memory under the first ``size`` bytes of a block: memory of free chunks of the pool first, then new
+        memory. Returns False if memory is missing.
 
-        A failed growth keeps as many of its chunks as the release threshold allows (H200: test_pool_sizes).
+        A growth that fails keeps as many of its chunks as the release threshold allows (observed on H200:
+        test_pool_sizes).
         """
         missing = self.line.missing(block, size)
         if not missing:
@@ -171,14 +175,14 @@ class Pool(Accessible):
         return grown
 
     def _grow(self, missing: list[int], had: int) -> bool:
-        """Put memory under these chunks; returns False if some of them get none.
+        """Map memory under the chunks with these numbers. Returns False if some chunks get no memory.
 
-        ``had``: the number of chunks that the pool has just released elsewhere, for this growth.
+        ``had``: number of chunks that the pool has just released at other addresses, for this growth.
         """
         bank = self.space.bank
         most, needed = len(missing), len(missing) * CHUNK
         if not self._banks.make_room(bank, needed, self.space) and self.device is None:
-            most = had  # After a failed growth, a host pool has as many chunks as before.
+            most = had  # After a failed growth, a host pool has as many chunks as before it.
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)
@@ -191,11 +195,14 @@ class Pool(Accessible):
         if needed <= room:
             return most == len(missing)
         if self.max_size:
-            self._banks.trim(self.space)  # the driver trims even though that cannot help (H200: test_placements)
+            # The driver trims other pools here, even though that cannot help (observed on H200: test_placements).
+            self._banks.trim(self.space)
         return False
 
     def _wait_for(self, block: Block, stream: Queue) -> None:
-        """Make ``stream`` wait for the last free of the stream that left a block. Clocks do not record this wait."""
+        """Make ``stream`` wait for the last free in the stream that left ``block``. This wait is not recorded in
+        clocks.
+        """
         other = self._scheduler.streams.get(block.owner)
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
@@ -203,9 +210,8 @@ class Pool(Accessible):
     # -- releasing memory ------------------------------------------------------------------------------------
 
     def free_left(self, clock: Clock) -> bool:
-        """Make blocks free for all streams whose frees are in ``clock``. Returns whether there were any.
-
-        If so, release memory above the threshold.
+        """Make the blocks free for all streams whose frees ``clock`` contains. If there are any, memory above the
+        threshold is released. Returns whether there were any.
         """
         news = self.line.free_left(lambda stream: clock.get(stream, 0))
         if news:
@@ -218,13 +224,13 @@ class Pool(Accessible):
             self.owner.to_release = True
 
     def release(self) -> None:
-        """Release memory that is free for all streams and above the threshold."""
+        """Release memory that is free for all streams, as far as the pool has more than the release threshold."""
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
         """Release memory that is free for all streams, but keep at least ``keep`` bytes (``cuMemPoolTrimTo``).
 
-        A number that overflows in the driver counts as 0.
+        A number so large that it overflows in the driver counts as 0.
         """
         self.space.trim(keep if keep <= _MOST_KEPT else 0)
 
@@ -233,7 +239,7 @@ class Pool(Accessible):
         self._dispose()
 
     def returned(self) -> None:
-        """Count a free that has run in its stream. The last one of a destroyed pool closes it."""
+        """Count one free that has run in its stream. The last free of a destroyed pool closes the pool."""
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -251,7 +257,9 @@ class Pool(Accessible):
     # -- sharing ---------------------------------------------------------------------------------------------
 
     def export(self) -> Physical:
-        """Return the pool's file for other processes. From then on released memory keeps its contents for them."""
+        """Return the pool's file, which is given to other processes. From now on released memory keeps its contents for
+        them.
+        """
         physical = self.space.physical
         physical.kept = True
         physical.seal()
@@ -259,16 +267,18 @@ class Pool(Accessible):
 
     @property
     def granted(self) -> bool:
-        """Whether any device has access. Without one, the driver treats host pool memory like any other host memory."""
+        """Whether any device has access. Without such a device, the driver treats memory of a host pool like ordinary
+        host memory.
+        """
         return self.managed or READ_WRITE in self.access.values()
 
 
 class OpenedPool(Accessible):
-    """Pool of another process. Its allocations have the same offsets here, at this process's addresses."""
+    """Pool of another process. Its allocations have the same offsets as there, but addresses of this process."""
 
     managed = False
-    granted = True  # the memory's own device always has access
-    # It cannot be exported again (observed on H200: test_sharing).
+    granted = True  # The device of the memory always has access.
+    # An imported pool cannot be exported again (observed on H200: test_sharing).
     handle_types = constants.HandleType.NONE
 
     def __init__(self, banks: Banks, label: Label, fd: int) -> None:
@@ -279,17 +289,19 @@ class OpenedPool(Accessible):
         self.device: int = label.place.id
         self.access: dict[int, int] = {}
         self.imports: int = 0
-        """Number of its allocations that are imported now."""
+        """Number of allocations of the pool that are imported now."""
         self.freed: dict[int, tuple[Queue, int]] = {}
-        """By stream number: the stream, and the number of its last operation that freed an imported allocation."""
+        """For each stream that freed an imported allocation, by its number: a tuple of the stream and the number of its
+        last such operation.
+        """
         self._whole = os.fstat(fd).st_size
-        # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
-        # ranges of full size. The sparse file is as large as the pool can become, so :meth:`address` can map more
-        # later.
+        # Only the first _VIEW bytes are mapped: most pools are smaller, and a process has addresses for only some
+        # hundred ranges of full size. The sparse file is as large as the pool can become, so :meth:`address` can map
+        # more later.
         self._views = [self._arenas.add(ReservedExtent(min(self._whole, _VIEW), CHUNK, fd))]
 
     def address(self, offset: int, size: int) -> int:
-        """Return the address of ``size`` bytes at ``offset`` of the pool.
+        """Return the address in this process of ``size`` bytes at ``offset`` of the pool.
 
         The same memory always has the same address.
 
@@ -303,12 +315,12 @@ class OpenedPool(Accessible):
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
     def free(self, block: Block, size: int, stream: Queue) -> None:
-        """Free an imported allocation in the order of ``stream``. This affects only this process."""
+        """Free an imported allocation in the order of ``stream``. The free affects only this process."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))
 
     def free_now(self, block: Block) -> None:
-        """Free an imported allocation at once, as cuMemFree does."""
+        """End the import of an allocation at once, as cuMemFree does."""
         self.imports -= 1
 
     def close(self) -> None:
@@ -318,7 +330,7 @@ class OpenedPool(Accessible):
 
 @dataclass(eq=False)
 class PoolTable:
-    """Pools that this process made, and the default and current pool of each location."""
+    """Pools that this process has made or imported, and the default pool and the current pool of each location."""
 
     labels: Labels
     banks: Banks
@@ -330,15 +342,15 @@ class PoolTable:
     """Pools imported from other processes."""
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
-    """Whether the next synchronisation releases memory of all pools even without new frees: a threshold was set below a
-    pool's reserved size, or a pool with reserved memory was destroyed.
+    """Whether the next synchronisation releases memory of all pools even without new frees. Set when a threshold was
+    set below a pool's reserved size, or when a pool with reserved memory was destroyed.
     """
     _defaults: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
 
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
-        """Create a pool with the fields of :class:`Pool`.
+        """Create a pool. ``description`` and ``more``: further fields of :class:`Pool`.
 
-        Devices without pools refuse it with the result code that users report (openvdb#2255, rapidsai/cuvs#2528).
+        A device without pools gives the result code that users report (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -351,7 +363,8 @@ class PoolTable:
         return found
 
     def key(self, place: Place, allocation_type: int) -> tuple[int, int, int]:
-        """Return the key of a location's default and current pool: location type, id and allocation type.
+        """Return the key under which the default and the current pool of a location are found: location type, id and
+        allocation type.
 
         The id is 0 for location types whose locations share one pool.
         """
@@ -369,10 +382,11 @@ class PoolTable:
         return self.default(place, allocation_type) if pool is None else pool
 
     def host_has_seen(self, clock: Clock, told: bool) -> None:
-        """Record that the host has seen all operations in ``clock``. ``told``: the host synchronised.
+        """Record that the host has waited for all operations in ``clock``. ``told``: whether pools are told, as at a
+        synchronisation.
 
-        In that case all pools release memory above their thresholds if blocks of any pool became free for all streams,
-        or if :attr:`to_release` is set (observed on H200: test_placements).
+        If told, all pools release memory above their thresholds, provided that blocks of any pool became free for all
+        streams or :attr:`to_release` is set (observed on H200: test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.free_left(clock) for pool in pools]
@@ -383,5 +397,5 @@ class PoolTable:
             self.to_release = False
 
     def pending_streams(self) -> set[int]:
-        """Return the numbers of the streams with frees that the host has not seen."""
+        """Return the numbers of the streams with frees that the host has not waited for yet."""
         return {number for pool in self.pools.values() for number in pool.line.pending_streams()}

@@ -1,7 +1,7 @@
 """Profiles of machines: readings of real machines as JSON, and the description of a simulated machine.
 
-``streamalloc profile`` writes a profile. Fields that it leaves out come from its ``base``, a profile of the package, so
-unreadable values are those of a machine that was read. ``h200.json`` has every field.
+``streamalloc profile`` writes a profile. Fields that a profile leaves out are taken from its ``base``, a profile of the
+package. So values that could not be read are those of a machine on which they were read. ``h200.json`` has every field.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK
 
 FORMAT, VERSION = "streamalloc profile", 1
 BASE = "h200"
-"""Complete profile of the package, for values that a reading lacks."""
+"""Name of the complete profile from which values are taken that a reading lacks."""
 HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
-"""Handle types that Linux supports (``CUmemAllocationHandleType``)."""
+"""Handle types that Linux supports, with their numbers (``CUmemAllocationHandleType``)."""
 _MOST_BYTES = 1 << 18
-"""A profile file has at most this many bytes. A profile of eight devices needs 30 KiB."""
+"""Largest size of a profile file in bytes. A profile of eight devices needs 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
 
 
 class Limit(NamedTuple):
-    """Context limit: default, minimum, maximum and step. A minimum of None means that the range was not read."""
+    """Context limit: default, minimum, maximum and step. A minimum of None means that the range could not be read."""
 
     default: int
     least: int | None = None
@@ -38,7 +38,7 @@ class Limit(NamedTuple):
 
 
 class Granularity(NamedTuple):
-    """Granularities in bytes: sizes and addresses are multiples of ``minimum``."""
+    """Granularities in bytes. Sizes and addresses must be multiples of ``minimum``."""
 
     minimum: int
     recommended: int
@@ -46,11 +46,13 @@ class Granularity(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """Access of a device to another device's memory, and the attributes of the pair."""
+    """Whether a device has access to the memory of another device, and the attributes of this pair of devices."""
 
     access: bool
     attributes: Mapping[str, int | None]
-    """Attributes by enum name without ``CU_DEVICE_P2P_ATTRIBUTE_``."""
+    """Values of the pair's attributes, by enum name without ``CU_DEVICE_P2P_ATTRIBUTE_``; None for a value that was not
+    read.
+    """
 
 
 # -- reading a file ------------------------------------------------------------------------------------------

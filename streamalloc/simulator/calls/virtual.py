@@ -439,7 +439,7 @@ def _unreadable_file(size: int) -> int:
 
 
 def team_of(machine: VirtualMemoryCalls, handle: int) -> MulticastMemory:
-    """The multicast object of a handle."""
+    """Return the multicast object of a handle. Raises :class:`NotModelled` for a handle of physical memory."""
     what = "a handle of physical memory where a multicast object is expected"
     return need_a(MulticastMemory, machine.named(handle), what)
 
@@ -448,9 +448,9 @@ def team_of(machine: VirtualMemoryCalls, handle: int) -> MulticastMemory:
 
 
 def right_of_current(machine: VirtualMemoryCalls, mapping: MappedExtent, name: str) -> int:
-    """Return the access right of the current context's device to mapped memory.
+    """Return the access right to mapped memory that the device of the current context has.
 
-    ``name``: the attribute that asks for it.
+    ``name``: the pointer attribute that is queried, for the error.
 
     Raises :class:`NotModelled` without a current context.
     """
@@ -459,7 +459,7 @@ def right_of_current(machine: VirtualMemoryCalls, mapping: MappedExtent, name: s
 
 
 MAPPED_ATTRIBUTES: dict[str, Callable[[VirtualMemoryCalls, MappedExtent, int], Any]] = {
-    # The range is the reservation, not the mapping.
+    # The range of these two attributes is the reservation, not the mapping.
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.range_of(at)).size,
     "HOST_POINTER": lambda machine, mapping, at: at if mapping.right(HOST) else None,
@@ -470,4 +470,6 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[VirtualMemoryCalls, MappedExtent, int], A
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""Pointer attributes that have another value for mapped memory, by name. For None the driver refuses the query."""
+"""For each pointer attribute with another value for mapped memory: the function that reads it. If the function returns
+None, the driver refuses the query.
+"""
