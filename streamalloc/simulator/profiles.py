@@ -59,11 +59,13 @@ class Link:
 
 
 class ProfileError(ValueError):
-    """Profile that cannot be used. The message names the file and the field."""
+    """A profile that cannot be used. The message names the file and the field."""
 
 
 Check = Callable[[str, Any], Any]
-"""Function of a field's name and its value. It returns the value, converted, or raises :class:`ProfileError`."""
+"""Function that gets the name of a field and its value. It returns the value, perhaps converted, or raises
+:class:`ProfileError`.
+"""
 
 
 def _shown(value: object) -> str:
@@ -100,7 +102,7 @@ def _list(one: Check, least: int = 0, most: int = 64) -> Check:
 def _table(one: Check) -> Check:
     """Make the check of a JSON object whose keys are names of the driver.
 
-    ``one`` checks each value except null, which marks a name that the driver does not know.
+    ``one`` checks each value except null. Null marks a name that the driver does not know.
     """
 
     def check(at: str, value: Any) -> dict[str, Any]:
@@ -159,59 +161,62 @@ _LINK = {"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "at
 
 
 def _read(check: Check, repr: bool = True) -> Any:
-    """Declare a field of :class:`Profile` that a profile's file has. ``check`` converts its value."""
+    """Declare a field of :class:`Profile` that a profile's file can have. ``check`` checks and converts its value."""
     return field(repr=repr, metadata={"check": check})
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Model of a GPU and its host. In a table by driver names, None marks a name that the driver does not know."""
+    """Description of a GPU model and its host. In a table by names of the driver, None marks a name that the driver
+    does not know.
+    """
 
     source: str = _read(_text)
-    """Text that names the machine that was read."""
+    """Text that names the machine on which the profile was read."""
     name: str = _read(_text)
     driver_version: int = _read(_whole(11000, 99990))
     total_memory: int = _read(_whole(_GiB, 4 * _TiB))
     context_overhead: int = _read(_whole(0, 64 * _GiB))
-    """Bytes of device memory that the driver uses itself."""
+    """Bytes of device memory that the driver itself uses."""
     context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
-    """Free bytes in each address region of the context's own memory."""
+    """Free bytes in each region of addresses that begins with memory of the context itself."""
     host_memory: int = _read(_whole(_GiB, 16 * _TiB))
     host_pool_addresses: int = _read(_whole(CHUNK, 16 * _TiB))
-    """Bytes of addresses of a host pool without ``max_size``; beside an H200 twice the memory of the NUMA node."""
+    """Bytes of addresses that a host pool without ``max_size`` reserves; on the H200 machine twice the memory of the
+    NUMA node.
+    """
     numa_nodes: int = _read(_whole(1, 64))
     imex_channel: int = _read(_whole(0, 1))
-    """Whether the user may open an IMEX channel, for fabric handles."""
+    """1 if the user may open an IMEX channel, which fabric handles need; otherwise 0."""
     context_api_version: int = _read(_whole(0, 99999))
     context_flags: int = _read(_whole(0, 255))
     stream_priorities: tuple[int, int] = _read(_priorities)
-    """Least and greatest priority of a stream."""
+    """Least and greatest priority of a stream. The greatest priority is the smaller number."""
     pitch: int = _read(_whole(1, 1 << 20))
     """Alignment of row pitches of ``cuMemAllocPitch``, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Growth step of pools in bytes. All profiles have the same value here and in the next two fields."""
+    """Bytes by which pools grow. This field and the next two have the same values in all profiles."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
-    """Block size of small cuMemAlloc allocations, in bytes."""
+    """Size in bytes of the blocks that small cuMemAlloc allocations share."""
     granularities: Mapping[str, Mapping[str, Granularity | None]] = _read(_table(_table(_granularity)), repr=False)
-    """By location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
+    """Granularities by location type (DEVICE, HOST, HOST_NUMA) or MULTICAST, then by handle type."""
     attributes: Mapping[str, int | None] = _read(_numbers, repr=False)
     """Device attributes by enum name without CU_DEVICE_ATTRIBUTE_."""
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
-    """Context limits by enum name without CU_LIMIT_. The driver supports no limit that is missing here."""
+    """Context limits by enum name without CU_LIMIT_. A limit that is missing here is not supported by the driver."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
-    """For each read device, the attributes that differ from ``attributes``."""
+    """For each device that was read: the attributes that differ from ``attributes``."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
-    """Links by pair of devices: accessing device, owner of the memory."""
+    """Links between devices, by tuple of two ordinals: the accessing device, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
-    """Results of cuGetErrorString by enum name; other errors are refused."""
+    """Results of cuGetErrorString by enum name. For errors that are missing here the driver refuses the call."""
     identity: str = ""
-    """Built-in name, or digest of the file; equal for equal machines."""
+    """Name of a built-in profile, or digest of the profile's file. Equal profiles have equal identities."""
 
     def granularity(self, place: str = "DEVICE", handle_types: int = 0) -> Granularity | None:
-        """Return the granularity of memory that can be shared in all of these ways.
-
-        None if the driver refuses such memory.
+        """Return the granularity of memory that can be exported by all of ``handle_types``. None if the driver refuses
+        such memory.
 
         ``place``: DEVICE, HOST, HOST_NUMA or MULTICAST. ``handle_types``: bits of :data:`HANDLE_TYPES`.
         """
@@ -223,19 +228,20 @@ class Profile:
 
     @functools.cached_property
     def page(self) -> int:
-        """Minimum granularity of device memory in bytes, for address ranges and mappings."""
+        """Minimum granularity of device memory in bytes. Address ranges and mappings are multiples of it."""
         return min((one.minimum for one in self.granularities["DEVICE"].values() if one), default=BLOCK)
 
     @functools.cached_property
     def team_page(self) -> int:
-        """Minimum granularity of multicast objects in bytes, for sizes, offsets and addresses."""
+        """Minimum granularity of multicast objects in bytes. Their sizes, offsets and addresses are multiples of it."""
         of_teams = self.granularity("MULTICAST")
         return of_teams.minimum if of_teams else self.page
 
     def device_attributes(self, ordinal: int) -> dict[str, int]:
-        """Return the attributes of a device, without those that its driver does not know.
+        """Return the attributes of a device by name, without those that its driver does not know.
 
-        A device beyond those of the profile has the attributes of the last one, and the next PCI device numbers.
+        A device beyond those of the profile has the attributes of the profile's last device, but a PCI device number of
+        its own.
         """
         read = self.devices[min(ordinal, len(self.devices) - 1)]
         found = {name: number for name, number in {**self.attributes, **read}.items() if number is not None}
@@ -245,7 +251,7 @@ class Profile:
     def link(self, source: int, target: int) -> Link | None:
         """Return the link between two devices; None if it is unknown.
 
-        Devices that were not read have the common link of all others, if these are equal.
+        If all links of the profile are equal, devices that were not read have the same link.
         """
         found = self.links.get((source, target))
         others = list(self.links.values())
@@ -255,7 +261,7 @@ class Profile:
 
 _FIELDS: dict[str, Check] = {one.name: one.metadata["check"] for one in fields(Profile) if one.metadata}
 _MERGED = ("granularities", "attributes", "limits", "error_strings")
-"""Tables whose entries replace those of the base one by one."""
+"""Tables whose entries replace the entries of the base profile one by one."""
 _NEEDED = {
     "granularities": ("DEVICE", "HOST", "HOST_NUMA", "MULTICAST"),
     "attributes": (
@@ -266,13 +272,13 @@ _NEEDED = {
         *(f"MAX_{kind}_DIM_{axis}" for kind in ("BLOCK", "GRID") for axis in "XYZ"),
     ),
 }
-"""Required table entries; attributes among them are not negative."""
+"""Entries that these tables must have. The attributes among them must not be negative."""
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Return the fields of a profile's file, without those of its base.
+    """Return the fields in a profile's file as JSON values, without those of its base.
 
-    Raises :class:`ProfileError` for any other file.
+    Raises :class:`ProfileError` if the bytes are no profile of this version.
     """
     try:
         found = json.loads(data)
@@ -289,7 +295,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def parse(data: bytes, identity: str) -> Profile:
-    """Parse the bytes of a profile file.
+    """Return the profile in the bytes of a file. ``identity``: value of :attr:`Profile.identity`.
 
     Raises
     ------
@@ -314,7 +320,8 @@ def parse(data: bytes, identity: str) -> Profile:
 
 
 def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables of one field: entries of ``given`` replace those of ``base``, inner tables entry by entry.
+    """Merge two tables of one field: entries of ``given`` replace entries of ``base``. Inner tables are merged entry by
+    entry.
 
     A limit without a range keeps the limit of ``base``, range included, if both have the same default.
     """
@@ -323,7 +330,8 @@ def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         there = base.get(name)
         if isinstance(one, dict) and isinstance(there, dict):
             found[name] = {**there, **one}
-        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):  # else keep the base's range
+        # Such a limit keeps the range of the base.
+        elif not (isinstance(one, Limit) and there and one == Limit(there.default)):
             found[name] = one
     return found
 
@@ -346,7 +354,7 @@ def _check_together(values: dict[str, Any]) -> None:
 
 
 BUILT_IN = ("h100", "h200")
-"""Profiles of the package. All values are readings, except the recommended granularity of multicast objects: 512 MiB as
+"""Profiles of the package. All values were read, except the recommended granularity of multicast objects: 512 MiB as
 reported for H100 (microsoft/mscclpp, DefaultNvlsBufferSize), which is the page size in NVIDIA's kernel module. 2 MiB
 are enough: NCCL binds as little (NVIDIA/nccl#2077).
 """
@@ -358,12 +366,12 @@ def built_in(name: str) -> Profile:
 
 
 def load(name: str) -> Profile:
-    """Load the profile with this name or file.
+    """Return the profile ``name``: a name of :data:`BUILT_IN`, or the path of a ``.json`` file.
 
     Raises
     ------
     ProfileError
-        There is no such profile or file, or it cannot be used.
+        There is no such profile or file, or the file is no valid profile.
     """
     if name in BUILT_IN:
         return built_in(name)
@@ -371,11 +379,11 @@ def load(name: str) -> Profile:
     if path.suffix != ".json" and path.name == name:
         raise ProfileError(f"profile must be one of {sorted(BUILT_IN)} or a .json file, got {name!r}")
     try:
-        if not path.is_file():  # a pipe would block
+        if not path.is_file():  # Without this check, opening a pipe would block.
             raise ProfileError(f"profile={name!r}: there is no such file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # a path with a null byte raises ValueError
+    except (OSError, ValueError) as error:  # A path with a null byte raises ValueError.
         raise ProfileError(f"profile={name!r} cannot be read: {error}") from None
     if len(data) > _MOST_BYTES:
         raise ProfileError(f"profile={name!r} has more than {_MOST_BYTES} bytes")
@@ -416,17 +424,21 @@ class MachineSpec:
 
     @functools.cached_property
     def given_name(self) -> str:
-        """Name that the user gave, as an argument or by ``STREAMALLOC_MACHINE``; "" if none."""
+        """Name that the user gave to the machine, as an argument or by ``STREAMALLOC_MACHINE``; empty if there is
+        none.
+        """
         return self.name or os.environ.get("STREAMALLOC_MACHINE", "")
 
     @property
     def host_name(self) -> str:
-        """Name of the machine in its IMEX domain, from the argument or ``STREAMALLOC_HOST``; "" if it is alone."""
+        """Name of the machine in its IMEX domain, from the argument or from ``STREAMALLOC_HOST``; empty if it is in
+        none.
+        """
         return self.host or os.environ.get("STREAMALLOC_HOST", "")
 
     @property
     def identity(self) -> str:
-        """Name of the machine, or its arguments if it has no name. Equal identities mean one machine."""
+        """Name of the machine, or its arguments as text if it has no name. Equal identities stand for one machine."""
         return self.given_name or (
             f"{self.profile.identity} x{self.devices} memory={self.memory} multicast={self.multicast} "
             f"fabric={self.fabric}"

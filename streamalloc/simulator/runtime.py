@@ -1,7 +1,7 @@
 """Functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
 
-A function with the same effect as one driver call is translated: a table names the call, and the parameters and results
-are read from the bindings' documentation and converted. :class:`Functions` implements all other functions.
+A function with the same effect as one driver call is translated: a table names the call, and arguments and results are
+converted by the types in the bindings' documentation. :class:`Functions` implements all other functions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _RENAMED = {
     "cudaStreamCreateWithFlags": "cuStreamCreate",
 }
 _PREFIXES = {"cudaDevice": "cuCtx", "cudaFree": "cuMemFree", "cudaHost": "cuMemHost", "cudaMalloc": "cuMemAlloc"}
-"""Driver prefixes by runtime prefix, for names with other differences than ``cuda``/``cu``."""
+"""Prefixes of driver calls by prefixes of runtime functions, for names that differ by more than ``cuda`` and ``cu``."""
 
 
 def driver_call(name: str) -> str | None:
-    """Return the name of the driver call behind a function of the runtime; None if there is none."""
+    """Return the name of the driver call with the same effect as a function of the runtime; None if there is none."""
     names = [_RENAMED.get(name, f"cu{name.removeprefix('cuda')}")]
     names += [ours + name.removeprefix(theirs) for theirs, ours in _PREFIXES.items() if name.startswith(theirs)]
     return next((one for one in names if hasattr(cuda, one)), None)
 
 
 PURE = ("cudaCreateChannelDesc", "cudaGetErrorName", "cudaGetErrorString", "cudaRuntimeGetVersion")
-"""Functions of ``cuda.bindings.runtime`` used unchanged, because they call no driver."""
+"""Functions of ``cuda.bindings.runtime`` that are used unchanged, because they make no driver call."""
 
 WITHOUT_CONTEXT = (
     *("cudaDeviceCanAccessPeer", "cudaDeviceGetAttribute", "cudaDeviceGetByPCIBusId", "cudaDeviceGetP2PAttribute"),
@@ -49,27 +49,30 @@ WITHOUT_CONTEXT = (
     *("cudaLibraryLoadFromFile", "cudaLibraryUnload", "cudaPeekAtLastError", "cudaSetDevice"),
     "cudaThreadExchangeStreamCaptureMode",
 )
-"""Functions of the runtime that need no context. Before all others, a primary context is made current if none is."""
+"""Functions of the runtime that need no context. Before every other function, a primary context is made current if the
+thread has none.
+"""
 
 OTHER_LAYOUT = ("cudaGraphNodeParams", "cudaMemcpy3DParms", "cudaMemcpy3DPeerParms")
-"""Structs with another layout than the driver's struct. They have conversions of their own; others are copied as bytes.
+"""Structs whose layout differs from that of the driver's struct, so each has its own conversion. Other structs are
+copied as bytes.
 """
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
-"""By a struct of the runtime: its field with a list of structs, and the driver's class of these. The bindings store the
-list outside of the struct, so a copy of the struct's bytes lacks it.
+"""For a struct of the runtime: its field with a list of structs, and the driver's class of these structs. The bindings
+store the list outside of the struct, so a copy of the struct's bytes does not contain it.
 """
 
 
 def _members(enum: Any, prefix: str) -> dict[str, Any]:
-    """Return the members of an enum as runtime fields name them: without prefix and underscores."""
+    """Return the members of an enum by their names in fields of the runtime: without prefix and underscores."""
     return {name.removeprefix(prefix).replace("_", ""): member for name, member in enum.__members__.items()}
 
 
 _FUNCTION_ATTRIBUTES = _members(cuda.CUfunction_attribute, "CU_FUNC_ATTRIBUTE_")
 _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"] = _FUNCTION_ATTRIBUTES["PREFERREDSHAREDMEMORYCARVEOUT"]
 _ATTRIBUTES = _members(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
-# Fields of cudaDeviceProp whose attribute has a different name.
+# Fields of cudaDeviceProp whose device attribute has a different name.
 _PROPERTIES = {
     "accessPolicyMaxWindowSize": "MAX_ACCESS_POLICY_WINDOW_SIZE",
     "deviceNumaConfig": "NUMA_CONFIG",
@@ -98,14 +101,16 @@ _EXTENTS = ("WIDTH", "HEIGHT", "DEPTH", "LAYERS", "PITCH")
 
 
 def function_attributes() -> dict[str, Any]:
-    """Return the driver's function attribute for each field of cudaFuncAttributes, without those of clusters."""
+    """Return the driver's function attribute for each field of cudaFuncAttributes. Attributes of clusters are
+    left out.
+    """
     found = {name: _FUNCTION_ATTRIBUTES.get(name.upper()) for name in dir(runtime().cudaFuncAttributes)}
     last = _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"]
     return {name: member for name, member in found.items() if member is not None and member <= last}
 
 
 def properties() -> dict[str, list[Any]]:
-    """Return the device attributes for each field of cudaDeviceProp, one for each number in a field."""
+    """Return, for each field of cudaDeviceProp, a list of device attributes: one for each number in the field."""
     found = {name: _attributes(name) for name in dir(runtime().cudaDeviceProp)}
     return {name: members for name, members in found.items() if members}
 
@@ -128,7 +133,7 @@ Convert = Callable[[Any], Any]
 def copied(value: Any, cls: Any, source: Any, target: Any) -> Any:
     """Return a struct of class ``cls`` with the bytes of ``value``.
 
-    ``source`` and ``target``: the modules of the classes of ``value`` and of the result, which know their sizes.
+    ``source`` and ``target``: the modules of the class of ``value`` and of ``cls``; their ``sizeof`` gives the sizes.
     """
     made = cls()
     ctypes.memmove(int(made.getPtr()), int(value.getPtr()), min(source.sizeof(type(value)), target.sizeof(cls)))
@@ -140,20 +145,22 @@ def _is_struct(cls: Any) -> bool:
 
 
 def address(value: Any) -> Any:
-    """Return a pointer or handle in the driver's form: of a buffer object its address, for None 0."""
+    """Return a pointer or a handle in the form that the driver's functions take: the address of a buffer object, 0 for
+    None.
+    """
     if value is None or isinstance(value, int) or hasattr(value, "getPtr"):
         return 0 if value is None else value
     try:
         return view_address(value)
     except TypeError:
-        return value  # The call of the driver converts it or refuses it.
+        return value  # The driver's function converts such a value, or refuses it.
 
 
 class Argument:
     """Conversion of one argument of the runtime to the driver's class.
 
-    ``theirs`` and ``ours``: its class in the runtime and in the driver. ``make``: a conversion for structs whose
-    layouts differ. ``back`` copies the driver's changes back into a struct.
+    ``theirs`` and ``ours``: names of the argument's class in the runtime and in the driver. ``make``: conversion of a
+    struct whose layouts differ. After the call, ``back`` copies the driver's changes into the caller's struct.
     """
 
     def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
@@ -170,7 +177,7 @@ class Argument:
     def _one(self, value: Any) -> Any:
         cls = self._to
         if isinstance(cls, type) and issubclass(cls, int):  # an enumeration
-            value.value  # noqa: B018  # the bindings read it, and raise AttributeError for others
+            value.value  # noqa: B018  # The bindings read this attribute, and raise AttributeError for other objects.
             return cls(int(value))
         if not (_is_struct(cls) and _is_struct(self._from)):
             found = address(value) if self._is_pointer else value
@@ -194,7 +201,8 @@ class Argument:
     def back(self, given: Any, converted: Any) -> None:
         if converted is given or not _is_struct(type(converted)):
             return
-        if self._from.__name__ in STRUCTS_IN_LISTS:  # its other bytes point to the list of the converted struct
+        # The other bytes of such a struct point to the list of the converted struct, so they must not be copied back.
+        if self._from.__name__ in STRUCTS_IN_LISTS:
             given.dptr = int(converted.dptr)
         elif self._from.__name__ == "cudaGraphNodeParams":
             if given.type == runtime().cudaGraphNodeType.cudaGraphNodeTypeMemAlloc:
@@ -205,7 +213,7 @@ class Argument:
 
 
 def result(kind: str) -> Convert:
-    """Return the conversion of a result that the runtime documents as ``kind``."""
+    """Return a function that converts a result of a driver call to ``kind``, the type that the runtime documents."""
     if kind.startswith("[]"):
         convert = result(kind[2:])
         return lambda values: [convert(one) for one in values]
@@ -219,26 +227,26 @@ def result(kind: str) -> Convert:
 
 
 def _made(cls: Any, value: Any) -> Any:
-    """Return a driver's handle or struct as the runtime's class ``cls``."""
+    """Return a handle or a struct of the driver as an object of the runtime's class ``cls``."""
     return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())
 
 
 _NOT_READY = 600
-"""cudaErrorNotReady: the result of a query, which the runtime does not store as the last error."""
+"""cudaErrorNotReady: the code that a query returns. The runtime does not store this code as the last error."""
 _HOST, _DEVICE, ARRAY, _UNIFIED = 1, 2, 3, 4  # CUmemorytype
 ENDS = ((_HOST, _HOST), (_HOST, _DEVICE), (_DEVICE, _HOST), (_DEVICE, _DEVICE), (_UNIFIED, _UNIFIED))
-"""Memory types of source and target. The index is the cudaMemcpyKind."""
-# Channel kind (cudaChannelFormatKind) and bits, by CUarray_format.
+"""Memory types of source and target, by cudaMemcpyKind as index."""
+# Kind of channel (cudaChannelFormatKind) and number of bits, by CUarray_format.
 BITS = {1: (1, 8), 2: (1, 16), 3: (1, 32), 8: (0, 8), 9: (0, 16), 10: (0, 32), 16: (2, 16), 32: (2, 32)}
 _COPIES = ("cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpy")
-"""Driver calls that copy bytes. The index is the cudaMemcpyKind."""
+"""Driver calls that copy bytes, by cudaMemcpyKind as index."""
 _DEFAULT = 4  # cudaMemcpyDefault
 _NO_DEVICE = -2  # cudaInvalidDeviceId
 _PITCH_ELEMENT = 4
 
 
 class Failed(Exception):
-    """Makes the function of the runtime return the error with this code, mostly that of a driver call."""
+    """Makes the function of the runtime return the error ``code``, in most cases the result of a driver call."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -246,14 +254,17 @@ class Failed(Exception):
 
 
 class Forgotten(Failed):
-    """Error that is not stored as the last error: a query returned it, or the call read the last error itself."""
+    """Error that is not stored as the thread's last error: a query returned it, or the function has read the last error
+    itself.
+    """
 
 
 def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
-    """Make a function of the runtime that copies several rows or, without ``rows``, bytes of one row.
+    """Return a function of the runtime that copies several rows or, without ``rows``, bytes of one row.
 
-    ``target`` and ``source``: the number of arguments for each side. An array has three: its handle, and offsets in
-    bytes and rows. A pointer has one, and a pitch if ``rows``. The driver refuses bytes that extend into the next row.
+    ``target`` and ``source``: the number of arguments for each side. An array takes three arguments: its handle, an
+    offset in bytes, and an offset in rows. A pointer takes one, and with ``rows`` a pitch as well. The driver refuses
+    bytes that extend into the next row.
     """
 
     def copy_rows(functions: Functions, *args: Any) -> None:
@@ -274,32 +285,34 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
 
 
 class Functions:
-    """The runtime's functions, as calls of a driver. They return values and raise :class:`Failed`."""
+    """The functions of the runtime, each by calls of a driver. They return their values, and raise :class:`Failed`."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._retained: dict[int, Any] = {}
         self._lock = Lock()
         self.thread: threading.local = threading.local()
-        """For each thread: ``device``, the ordinal that it chose, and ``last``, the code of its last error."""
+        """Attributes for each thread: ``device``, the ordinal that the thread chose, and ``last``, the code of its last
+        error.
+        """
 
     def call(self, name: str, *args: Any) -> Any:
-        """Make a driver call and return its first value; None if it has none. Raises :class:`Failed`."""
+        """Make a driver call. Returns its first value; None if it has none. Raises :class:`Failed`."""
         values = self.values(name, *args)
         return values[0] if values else None
 
     def values(self, name: str, *args: Any) -> Any:
-        """Make a driver call and return all its values. Raises :class:`Failed`."""
+        """Make a driver call. Returns a list of its values, without the result code. Raises :class:`Failed`."""
         code, *values = getattr(self._driver, name)(*args)
         if code:
             raise (Forgotten if int(code) == _NOT_READY else Failed)(int(code))
         return values
 
     def translated(self, name: str) -> Callable[..., Any]:
-        """Return a function of the runtime that makes one driver call.
+        """Return the function ``name`` of the runtime, made of one driver call.
 
-        The call may need further arguments: flags, which are 0, or the current context. For a function that cannot be
-        translated the result raises :class:`NotModelled`.
+        If the driver call takes flags or a context in addition, it gets 0 or the current context. For a function that
+        cannot be translated, the returned function raises :class:`NotModelled`.
         """
         call, (taken, kinds) = driver_call(name), signature(runtime(), name)
         theirs = list(taken.parameters.values())
@@ -330,7 +343,7 @@ class Functions:
     def make_current(self) -> None:
         """Make sure that the thread has a current context.
 
-        If it has none, the primary one of its device becomes current.
+        If it has none, the primary context of the thread's device becomes current.
         """
         code, context = self._driver.cuCtxGetCurrent()
         if code:
@@ -344,7 +357,7 @@ class Functions:
             self.call("cuInit", 0)
 
     def _primary(self, device: int) -> Any:
-        """Return the primary context of a device, which the runtime keeps."""
+        """Return the primary context of a device. It is retained once and kept until cudaDeviceReset."""
         with self._lock:
             found = self._retained.get(device)
             if found is None:
@@ -382,7 +395,7 @@ class Functions:
         self.call("cuCtxDisablePeerAccess", self._primary(peerDevice))
 
     def _attribute(self, attribute: Any, device: int) -> int:
-        """Return a device attribute; 0 if the driver lacks it."""
+        """Return a device attribute as a number; 0 if the driver does not have it."""
         code, value = self._driver.cuDeviceGetAttribute(attribute, _number(device))
         return 0 if code else int(value)
 
@@ -407,7 +420,8 @@ class Functions:
         last = getattr(self.thread, "last", 0)
         self.thread.last = 0
         if last:
-            raise Forgotten(last)  # even if the context is lost (observed on H200: test_runtime)
+            # The last error is returned even if the context is lost (observed on H200: test_runtime).
+            raise Forgotten(last)
 
     # -- streams, events, memory -----------------------------------------------------------------------------
 
@@ -464,7 +478,9 @@ class Functions:
     cudaMemcpy2D = _copies(2, 2)
 
     def _box(self, given: Any, peer: Any = None) -> Any:
-        """Return a cudaMemcpy3DParms as a CUDA_MEMCPY3D. If a side is an array, x and width count its elements."""
+        """Return a cudaMemcpy3DParms as a CUDA_MEMCPY3D. If one side is an array, x and width of the struct count
+        elements.
+        """
         copy, arrays = peer or cuda.CUDA_MEMCPY3D(), [int(given.srcArray), int(given.dstArray)]
         element = next((self.element(one) for one in arrays if one), 1)
         kinds = ENDS[_DEFAULT if peer else copy_kind(given.kind)]
@@ -487,7 +503,9 @@ class Functions:
         return copy
 
     def _node(self, given: Any) -> Any:
-        """Return a cudaGraphNodeParams as a CUgraphNodeParams. Copies and fills use the current context."""
+        """Return a cudaGraphNodeParams as a CUgraphNodeParams. Copies get the current context, and so do fills without
+        a context.
+        """
         made, kinds = copied(given, cuda.CUgraphNodeParams, runtime(), cuda), runtime().cudaGraphNodeType
         if given.type == kinds.cudaGraphNodeTypeMemcpy:
             made.memcpy.copyParams = self._box(given.memcpy.copyParams)
@@ -497,7 +515,7 @@ class Functions:
         return made
 
     def element(self, array: int) -> int:
-        """Return the size of an array's element in bytes."""
+        """Return the size in bytes of an element of the array with this handle."""
         described = self.call("cuArray3DGetDescriptor", cuda.CUarray(array))
         return BITS[int(described.Format)][1] // 8 * int(described.NumChannels)
 
@@ -576,14 +594,16 @@ def copy_kind(kind: Any) -> int:
 
 
 def set_end(copy: Any, side: str, memory: int, pointer: int, pitch: int) -> None:
-    """Set memory type, pointer and pitch of a ``side`` ("src" or "dst") of a row copy. An array has no pitch."""
+    """Set memory type, pointer and pitch of one side ("src" or "dst") in the struct of a row copy. An array has no
+    pitch.
+    """
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
     setattr(copy, side + {_HOST: "Host", ARRAY: "Array"}.get(memory, "Device"), pointer)
     setattr(copy, f"{side}Pitch", pitch)
 
 
 def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
-    """Return a cudaMemcpy3DParms that copies ``size`` bytes in one row."""
+    """Return a cudaMemcpy3DParms that copies ``size`` bytes as one row."""
     made = runtime().cudaMemcpy3DParms()
     for pointer, memory in ((made.dstPtr, dst), (made.srcPtr, src)):
         pointer.ptr, pointer.pitch, pointer.xsize, pointer.ysize = address(memory), size, size, 1
@@ -596,9 +616,8 @@ _FORMATS = {pair: number for number, pair in BITS.items()}
 
 
 def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
-    """Return the CUDA_ARRAY3D_DESCRIPTOR of an array.
-
-    Raises ``NotImplementedError`` for a format that is not simulated.
+    """Return the CUDA_ARRAY3D_DESCRIPTOR for a channel description, an extent and flags. Raises ``NotImplementedError``
+    for a format that is not simulated.
     """
     made = cuda.CUDA_ARRAY3D_DESCRIPTOR()
     bits = [int(getattr(desc, one)) for one in "xyzw"]
@@ -618,7 +637,9 @@ def _extent(extent: Any) -> tuple[int, int, int]:
 _UNKNOWN_ERROR = 999
 
 OWN: dict[str, Callable[..., Any]] = {name: body for name, body in vars(Functions).items() if name.startswith("cuda")}
-"""Functions of several driver calls. Copies and fills also exist as ...Async, with a final stream argument."""
+"""Functions of the runtime that take several driver calls. Copies and fills also exist with the suffix Async and a
+stream as the last argument.
+"""
 
 
 class Runtime:
@@ -645,9 +666,10 @@ class Runtime:
 
 
 def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the runtime, from a body that raises :class:`Failed`.
+    """Return the function ``name`` of the runtime. ``body`` does its work, and raises :class:`Failed`.
 
-    It returns the result code and the values, and stores the code of an error as the thread's last error.
+    The function returns a tuple of the result code and the values. It stores the code of an error as the thread's last
+    error.
     """
     taken, results = signature(runtime(), name)
     count, success = len(results), runtime().cudaError_t.cudaSuccess

@@ -1,10 +1,10 @@
 """Streams as queues of operations, their clocks, and the worker thread that runs the operations.
 
 Every stream (:class:`Queue`) numbers its operations. Each stream has a vector clock: for each other stream, the highest
-number of an operation that certainly runs before the stream's next one. The host also has such a clock, which only
-synchronising calls advance.
+number of an operation that certainly runs before the stream's next operation. The host also has such a clock, which
+only synchronising calls advance.
 
-If nothing delays its stream, an operation runs on the submitting thread. Otherwise it is queued, and a daemon thread
+An operation runs on the submitting thread if nothing delays its stream. Otherwise it is queued, and a daemon thread
 runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
 :mod:`.call_lock`, which host functions never hold.
 """
@@ -31,55 +31,57 @@ Clock = dict[int, int]
 clock's owner, a stream or the host.
 """
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
-"""Operations, each as a stream and the number of the operation in it."""
+"""Operations, each as a tuple of its stream and its number in the stream."""
 
 ALL = 1 << 62
 """A number larger than the number of any operation."""
 POLL_SECONDS = 0.0003
-"""Seconds between reads of a value that a stream waits for."""
+"""Seconds between two reads of a value that a stream waits for."""
 _IDLE_SECONDS = 1.0
-"""Seconds without work until the worker thread ends."""
+"""Seconds without work after which the worker thread ends."""
 _NAP_SECONDS = 0.05
-"""Longest sleep in seconds before a condition is checked again."""
+"""Longest sleep in seconds until a condition is checked again."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Raise each entry of ``clock`` to at least that of ``other``."""
+    """Raise each entry of ``clock`` to at least the entry of ``other`` for the same stream."""
     for stream, seq in other.items():
         if clock.get(stream, 0) < seq:
             clock[stream] = seq
 
 
 class Operation:
-    """Work in a stream. Subclasses define when it can start, and do it in one or several steps."""
+    """Work in a stream. Subclasses define when the work can start, and do it in one or several steps."""
 
     heavy = False
-    """Whether the operation is too long for the submitting thread. Then the worker thread runs it in steps, between
-    operations of other streams.
+    """Whether the operation takes too long for the submitting thread. If so, the worker thread runs it in steps, and
+    operations of other streams between these steps.
     """
     counts = True
     """Whether the stream counts as busy while this operation is queued."""
     is_command = True
-    """Whether the operation is sent to the device at once. If not, it is sent with the next command of the stream."""
+    """Whether the operation is sent to the device at once. Otherwise it is sent together with the stream's next
+    command.
+    """
     polled = False
-    """Whether :meth:`is_blocked` must be asked again and again, because no call announces a change of its answer."""
+    """Whether :meth:`is_blocked` must be called repeatedly, because no call announces a change of its result."""
     runs = False
-    """Whether the operation uses memory now, on a separate thread."""
+    """Whether the operation uses memory now, on a thread of its own."""
     seq = 0
     """Number of the operation in its stream, from 1 on."""
     after: Points = ()
-    """Operations of other streams that must finish first."""
+    """Operations of other streams that must finish before this operation starts."""
 
     def is_blocked(self) -> bool:
-        """Whether something besides earlier operations delays this operation."""
+        """Whether something other than earlier operations delays this operation."""
         return False
 
     def step(self) -> bool:
-        """Do a part of the work. Returns True once all is done."""
+        """Do a part of the work. Returns True once all work is done."""
         return True
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether the operation still has to read or write a part of a simulated address range."""
+        """Whether the operation has still to read or write a part of a range of simulated addresses."""
         return False
 
 
@@ -95,15 +97,13 @@ class QueuedCall(Operation):
 
 
 class Mark(Operation):
-    """Place in a stream without work: a wait for other streams, or the place from which on the stream can use an
-    allocation.
-    """
+    """Operation without work: a wait for other streams, or the point from which on the stream can use an allocation."""
 
     counts = is_command = False
 
 
 class Until(Operation):
-    """Operation that delays its stream until a condition is true. The scheduler asks the condition again and again."""
+    """Operation that delays its stream until a condition is true. The scheduler checks the condition repeatedly."""
 
     polled = True
 
@@ -115,9 +115,8 @@ class Until(Operation):
 
 
 def start_thread(function: Callable[[], None], name: str) -> threading.Thread | None:
-    """Start a daemon thread and return it; None if the process may not start one now.
-
-    While the interpreter exits, no new thread would run.
+    """Start a daemon thread and return it. None if the process may not start one now. While the interpreter exits, a
+    new thread would not run.
     """
     thread = threading.Thread(target=function, name=name, daemon=True)
     with contextlib.suppress(RuntimeError):
@@ -135,13 +134,13 @@ class HostFunction(Operation):
         self._function = function
         self._state = "waiting"
         self.ident: int = 0
-        """Identifier of the thread that runs the function; 0 before it begins."""
+        """``threading.get_ident()`` of the thread that runs the function; 0 before that thread begins."""
 
     def is_blocked(self) -> bool:
         return self._state == "running"
 
     def step(self) -> bool:
-        # If the process may not start a thread now, the next step tries again.
+        # If the process may not start a thread now, the next call of this method tries again.
         if self._state == "waiting" and start_thread(self._run, "streamalloc host function") is not None:
             self._state = "running"
         return self._state == "returned"
@@ -158,7 +157,7 @@ class HostFunction(Operation):
 
 
 class Queue:
-    """Stream of a context: a queue of operations. An operation that fails breaks ``context``."""
+    """Stream of a context: a queue of operations. An operation that fails breaks the context."""
 
     def __init__(self, scheduler: Scheduler, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.scheduler = scheduler
@@ -167,41 +166,44 @@ class Queue:
         self.context = context
         self.blocking = blocking
         self.priority = priority
-        self.legacy: Queue | None = None  # the legacy stream with which a blocking stream synchronises
-        self.peers: dict[Queue, None] | None = None  # for a legacy stream: the blocking streams of its context
+        # The legacy stream with which this blocking stream synchronises; None for other streams.
+        self.legacy: Queue | None = None
+        # For a legacy stream: the blocking streams of its context. None for other streams.
+        self.peers: dict[Queue, None] | None = None
         self.operations: deque[Operation] = deque()
-        """Operations that have not finished, in order."""
+        """Operations that have not finished, in their order."""
         self.seq: int = 0
         """Number of the operation that was submitted last."""
         self.done: int = 0
-        """Number up to which all operations have finished."""
+        """Number up to which all operations of the stream have finished."""
         self.last_free: int = 0
-        """Number of the latest operation that freed memory of a pool."""
+        """Number of the latest operation in this stream that freed memory of a pool."""
         self.marked: int = 0
         """Number of the latest command that has run."""
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: Points = ()
-        """Operations of other streams that precede the next operation."""
+        """Operations of other streams that the next operation of this stream waits for."""
         self.attributes: dict[int, bytes] = {}
-        """Bytes of stream attributes without effect, by number."""
+        """Bytes of stream attributes that are only stored, by attribute number."""
         self.destroyed = False
         scheduler.streams[self.id] = self
 
     @property
     def idle(self) -> bool:
-        """Whether all work is done. For the legacy stream this includes blocking streams."""
+        """Whether all work of the stream is done. For the legacy stream, this includes the work of blocking streams."""
         if self.done < self.seq:
             return False
         return self.peers is None or all(peer.done >= peer.seq for peer in self.peers)
 
     @property
     def known(self) -> int:
-        """Number up to which other streams see the operations of this stream as done.
+        """Number up to which pools treat the operations of this stream as done, when they look for memory for other
+        streams.
 
-        They see it by a mark. The stream sends a mark only with its next command, behind the operations that this
-        command waits for. So operations at the end of a queue can be done without being seen. All operations of an idle
-        stream are seen, without a mark (observed on H200: test_reuse).
+        The driver finds it by a mark that the stream writes. The stream sends a mark only with its next command, after
+        the operations that this command waits for. So operations at the end of a queue can be done although no mark
+        shows it. For an idle stream no mark is needed: all its operations count as done (observed on H200: test_reuse).
         """
         queue = self.operations
         if not any(operation.counts for operation in queue):
@@ -213,8 +215,8 @@ class Queue:
     def done_with(self) -> Clock:
         """Return the clock of a host that has waited for all work of the stream.
 
-        For the legacy stream it contains the work of the blocking streams. A blocking stream learns of the legacy
-        stream's work only at its next submission (observed on H200: test_placements).
+        For the legacy stream the clock contains the work of the blocking streams. The clock of a blocking stream gets
+        the legacy stream's work only at its next submission (observed on H200: test_placements).
         """
         if self.peers is not None:
             self.catch_up()
@@ -225,7 +227,8 @@ class Queue:
     def catch_up(self, clock: Clock | None = None) -> Points:
         """Merge the order that the legacy stream implies into ``clock``; None: into the clock of this stream.
 
-        Returns the unfinished operations of the streams concerned.
+        Returns the unfinished operations of the streams that this stream synchronises with: the legacy stream, or the
+        blocking streams.
         """
         if clock is None:
             clock = self.clock
@@ -245,7 +248,7 @@ class Queue:
     def look(self) -> None:
         """Merge the order that the legacy stream implies into this stream's clock, without an operation.
 
-        If this is the legacy stream, it takes an operation number for that: ``seq`` grows by 1.
+        In the legacy stream this takes an operation number: ``seq`` grows by 1.
         """
         self.catch_up()
         if self.peers is not None:
@@ -256,12 +259,11 @@ class Queue:
                 self.done = self.seq
 
     def submit(self, operation: Operation, after: Points = (), clock: Clock | None = None, joins: bool = True) -> int:
-        """Submit an operation, which also waits for ``after``, and return its number.
+        """Submit an operation, which also waits for ``after``. Returns its number. The operation may run before this
+        method returns.
 
-        It may run before this returns.
-
-        ``clock`` gets the order of the legacy stream in place of the stream's clock. ``joins``: whether that order
-        applies.
+        ``clock``: the clock into which the order of the legacy stream is merged; None: the clock of this stream.
+        ``joins``: whether the order of the legacy stream applies at all.
         """
         if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
@@ -287,11 +289,8 @@ class Queue:
         return seq
 
     def step(self, operation: Operation) -> bool:
-        """Do a part of the work of an operation.
-
-        Returns True once all is done, or if the operating system refuses something.
-
-        A refusal breaks the context.
+        """Do a part of the work of an operation. Returns True once all work is done, or if the operating system refuses
+        something. A refusal breaks the context.
         """
         try:
             return operation.step()
@@ -316,17 +315,17 @@ class Scheduler:
         self.closed: bool = False
         self._gone: set[int] = set()
         self.caller: call_lock.Caller = call_lock.Caller()
-        """The thread that makes the current call of the machine."""
+        """State of the thread that makes the current call of the machine."""
         self._asleep: list[_thread.LockType] = []
-        """One lock for each waiting thread. The release of the lock wakes the thread."""
+        """One lock for each thread that waits. Releasing the lock wakes the thread."""
         self._waiters = 0
         self._busy: dict[int, Queue] = {}
         self.streams: dict[int, Queue] = {}
         self.ranks: dict[int, int] = {}
-        """Ranks of streams by number: the order in which pools search them. A stream gets the first free rank at its
-        first use of any pool, even in a capture, or when it waits for an event that a ranked stream recorded. If the
-        legacy stream has a rank, a blocking stream gets one already with its first work or wait (observed on H200:
-        test_placements).
+        """Ranks of streams by stream number. Pools search the memory that streams left in the order of their ranks. A
+        stream gets the first free rank at its first use of any pool, even in a capture, or when it waits for an event
+        that a ranked stream recorded. If the legacy stream has a rank, a blocking stream already gets a rank with its
+        first work or wait (observed on H200: test_placements).
         """
         self._free_ranks: list[int] = []
         self.ids: Iterator[int] = itertools.count(1)
@@ -335,13 +334,15 @@ class Scheduler:
         self.seeded: bool = seed is not None
 
     def rank(self, stream: Queue) -> None:
-        """Give a stream the first free rank, unless it has one: pools search the blocks of streams in this order."""
+        """Give a stream the first free rank, unless it has a rank. Pools search the memory that streams left in this
+        order.
+        """
         if stream.id not in self.ranks:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """Return the number up to which a stream is seen as done (:attr:`Queue.known`); :data:`ALL` for a removed
-        stream.
+        """Return the number up to which the operations of a stream count as done (:attr:`Queue.known`). ``stream``: its
+        number. :data:`ALL` for a stream that was removed.
         """
         found = self.streams.get(stream)
         return ALL if found is None else found.known
