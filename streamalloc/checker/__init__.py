@@ -11,11 +11,11 @@ The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier
    ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
    the call, unless the stream waits for something.
 4. ``judge.Judge.use`` compares the use with the recorded uses of the same bytes (``ranges.Bytes.touch``) by the clocks
-   of their streams, and reports a pair without an order as a ``Hazard``.
-5. ``report.Reports`` collects the hazards of the call, counts those of known places, and ``deliver`` shows or raises
-   the others.
+   of their streams. It reports two uses without an order as a ``Hazard``.
+5. ``report.Reports`` collects the hazards of the call. Hazards of known places are only counted; ``deliver`` shows or
+   raises the others.
 
-**Ordered** means: the earlier operation comes first in each possible run. It takes
+**Ordered** means: the earlier operation comes first in every possible run. An order needs
 
 * between streams: an event, a value in memory that one stream writes and the other waits for, or the rules of the
   legacy stream;

@@ -1,6 +1,6 @@
 """Graphs, captured or built node by node, and the events that a capture can record.
 
-A graph is checked once by itself, and again at each launch.
+A graph is checked once by itself, when it is made, and again at each launch.
 """
 
 from __future__ import annotations
@@ -17,46 +17,49 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """Memory that a kernel without declared uses, or a node of an unknown kind, may use."""
+    """Memory that a node may use without having declared it: a kernel without declared uses, or a node of an unknown
+    kind.
+    """
 
     named: frozenset[Bytes] | None
-    """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
+    """Memory whose addresses are among the kernel's arguments; None if the arguments cannot be read."""
 
 
 @dataclass(eq=False)
 class TrackedNode:
-    """Operation of a graph, which each launch runs."""
+    """An operation of a graph, which every launch of the graph runs."""
 
     kind: str
-    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"``: a wait, a recording or a host function, which orders
-    streams.
+    """``"use"``, ``"allocate"``, ``"free"`` or ``"step"``. A ``"step"`` orders streams: a wait, the record of an event,
+    or a host function.
     """
     what: str = ""
     stack: Stack = ()
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
     kernel: bool = False
-    """Whether the node is a kernel. Its uses have no known order among themselves, and the driver does not check its
-    access.
+    """Whether the node is a kernel. The uses of a kernel have no known order among themselves, and the driver does not
+    check a kernel's access rights.
     """
     atomic: bool = False
-    """Whether the uses of the node do not race with other atomic uses."""
+    """Whether the uses of the node are atomic, so that they do not race with other atomic uses."""
     unseen: Unseen | None = None
-    """Memory that the node may use without having declared it; None if all its uses are known."""
+    """Memory that the node may use without having declared it; None if all uses of the node are known."""
     handle: int = 0
     """Handle of the driver's node; 0 if unknown."""
     nested: bool = False
-    """Whether the node belongs to a child graph, which has another handle for it."""
+    """Whether the node belongs to a child graph, in which it has another handle."""
     enabled: bool = True
     captured: int = 0
-    """Time of the captured call, see :attr:`.State.now`; 0 if unknown."""
+    """Time of the call that captured the node, see :attr:`.State.now`; 0 if unknown."""
     step: Callable[[TrackedStream], object] = lambda stream: None
     """Function that each launch of a ``"step"`` calls, with the stream of the launch."""
     calls: Any = None
-    """The host function (``HostCall``) that ``step`` queues; None for a node without a host function."""
+    """The host function (``HostCall``) that the node runs; None for a node without a host function."""
 
     def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
-        """Yield an access for each piece, as one of ``actor``, whose place in the program is ``stack``.
+        """Yield tuples of access and piece, one for each piece that the node uses. ``actor``: who makes the access;
+        ``stack``: place in the program.
 
         A kernel has one access for all its reads and one for all its writes.
         """
@@ -69,7 +72,9 @@ class TrackedNode:
 
 
 class _Inside:
-    """Timeline and ranges for one graph alone, to check its operations against each other."""
+    """A separate timeline with copies of ranges, in which the operations of one graph are checked against each
+    other.
+    """
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
@@ -87,8 +92,8 @@ class _Inside:
         return found
 
     def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Check ``node`` in the order of ``stream``, a stream of this timeline. Returns a function that undoes the free
-        of a free node, for a free that the driver refuses; it does nothing for other nodes.
+        """Check ``node`` as the next operation of ``stream``, a stream of this timeline. Returns a function that undoes
+        the free of a free node, if the driver refuses it; for other nodes the function does nothing.
         """
         undo: list[Callable[[], None]] = []
 
@@ -110,19 +115,19 @@ class _Inside:
 
 
 class TrackedGraph:
-    """Graph whose nodes are in a valid order, unless a call added edges later."""
+    """Graph with its nodes, which are in a valid order unless a call added edges later."""
 
     def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
         self.nodes: list[TrackedNode] = [] if nodes is None else nodes
         self.handles: dict[int, list[TrackedNode]] = {}
-        """By handle of a node that a call such as ``cuGraphAddKernelNode`` added: the checker's nodes for it."""
+        """For the handle of a node that a call such as ``cuGraphAddKernelNode`` added: the checker's nodes for it."""
         self.after: dict[int, list[int]] = {}
-        """By handle of a node: the handles of the nodes that it depends on."""
+        """For the handle of a node: the handles of the nodes that it depends on."""
 
     def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
-        """Add a node of a call such as ``cuGraphAddKernelNode``.
+        """Add a node that a call such as ``cuGraphAddKernelNode`` has added.
 
-        ``handle``: that of the driver's node. ``after``: the handles of the nodes that it depends on.
+        ``handle``: handle of the driver's node. ``after``: handles of the nodes that it depends on.
         """
         node.handle = handle
         self.nodes.append(node)
@@ -130,13 +135,13 @@ class TrackedGraph:
         self.after.setdefault(handle, []).extend(after)
 
     def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
-        """Check the nodes that calls have added, in the order of their edges."""
+        """Check the nodes that calls have added against each other, in the order of their edges."""
         self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, TrackedStream]:
         """Run the nodes that calls have added, each in a separate stream of ``inside``.
 
-        Returns the streams by node handle.
+        Returns these streams by the handles of the nodes.
         """
         done: dict[int, TrackedStream] = {}
         waiting = list(self.handles)
@@ -157,7 +162,7 @@ class TrackedGraph:
 
 
 class TrackedCapture:
-    """Capture that has not ended: its graph so far, and the order of its streams inside the graph."""
+    """Capture that has not ended: the graph so far, and the order of its streams inside the graph."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: TrackedGraph = TrackedGraph()
@@ -165,26 +170,28 @@ class TrackedCapture:
         self._inside = _Inside(on_hazard)
         self._streams: dict[TrackedStream, TrackedStream] = {}
         self._done: dict[int, Clock] = {}
-        """By handle of a node: the clock of its stream after it, inside the capture."""
+        """For the handle of a node: the clock of its stream after the node, inside the capture."""
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
-        """Begin a capture that adds nodes to an existing graph. ``after``: handles of nodes that come before them."""
+        """Begin a capture that adds nodes to ``graph``. ``after``: handles of nodes that precede the captured nodes."""
         self.graph = graph
         done = graph.play(self._inside)
         for handle in after:
             if handle in done:
                 self.join(stream, done[handle].clock)
             elif handle not in graph.handles:
-                # It is unknown which captured node has this handle, so the stream comes after all nodes.
+                # The captured node with this handle is unknown, so the stream is ordered after all nodes.
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
-        """Order a stream after a captured event. ``clock``: that of the recording. ``place``: the place of the wait."""
+        """Order a stream after an event that was recorded in this capture. ``clock``: clock of the record. ``place``:
+        place of the wait in the program.
+        """
         self.join(stream, clock)
         self._inside.waited(self._streams[stream], event.wait(place))
 
     def join(self, stream: TrackedStream, clock: Clock | None = None) -> None:
-        """Add a stream to the capture, ordered after ``clock``; None: after nothing."""
+        """Add a stream to the capture, ordered after the operations in ``clock``; None: after none."""
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -192,9 +199,9 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after the nodes with the handles ``after``. With ``anew``, it is ordered after these alone."""
+        """Order a stream after the nodes with the handles ``after``. ``anew``: whether its earlier order is dropped."""
         if anew:
-            # A new stream in the timeline has no earlier order.
+            # A new stream in the timeline has no earlier order, so it takes the place of the old one.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:
@@ -203,11 +210,11 @@ class TrackedCapture:
                 self.join_all(stream)
 
     def join_all(self, stream: TrackedStream) -> None:
-        """Order a stream after all captured operations."""
+        """Order a stream after all operations captured so far."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
     def record(self, stream: TrackedStream, event: TrackedEvent, place: Stack) -> Clock:
-        """Record an event in a captured stream. Returns the clock of the recording inside the capture."""
+        """Record an event in a captured stream. Returns the clock of the record inside the capture."""
         inside = self._streams[stream]
         mark = self._inside.timeline.record(inside)
         event.note(inside, mark, place)
@@ -217,21 +224,21 @@ class TrackedCapture:
     def step(self, step: Callable[[TrackedStream], object], calls: object = None) -> TrackedNode:
         """Add an operation that orders streams: each launch calls ``step``.
 
-        ``calls``: the host function that it queues.
+        ``calls``: the host function that the operation runs; None if it runs none.
         """
         node = TrackedNode("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
     def add(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Add a captured node. The returned function undoes a free that the driver refuses."""
+        """Add a captured node. Returns a function that undoes the free of a free node, if the driver refuses it."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: TrackedStream, handle: int, nodes: Iterable[TrackedNode]) -> None:
         """Set the driver's handle of the nodes that a call has just added; 0 if it is unknown.
 
-        Work that later depends on that handle is ordered after all that the stream has done by now.
+        Work that later depends on this handle is ordered after all operations of ``stream`` so far.
         """
         for node in nodes:
             node.handle = handle
@@ -240,42 +247,46 @@ class TrackedCapture:
 
 
 _RECORDINGS = 4
-"""Reports can name at most this many recordings of an event, the latest ones."""
+"""Largest number of records of an event that reports can name; older ones are dropped."""
 
 
 @dataclass(eq=False, slots=True)
 class TrackedEvent:
-    """Event with its latest recording, and what reports say of its recordings and waits."""
+    """Event with its latest record, and the places of records and waits for reports."""
 
     shared: bool = False
     """Whether the event is an interprocess event."""
     foreign: bool = False
-    """Whether another library has the event and may record it."""
+    """Whether another library has the event, and may record it by calls that the checker is not told of."""
     mark: Obstacle | None = None
-    """End of the recorded work; None if no recording was seen."""
+    """Obstacle that ends when the recorded work is done; None if no record was seen."""
     captured: tuple[TrackedCapture, Clock] | None = None
-    """The capture with the latest recording, and the recording's clock there; None if it was not captured."""
+    """The capture with the latest record, and the clock of the record in it; None if the latest record is not in a
+    capture.
+    """
     elsewhere: bool = False
     """Whether another process has the event and may record it."""
     index: int | None = None
-    """Index of the event's entry on this process's board; None if the event is not on the board."""
+    """Index of the event's entry on this process's board (:mod:`.interprocess`); None if the event has none."""
     name: bytes = b""
-    """Export data; the event's name on boards of other processes."""
+    """Export data of the event, by which it is found on boards of other processes; empty if it is not exported."""
     made: Stack = ()
     """Place in the program where the event was created."""
     recordings: deque[RecordedEvent] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
-    """The last recording, and earlier ones that no stream or thread has waited for."""
+    """The last record, and earlier records that no stream or thread has waited for."""
     awaited: bool = False
-    """Whether a stream or thread has waited for the last recording."""
+    """Whether a stream or thread has waited for the last record."""
 
     def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
-        """Note a recording and its place in the program, for reports."""
+        """Note a record and its place in the program, for reports. ``mark``: obstacle that ends with the recorded
+        work.
+        """
         if self.awaited:
             self.recordings.clear()
         self.awaited = False
         self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
-        """Note a wait for the event at ``place``, and describe it for reports."""
+        """Note a wait for the event at ``place``. Returns a description of the wait for reports."""
         self.awaited = True
         return Wait(place_of(self.made), tuple(self.recordings), place)

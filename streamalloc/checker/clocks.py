@@ -4,8 +4,8 @@ A stream *enters* an operation once everything before the operation is known, us
 for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its later
 operations are queued until then. So operations are checked in a possible order.
 
-All host threads share one clock: threads order each other in many ways that the checker does not see. Work that one
-thread has synchronised with comes before everything that any thread does later.
+All host threads share one clock: threads order each other in many ways that the checker does not see. Work for which
+one thread has waited precedes everything that any thread does later.
 
 The driver may order more than the program requests: an allocation runs after the free whose memory it reuses. Clocks do
 not contain these choices of the driver. The latest choices are kept in a list, which is searched if an order is
@@ -22,20 +22,24 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Order of two operations: unknown; by a choice that the driver made in this run; certain in each run."""
+"""How two operations are ordered: not as far as is known; by a choice that the driver made in this run; in every
+run.
+"""
 
 _CHOICES = 256
-"""At most this many choices of the driver are kept. An order by an older choice counts as :data:`UNORDERED`."""
+"""Largest number of the driver's choices that are kept. An order by an older choice counts as :data:`UNORDERED`."""
 MOST_WAITS = 8
-"""Reports can name at most this many waits of a stream for events, the latest ones."""
+"""Largest number of a stream's waits for events that reports can name; older ones are dropped."""
 _SEARCHES = 2000
-"""At most this many searches through the choices are made in a run, because each takes time. Later, an order by choice
-counts as :data:`UNORDERED`, with a note.
+"""Largest number of searches through the choices in one run, because each search takes time. After that, an order by
+choice counts as :data:`UNORDERED`, with a note.
 """
 
 
 class Clock:
-    """Vector clock: for each actor, by number, the time of its last operation that precedes."""
+    """Vector clock: for each actor, by its number, the time of its last operation that precedes the owner of the
+    clock.
+    """
 
     __slots__ = ("known",)
 
@@ -47,7 +51,7 @@ class Clock:
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
-        """Merge another clock into this one: of two times of an actor, the later one stays."""
+        """Merge another clock into this one. Of two times for one actor, the later time stays."""
         known = self.known
         get = known.get
         for number, time in other.known.items():
@@ -55,7 +59,7 @@ class Clock:
                 known[number] = time
 
     def common(self, other: Clock) -> Clock:
-        """Return the clock of the operations that both clocks contain."""
+        """Return the clock of those operations that both clocks contain."""
         get = other.known.get
         return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
 
@@ -66,33 +70,33 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """Host thread or stream, whose operations are ordered."""
+    """A host thread or a stream, whose operations have an order."""
 
     number: int
     name: str
     time: int = field(default=0, init=False)
     """Number of the actor's operations so far."""
     within: TrackedStream | None = field(default=None, init=False)
-    """Stream whose host function is running on this thread."""
+    """Stream whose host function is running on this thread; None if there is none."""
     is_host: ClassVar[bool] = True
 
     @property
     def short(self) -> str:
-        """Name of the actor without the place where it was created."""
+        """Name of the actor without the part that says where it was created."""
         return self.name.partition(" (created")[0]
 
 
 @dataclass(eq=False, slots=True)
 class Obstacle:
-    """Something that streams wait for and that has not happened, as far as the checker knows.
+    """Something that streams wait for, and that has not happened yet as far as the checker knows.
 
-    It is the end of work, a value in memory, or the return of a host function.
+    An obstacle is the end of queued work, a value in memory, or the return of a host function.
     """
 
     source: TrackedStream | None = None
-    """Stream whose work ends the obstacle; None if the host ends it, or if the cause is unknown."""
+    """Stream whose work ends the obstacle; None if the host ends it, or if that is unknown."""
     clock: Clock | None = None
-    """Clock of all that precedes the end of the obstacle; None before the end."""
+    """Clock of all operations that precede the end of the obstacle; None before the end."""
     waiters: list[TrackedStream] = field(default_factory=list)
 
 
@@ -105,21 +109,25 @@ class TrackedStream(Actor):
 
     context: object
     handle: int
-    """The driver's handle; 1 for a legacy stream, 2 for a per-thread stream, 0 for a stream of the checker alone."""
+    """The driver's handle of the stream; 1 for a legacy stream, 2 for a per-thread stream, 0 for a stream that only the
+    checker has.
+    """
     legacy: TrackedStream | None = None
-    """The legacy stream of the context, if this stream is blocking; None for non-blocking and legacy streams."""
+    """The legacy stream of the context if this stream is blocking; None for a non-blocking or legacy stream."""
     clock: Clock = field(default_factory=Clock)
     seen_host: int = -1
-    """Version of the host clock that the stream has merged."""
+    """Version of the host clock that was last merged into the stream's clock."""
     seen_legacy: int = 0
-    """Time of the legacy stream up to which this stream has merged its work."""
+    """Time of the legacy stream up to which its work was merged into this stream's clock."""
     peers: dict[TrackedStream, int] | None = None
-    """For a legacy stream: its blocking streams, each with the time up to which it has merged their work."""
+    """For a legacy stream: its blocking streams, each with the time up to which its work was merged into the legacy
+    stream's clock.
+    """
     obstacle: Obstacle | None = None
     queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
-    """Operations queued behind the obstacle, each with the host clock at its call."""
+    """Operations queued behind the obstacle, as tuples of the host clock at the call and the action."""
     waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
-    """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
+    """The latest waits of the stream for events, see :class:`streamalloc.checker.judge.Wait`."""
     is_host: ClassVar[bool] = False
 
 
@@ -128,32 +136,34 @@ class Timeline:
 
     def __init__(self) -> None:
         self.notes: Notes = Notes()
-        """Notes of what the checker leaves out."""
+        """Notes on what the checker has left out."""
         self.host: Clock = Clock()
         self.waiting: dict[TrackedStream, None] = {}
         """Streams that wait for an obstacle."""
         self.version: int = 0
-        """Number of changes of the host clock, by which streams see that they must merge it again."""
+        """Number of changes of the host clock. If it has changed, a stream has to merge the host clock again."""
         self._numbers = 0
         self._streams: dict[TrackedStream, None] = {}
         self.retired: list[TrackedStream] = []
         """Destroyed streams whose work may still run."""
         self.foreign: dict[TrackedStream, None] = {}
-        """Streams that other libraries may use, and may order by calls that the checker does not see."""
+        """Streams that other libraries may use, and may order by calls that the checker is not told of."""
         self.over: dict[int, int] = {}
-        """By actor number: the host may have waited for operations up to this time without a call that the checker saw.
-        They count as ordered before everything later.
+        """For an actor, by its number: a time up to which its operations count as ordered before everything later,
+        because the host may have waited for them without a call that the checker saw.
         """
         self.ended_threads: deque[int] = deque()
-        """Numbers of ended host threads. Finalisers append to it without the lock, which another thread may hold."""
+        """Numbers of host threads that have ended. Finalisers append to it without taking the lock, which another
+        thread may hold.
+        """
         self.published: Clock = Clock()
-        """Clock of all work that other processes can wait for."""
+        """Clock of all work for which other processes can wait."""
         self.ready: Clock = Clock()
         """Clock of all announcements that other processes have made."""
         self._live: set[int] = set()
-        """Numbers of the actors that have not ended. All work of an ended actor precedes all later work."""
+        """Numbers of the actors that have not ended. All work of an actor that has ended precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
-        """Choices of the driver: the clock of the work that came first, and the number and the time of the actor whose
+        """Choices of the driver as tuples: clock of the work that came first, number and time of the actor whose
         operation came later.
         """
         self._searches = 0
@@ -168,13 +178,13 @@ class Timeline:
         return self._numbers
 
     def thread(self, name: str) -> Actor:
-        """Add a host thread, or an actor for the work of another process."""
+        """Add a host thread, or an actor that stands for work of another process. Returns the actor."""
         return Actor(self._number(), name)
 
     def stream(
         self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
     ) -> TrackedStream:
-        """Add a stream. ``legacy``: the legacy stream of its context, if the two synchronise."""
+        """Add a stream, and return it. ``legacy``: the legacy stream of its context, if the two streams synchronise."""
         made = TrackedStream(self._number(), name, context, handle, legacy)
         self._streams[made] = None
         if legacy is not None:
@@ -186,7 +196,7 @@ class Timeline:
     def retire(self, stream: TrackedStream) -> None:
         """Record that a stream was destroyed. Its queued work may still run."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
-            # The legacy stream's next operation comes after all work of this stream.
+            # The next operation of the legacy stream comes after all work of this stream.
             stream.legacy.clock.learn(stream.clock)
             del stream.legacy.peers[stream]
         self.retired.append(stream)
@@ -194,20 +204,26 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether the operation at ``time`` of actor ``number`` precedes, in each run, an operation with this clock."""
+        """Whether the operation at ``time`` of the actor ``number`` precedes, in every run, an operation with the clock
+        ``clock``.
+        """
         # A stream is removed once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number not in self._live or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
-        """Whether the host is known to have waited for the operation of actor ``number`` at ``time``."""
+        """Whether the host is known to have waited for the operation at ``time`` of the actor ``number``."""
         return self.host.after(number, time) or number not in self._live
 
     def may_be_known(self, number: int, time: int) -> bool:
-        """Whether the host has waited for the operation of actor ``number`` at ``time``, or may have done so unseen."""
+        """Whether the host has waited for the operation at ``time`` of the actor ``number``, or may have waited by a
+        call that the checker did not see.
+        """
         return self.certain(self.host, number, time)
 
     def may_be_seen(self, mark: Obstacle) -> bool:
-        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen by the checker."""
+        """Whether the host has waited for ``mark``, a result of :meth:`record`, or may have waited by a call that the
+        checker did not see.
+        """
         clock, source = mark.clock, mark.source
         if clock is None or source is None:
             return False
@@ -215,9 +231,8 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Return how certainly the operation of actor ``number`` at ``time`` precedes the owner of ``clock``.
-
-        The result is UNORDERED, BY_CHOICE or CERTAIN.
+        """Return how the operation at ``time`` of the actor ``number`` is ordered before the owner of ``clock``:
+        UNORDERED, BY_CHOICE or CERTAIN.
         """
         if self.certain(clock, number, time):
             return CERTAIN
@@ -239,8 +254,8 @@ class Timeline:
         return clock
 
     def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether a chain of the driver's choices leads from the operation of actor ``number`` at ``time`` to
-        ``clock``.
+        """Whether choices of the driver lead, one after another, from the operation at ``time`` of the actor ``number``
+        to ``clock``.
         """
         left, ends = list(self._choices), [clock]
         while ends:
@@ -258,13 +273,16 @@ class Timeline:
         return False
 
     def chosen(self, before: Clock, stream: TrackedStream) -> None:
-        """Record a choice of the driver: the latest operation of ``stream`` runs after all operations in ``before``."""
+        """Record a choice of the driver: it runs the latest operation of ``stream`` after all operations in
+        ``before``.
+        """
         self._choices.append((before, stream.number, stream.time))
 
     def submit(self, stream: TrackedStream, action: Action) -> None:
-        """Queue an operation of a stream: ``action(stream)`` is called once the clock has all that precedes it.
+        """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock contains all operations
+        that precede it.
 
-        That is now, unless the stream waits for an obstacle.
+        It is called now, unless the stream waits for an obstacle.
         """
         legacy = stream.legacy
         if self.waiting:
@@ -299,12 +317,12 @@ class Timeline:
         self.next(stream)
 
     def next(self, stream: TrackedStream) -> None:
-        """Begin the next operation of a stream: advance its time."""
+        """Begin the next operation of a stream: its time grows by 1."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 
     def _wait(self, stream: TrackedStream, obstacle: Obstacle) -> None:
-        """Queue a wait for an obstacle, behind the waits that the stream has already."""
+        """Queue a wait for an obstacle behind the waits that the stream already has."""
         if stream.obstacle is not None:
             stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
         else:
@@ -319,13 +337,15 @@ class Timeline:
             self.waiting[stream] = None
 
     def _mark(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the operations queued now on a stream that waits have run."""
+        """Return an obstacle that ends when the operations that are queued now on ``stream`` have run. The stream waits
+        for something already.
+        """
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
 
     def record(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the work queued now on a stream has run."""
+        """Return an obstacle that ends when the work that is queued now on ``stream`` has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark
@@ -339,7 +359,7 @@ class Timeline:
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
         """Record that an obstacle has happened, after the operations in ``clock``.
 
-        The streams that wait for it run on.
+        The streams that wait for the obstacle continue.
         """
         if obstacle.clock is not None:
             return
@@ -368,19 +388,21 @@ class Timeline:
             self._draining = False
 
     def force(self, stream: TrackedStream) -> None:
-        """Record that the host has seen a stream idle, so all its waits have ended."""
+        """Record that the host has found a stream idle, so that all its waits have ended."""
         while stream.obstacle is not None:
             self.force_mark(stream.obstacle)
 
     def force_mark(self, obstacle: Obstacle) -> None:
-        """Record that the host has seen an obstacle happen, and so everything that had to happen before."""
+        """Record that the host has found that an obstacle has happened, and so everything that had to happen
+        before it.
+        """
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self.force_mark(source.obstacle)
         if obstacle.clock is not None:
             return
         if source is None:
-            # The cause is unknown: any work that was queued before may be it, so all such work counts as done.
+            # The cause is unknown, and may be any work that was queued before, so all that work counts as done.
             self.notes.add("waits")
         self.end(obstacle, self.host if source is not None else self.everything())
 
@@ -394,7 +416,7 @@ class Timeline:
     # -- the host --------------------------------------------------------------------------------------------
 
     def host_acts(self, thread: Actor) -> None:
-        """Begin the next operation of a host thread: advance its time."""
+        """Begin the next operation of a host thread: its time grows by 1."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
         self.version += 1
@@ -407,7 +429,7 @@ class Timeline:
             self._forget()
 
     def _forget(self) -> None:
-        """Remove ended threads, and destroyed streams whose work the host has waited for."""
+        """Remove threads that have ended, and destroyed streams whose work the host has waited for."""
         known = self.host.known
         while self.ended_threads:
             self._live.discard(self.ended_threads.popleft())
@@ -420,9 +442,9 @@ class Timeline:
         self.forget({one.number for one in over})
 
     def forget(self, numbers: set[int]) -> None:
-        """Remove the actors with these numbers from all clocks except those of recordings."""
+        """Remove the actors with these numbers from all clocks, except the clocks of event records."""
         self._live -= numbers
-        # Remove earlier ones again too, because clocks of older records may have added them again.
+        # Actors that were removed before are removed again, because clocks of older records may have added them again.
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
             for number in [one for one in clock.known if one not in self._live]:
                 del clock.known[number]

@@ -5,10 +5,10 @@ A copy to the host that reads elements as another type is reported. Types are re
 a type, such as a fill or a kernel, removes the type.
 
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
-through NumPy arrays. So it compares two checksums of the source: one from the call, and one from right before the next
-wait of the host, or from the next copy of the same bytes. Streams of other libraries are left out, because a library
-may wait for its streams unseen. Memory that a kernel without declared uses may write is left out, too: not only the
-host may have changed it.
+through NumPy arrays. So it compares two checksums of the source: one of the time of the call, and one of the time right
+before the host's next wait or next copy of the same bytes. Streams of other libraries are left out, because a library
+may wait for its streams without a call that the checker sees. Memory that a kernel without declared uses may write is
+left out too, because the kernel may have changed it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from streamalloc.driver.reports import Stack
 
 
 class Typed(NamedTuple):
-    """Interval of bytes, as offsets in physical memory, whose elements have one type."""
+    """Interval of bytes whose elements have one type, as offsets in physical memory."""
 
     start: int
     end: int
     dtype: np.dtype[Any]
     stack: Stack
-    """Place of the write."""
+    """Place of the write in the program."""
     unseen: int
-    """Number of kernels without declared uses before the write."""
+    """Number of kernels without declared uses that were launched before the write."""
 
 
 class ElementTypes:
-    """Types of the elements in the memory of a driver."""
+    """Types of the elements that the host has written to memory of a driver."""
 
     def __init__(self, addresses: AddressMap, judge: Judge, place: Callable[..., Stack]) -> None:
         self._addresses = addresses
         self._judge = judge
         self._place = place
         self.unseen: int = 0
-        """Number of kernels without declared uses so far. Each may have written memory that existed then."""
+        """Number of kernels without declared uses so far. Each may have written all memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy. A NumPy array on one side determines the type of the elements.
+        """Record a copy of ``nbytes`` bytes. If one side is a NumPy array, it has the type of the elements.
 
-        ``what``: the name of the copy in reports. Between two other sides the types are copied.
+        Between two other sides, the recorded types are copied too. ``what``: name of the copy in reports.
         """
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
@@ -70,7 +70,7 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements of type ``dtype``. Raw bytes have no type, and are not recorded."""
+        """Record a write of elements of type ``dtype``. Raw bytes have no type, so nothing is recorded for them."""
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
@@ -79,7 +79,7 @@ class ElementTypes:
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
         """Report a read of elements as ``dtype`` that were written as another type.
 
-        ``what``: the reader's name in reports.
+        ``what``: name of the reading operation in reports.
         """
         if not _is_type(dtype):
             return
@@ -92,7 +92,9 @@ class ElementTypes:
                     return
 
     def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
-        """Remove the types from the bytes that an operation writes."""
+        """Remove the types of the bytes that an operation writes. ``pieces``: tuples of piece and whether the operation
+        writes it.
+        """
         for (range_, low, high), write in pieces:
             if write:
                 for memory, start, end in range_.physical(low, high):
@@ -109,7 +111,7 @@ class ElementTypes:
 
 
 def _cut(memory: Bytes, start: int, end: int) -> None:
-    """Remove the types of the elements in an interval of memory."""
+    """Remove the types of the elements from ``start`` up to ``end`` in a memory."""
     if memory.types:
         memory.types = tuple(
             one._replace(start=low, end=high)
@@ -124,9 +126,9 @@ def _is_type(dtype: np.dtype[Any]) -> bool:
 
 
 def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether elements of one type may be read as another.
+    """Whether elements written as one type may be read as the other type.
 
-    Unsigned integers may be read as bit patterns of the same size, complex numbers as pairs.
+    Unsigned integers may stand for any type of the same size, and complex numbers may be read as pairs of floats.
     """
     kinds = {one.kind, other.kind}
     if one.itemsize == other.itemsize:
@@ -138,28 +140,28 @@ PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
 _MOST_COMPARED = 64
-"""Only this many of the latest copies are searched for a copy of the same bytes."""
+"""Largest number of copies, the latest ones, among which a copy of the same bytes is searched."""
 _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
-"""Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster to compute than a
-checksum.
+"""Bytes of a row. Of a source larger than a row, a weighted sum of its rows is compared, which takes less time than a
+checksum of all bytes.
 """
 
 
 @dataclass(eq=False)
 class _QueuedSource:
-    """Part of host memory that a queued operation reads, with the checksum of its bytes at the call."""
+    """A part of host memory that a queued operation reads, with the checksum of its bytes at the call."""
 
     piece: Piece
     stream: TrackedStream
     what: str
     stack: Stack
     mark: Obstacle
-    """End of the operation."""
+    """Obstacle that ends with the operation."""
     checksum: int | None
 
 
 class QueuedSources:
-    """Sources of copies that the host has not waited for."""
+    """Sources of copies for which the host has not waited yet."""
 
     def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, place: Callable[..., Stack]) -> None:
         self._timeline = timeline
@@ -167,20 +169,25 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has continued since the current call, as a late feed sets it. The host may have written
-        sources meanwhile, so :meth:`check` does nothing.
+        """Whether the host has continued since the current call, which is so if the checker is told of calls late. The
+        host may then have written sources, so :meth:`check` does nothing.
         """
         self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
-        """Bytes that the host may poll, each with the end of the work that writes them."""
+        """Ranges of bytes that the host may poll, as tuples of start, end, and the obstacle that ends with the work
+        that writes them.
+        """
         self._kernels: dict[TrackedStream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
-        """By stream: the end of its kernels without declared uses, and the memory that they may write (None: any)."""
+        """For each stream with kernels without declared uses: the obstacle that ends with them, and the memory that
+        they may write (None: any).
+        """
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """Watch the host memory that the latest operation of ``stream`` reads, if the host may change it unseen.
+        """Watch the host memory that the latest operation of ``stream`` reads, if the host may change it without a call
+        that the checker sees.
 
-        Of operations on streams of other code a note is kept only. ``pieces``: parts of memory, each with whether the
-        operation writes it. ``what``, ``stack``: name and place of the operation.
+        For operations on streams of other libraries, only a note is added. ``pieces``: tuples of a part of memory and
+        whether the operation writes it. ``what``, ``stack``: name and place of the operation.
         """
         viewed = self.followed(pieces)
         if all(write for _, write in viewed):
@@ -196,12 +203,14 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """Return those of the pieces that the host may write without a call that the checker sees."""
-        # The program has the address of pinned memory, because it got or gave the address in a driver call.
+        """Return those of ``pieces`` that the host may write without a call that the checker sees."""
+        # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 
     def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has a NumPy array over memory; watch the parts that queued work has yet to read."""
+        """Record that the host has a NumPy array over ``pieces``. The parts that queued work has still to read are
+        watched.
+        """
         for piece in pieces:
             range_, low, high = piece
             range_.viewed = True
@@ -215,8 +224,8 @@ class QueuedSources:
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
-        """Record that the latest operation of a stream is a kernel that may write ``memory`` without declaring it;
-        None: any.
+        """Record that the latest operation of ``stream`` is a kernel that may write ``memory`` without having declared
+        it. None: any memory.
 
         A change of such memory no longer proves a write by the host, so the memory is not watched.
         """
@@ -232,7 +241,8 @@ class QueuedSources:
         return any(named is None or memory in named for _, named in self._kernels.values())
 
     def polled(self, stream: TrackedStream, start: int, end: int) -> None:
-        """Record that the host may poll the bytes from ``start`` to ``end``, written by a stream's latest operation.
+        """Record that the host may poll the bytes from ``start`` up to ``end``, which the latest operation of
+        ``stream`` writes.
 
         A host that reads the new value knows that the earlier work has ended.
         """
@@ -249,10 +259,10 @@ class QueuedSources:
         )
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """Return the clock of the work that the host may know to have ended when it uses the bytes from ``start`` to
-        ``end``.
+        """Return the clock of the work that may have ended, as the host may know, when it uses the bytes from ``start``
+        up to ``end``.
 
-        It may know that by polling other bytes.
+        The host may have polled other bytes, which that work writes last.
         """
         clock = self._timeline.host.copy()
         for low, high, mark in self._flags:
@@ -276,9 +286,9 @@ class QueuedSources:
             self._timeline.notes.add("sources", f"{what} on {stream.short}")
 
     def _compare_with_last(self, piece: Piece, checksum: int | None) -> None:
-        """Check the last copy of the same bytes now, before ``checksum`` replaces its checksum.
+        """Check the last copy of the same bytes now, because ``checksum`` will replace its checksum.
 
-        Its report then names a place nearer to the host's write than the next wait would.
+        The report then names a place closer to the host's write than a check at the next wait would.
         """
         latest = itertools.islice(reversed(self._sources), _MOST_COMPARED)
         before = next((one for one in latest if one.piece == piece), None)
@@ -295,7 +305,7 @@ class QueuedSources:
         self._sources = kept
 
     def forget(self, ranges: Iterable[Range]) -> Callable[[], None]:
-        """Forget memory that an operation is about to write or free. The returned function restores it."""
+        """Stop watching memory that an operation is about to write or free. Returns a function that undoes this."""
         before = self._sources
         if before:
             gone = {id(one.bytes) for one in ranges}
@@ -303,20 +313,25 @@ class QueuedSources:
         return lambda: self._sources.extend(one for one in before if one not in self._sources)
 
     def clear(self) -> None:
-        """Forget all sources, because the host may have waited for the copies unseen."""
+        """Stop watching all sources, because the host may have waited for the copies by a call that the checker did not
+        see.
+        """
         self._keep(lambda one: False)
 
     def check(self) -> None:
-        """Report the sources that the host has written since their copies were queued. Before a wait of the host."""
+        """Report the sources that the host has written since their copies were queued. Called before each wait of the
+        host.
+        """
         if self.is_late:
             return
         sources, self._sources = self._sources, []
         self._sources += [one for one in sources if self._is_unchanged(one)]
 
     def _is_unchanged(self, one: _QueuedSource, checksum: int | None = None) -> bool:
-        """Whether a copy has still to read its source, and the source is unchanged. A changed source is reported.
+        """Whether a copy has still to read its source, and the source is unchanged. If the source has changed, that is
+        reported.
 
-        ``checksum``: that of the bytes now, if known.
+        ``checksum``: checksum of the bytes now; None: it is computed.
         """
         range_ = one.piece[0]
         if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
@@ -334,7 +349,7 @@ class QueuedSources:
 
 
 def _checksum(piece: Piece) -> int | None:
-    """Return a checksum of the bytes of a piece; None if they are no longer readable."""
+    """Return a checksum of the bytes of ``piece``; None if they are not readable any more."""
     range_, low, high = piece
     if range_.kind == PAGEABLE and not is_readable(low, high):
         return None
@@ -343,19 +358,21 @@ def _checksum(piece: Piece) -> int | None:
     rows = memory[rest:].view(np.uint64).reshape(-1, _ROW // 8)
     total: npt.NDArray[np.uint64] = rows[:1].copy()
     for row in rows[1:]:
-        total *= _FACTOR  # the weights make the order of rows matter
+        total *= _FACTOR  # Without the weights, rows in another order would have the same sum.
         total += row
     return zlib.crc32(total.data, zlib.crc32(memory[:rest].data))
 
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""At most so many writes are kept for an address, and at most so many addresses. A wait for a
-value that these limits leave out is not checked, with a note.
+"""Largest number of writes kept for an address, and of addresses. A wait for a value that these limits leave out is not
+checked, with a note.
 """
 
 _Key = tuple[Bytes | None, int]
-"""Place of a value: physical memory and an offset in it. For unknown memory, None and the address."""
+"""Location of a value: physical memory and an offset in it. For memory that the checker does not know, None and the
+address.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -366,23 +383,23 @@ class _Waiting(Obstacle):
     range: Range | None = None
     accepts: Callable[[int], bool] = bool
     read: Callable[[], int] | None = None
-    """Reads the value; None if the host cannot read it."""
+    """Function that reads the value; None if the host cannot read it."""
 
 
 class WaitValues:
     """Latest values that streams wrote, and the waits for values.
 
-    The checker may not see the write of a value, for example by a kernel. Then the wait lasts until the host sees the
-    waiting stream idle, and all earlier work counts as ordered before it.
+    The checker may not see the write of a value, for example by a kernel. Then the wait lasts until the host finds the
+    waiting stream idle, and all earlier work counts as ordered before the wait.
     """
 
     def __init__(self, timeline: Timeline, addresses: AddressMap, on_host: Callable[[int], bool]) -> None:
         self._timeline = timeline
         self._addresses = addresses
         self._on_host = on_host
-        """Whether the host can read an address outside of all ranges."""
+        """Function that returns whether the host can read an address outside of all known ranges."""
         self._writes: dict[_Key, list[tuple[int, Clock]]] = {}
-        """By place: the latest values that streams wrote there, each with the clock of the write."""
+        """For each location: the latest values that streams wrote there, as tuples of value and clock of the write."""
         self._ignored: set[_Key] = set()
 
     def _key(self, address: int) -> tuple[_Key, Range | None]:
@@ -391,11 +408,11 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Ignore the values at an address: the facade tells by itself what they announce."""
+        """Do not use writes at an address for the order: the facade reports by itself what they announce."""
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: TrackedStream, address: int, value: int) -> None:
-        """Queue a write of ``value`` at ``address`` in a stream (``cuStreamWriteValue32``)."""
+        """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``)."""
         key, range_ = self._key(address)
         shared = range_ is None or range_.bytes.shared
 
@@ -418,13 +435,14 @@ class WaitValues:
     def wait(self, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait of a stream for a value at ``address`` (``cuStreamWaitValue32``).
 
-        ``flag``: the comparison with ``value``. ``bits``: 32 or 64.
+        ``flag``: ``CUstreamWaitValue_flags``, which give the comparison with ``value``. ``bits``: size of the value, 32
+        or 64.
         """
         key, range_ = self._key(address)
         compare = WAIT_COMPARISONS[flag & 3]
         wait = _Waiting(key=key, range=range_, accepts=lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
-            # The host can write this value without a call, so it must be read again and again.
+            # The host can write this value without a call, so it is read repeatedly.
             wait.read = lambda: int(_TYPES[bits].from_address(address).value)
 
         def meet(stream: TrackedStream) -> None:
@@ -433,7 +451,8 @@ class WaitValues:
             for written, clock in reversed(writes):
                 if not wait.accepts(written):
                     break
-                # Any of these writes may end the wait, so only what precedes all of them is certain.
+                # Each of these writes may end the wait, so only the operations that precede all of them certainly
+                # precede its end.
                 order = clock if order is None else order.common(clock)
             else:
                 if len(writes) == _MOST_WRITES:
@@ -454,7 +473,7 @@ class WaitValues:
         return isinstance(obstacle, _Waiting) and obstacle.read is None
 
     def look(self) -> None:
-        """Read the awaited values in host memory, and end the waits that they satisfy."""
+        """Read the values in host memory that streams wait for, and end the waits that these values satisfy."""
         for stream in tuple(self._timeline.waiting):
             if isinstance(stream.obstacle, _Waiting):
                 self._look(stream.obstacle)

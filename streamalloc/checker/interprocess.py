@@ -1,14 +1,15 @@
 """Memory and events shared with other processes, announcements in both directions, and open files.
 
-Two operations of different processes are ordered if the later one waits for an interprocess event, or for a value in
-shared memory, that comes after the earlier one. A checker sees only its own process. So each checker announces the
-queued uses of shared memory with the event recordings after them, and reads the announcements of other processes before
-a use. Where another process may have waited unseen, the operations count as ordered, with a note.
+Two operations of different processes are ordered if the later operation waits for an interprocess event, or for a value
+in shared memory, that comes after the earlier operation. A checker sees only its own process. So each checker announces
+the queued uses of shared memory with the event recordings after them, and reads the announcements of other processes
+before a use. Where another process may have waited by a call that no checker sees, the operations count as ordered,
+with a note.
 
 Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. A
-process that finds the board of an ended process removes it. An entry is an *event*, with the number of its recordings,
-an open *import* of an allocation, or a *post*. A post announces an export that is not complete, or a later use of a
-part of shared memory by the exporter or an importer.
+process that finds the board of a process that has ended removes the board. An entry is an *event*, with the number of
+its recordings, an open *import* of an allocation, or a *post*. A post announces an export that is not complete, or a
+later use of a part of shared memory by the exporter or an importer.
 
 A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
 work, because the host may then notify others in ways that no checker sees. It is also removed when a stream writes a
@@ -53,22 +54,22 @@ def _path() -> str:
 
 
 def digest(exported: bytes) -> bytes:
-    """Return a name of 32 characters for export data."""
+    """Return a name of 32 hexadecimal digits, as bytes, for export data."""
     return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
 ENTRIES, POSTS = 1024, 768
-"""Numbers of entries of a board: for events and imports, then for posts."""
+"""Numbers of entries on a board: first for events and imports, then for posts."""
 IMPORT = b"import"
-"""End of the name of an import, after the export data."""
+"""Suffix of the name of an import, after the export data."""
 COVERS = 4
-"""A post names at most this many recordings."""
+"""Largest number of event records that a post names."""
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
 """Fields of an entry:
 
-* name: that of the event, import or post (:func:`digest`); empty for a free entry
+* name: name of the event, import or post (:func:`digest`); empty for a free entry
 * number: how often the event was recorded; in a post, how many recordings it names
-* part: in a post, the offsets of the first used byte and of the end; 0 and 0 for all memory
+* part: in a post, the offsets in bytes of the first used byte and of the end; 0 and 0 for all of the memory
 * covers: in a post, for each recording that it names, the event's index on the board and the recording's number
 """
 
@@ -84,21 +85,23 @@ class BoardEntry:
 
     @property
     def is_there(self) -> bool:
-        """Whether the entry still has its name."""
+        """Whether the entry still exists: its name is unchanged."""
         return bool(self.board["name"][self.at] == self.name)
 
     @property
     def number(self) -> int:
-        """Number of recordings of the event; 0 if the entry now belongs to another event."""
+        """Number of records of the event; 0 if the entry now belongs to another event."""
         return int(self.board["number"][self.at]) if self.is_there else 0
 
 
 class Board:
-    """Announcements of this process, in a file that the first announcement makes."""
+    """Announcements of this process, in a file that is made at the first announcement."""
 
     def __init__(self, on_full: Callable[[], object] = int) -> None:
         self._on_full = on_full
-        """Called if an announcement cannot be made, or replaces one about work that may be unfinished."""
+        """Function that is called if an announcement cannot be made, or if it replaces an announcement of work that may
+        be unfinished.
+        """
         self._entries: Any = None
         self._free = list(reversed(range(ENTRIES)))
         self._posts = 0
@@ -106,9 +109,8 @@ class Board:
         """Function that removes the board's file; it does nothing before the file is made."""
 
     def _open(self) -> bool:
-        """Make the file, if there is none.
-
-        Returns False if the directory is not writable, so that others cannot read it.
+        """Make the file of the board, if there is none. Returns False if the directory is not writable, so that other
+        processes cannot read announcements.
         """
         if self._entries is None:
             with contextlib.suppress(OSError):
@@ -120,9 +122,8 @@ class Board:
         return self._entries is not None
 
     def add_entry(self, name: bytes = b"") -> int | None:
-        """Add an event or import, and return its index; None if the board is full or not writable.
-
-        ``name``: its export data.
+        """Add an event or import. Returns the index of its entry; None if the board is full or not writable. ``name``:
+        its export data.
         """
         if not self._free or not self._open():
             self._on_full()
@@ -133,31 +134,32 @@ class Board:
         return index
 
     def drop_entry(self, index: int) -> None:
-        """Remove an event or import. The next event at this index continues the number of recordings."""
+        """Remove an event or import. The next event at this index continues its number of records."""
         self._entries["name"][index] = b""
         self._free.insert(0, index)
 
     def name_entry(self, index: int, name: bytes) -> None:
-        """Set the export data by which other processes look up an event or import."""
+        """Set the name by which other processes find an event or import. ``name``: its export data."""
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
-        """Count a recording of the event at ``index``, and return the recording's number."""
+        """Count a record of the event at ``index``. Returns the number of the record."""
         self._entries["number"][index] += 1
         return self.number(index)
 
     def number(self, index: int) -> int:
-        """Return the number of recordings of the event at ``index``."""
+        """Return the number of records of the event at ``index``."""
         return int(self._entries["number"][index])
 
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int | None:
-        """Post an export that is not complete, or a use of a part of shared memory, and return the post's index.
+        """Post an export that is not complete, or a use of a part of shared memory. Returns the index of the post; None
+        if the board is not writable.
 
-        ``name``: see :func:`posts_of`. ``covers``: the event recordings that come after the work, each as the event's
-        index and its number. ``part``: offsets of the used part; 0 and 0 for all memory. ``index``: that of an earlier
-        post to replace. None if the board is not writable.
+        ``name``: see :func:`posts_of`. ``covers``: the event records that come after the work, as tuples of the event's
+        index and the record's number. ``part``: start and end of the used part as offsets in bytes; 0 and 0 for all
+        memory. ``index``: index of an earlier post that is replaced.
         """
         if not self._open():
             self._on_full()
@@ -171,48 +173,48 @@ class Board:
         entry["name"] = b""
         entry["number"], entry["part"] = min(len(covers), COVERS), part
         entry["covers"][: len(covers)] = np.reshape(covers[:COVERS], (-1, 2))
-        # Write the name last, because readers look for it.
+        # The name is written last, because other processes look for it.
         entry["name"] = digest(name)
         return index
 
     def remove_post(self, index: int) -> None:
-        """Remove the post at ``index``, so that no process waits for its work any more."""
+        """Remove the post at ``index``. From now on no process waits for its work."""
         self._entries["name"][index] = b""
 
 
 def _unlink(path: Path, process: int) -> None:
-    # A forked child has the parent's objects, but must not remove the parent's board.
+    # A forked child has copies of the parent's objects, but must not remove the parent's board.
     if process == os.getpid():
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 class Announced(NamedTuple):
-    """Post of another process, as this process has read it."""
+    """A post of another process, as this process has read it."""
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
-    """Recordings, each as the event's entry and a number. An importer must wait for one of them. If there are
-    none, a value in memory tells that the work has ended.
+    """Event records, as tuples of the event's entry and the number of the record. An importer must wait for one of
+    them. If there are none, a value in memory shows that the work has ended.
     """
     part: tuple[int, int] = (0, 0)
-    """Offsets of the first used byte and of the end; both 0 for all memory."""
+    """Offsets in bytes of the first used byte and of the end; both 0 for all memory."""
 
     @property
     def over(self) -> bool:
-        """Whether the other process has removed the post or has exited."""
+        """Whether the other process has removed the post, or has ended."""
         return not (self.post.is_there and alive(self.post.process))
 
 
 _boards: dict[str, Any] = {}
-"""Mapped boards of other processes, by file name."""
+"""Boards of other processes that this process has mapped, by file name."""
 
 
 def _look() -> None:
-    """Map new boards of live processes, and remove the new files of ended ones.
+    """Map the new boards of live processes, and remove files of processes that have ended.
 
-    A board that is mapped already stays as long as its file, even if its process has ended; readers ask whether the
-    process lives (:attr:`Announced.over`).
+    A board that is mapped already stays mapped while its file exists, even if its process has ended. Whoever reads it
+    checks whether the process is alive (:attr:`Announced.over`).
     """
     folder, there = _path(), set()
     for name in os.listdir(folder):
@@ -227,14 +229,14 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # The file is gone. A BoardEntry that refers to the mapping keeps it alive.
+        # The file is gone. The mapping stays while a BoardEntry refers to it.
         del _boards[gone]
 
 
 def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEntry]]:
-    """Yield the entries with these names on the boards of other processes, each with its name.
+    """Yield tuples of name and entry, for the entries with these names on the boards of other processes.
 
-    ``posts``: search the posts; False: the events and imports.
+    ``posts``: whether to search the posts; if False, events and imports.
     """
     with contextlib.suppress(OSError):
         _look()
@@ -248,17 +250,17 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEnt
 
 
 def events_of(name: bytes) -> list[BoardEntry]:
-    """Return the entries of other processes for the event with the export data ``name``."""
+    """Return the entries of other processes for the event whose export data is ``name``."""
     return [found for _, found in _find((name,), posts=False)]
 
 
 def importers(exported: bytes) -> list[int]:
-    """Return the ids of the live processes, without this one, that have an import of this export data open."""
+    """Return the ids of the other live processes that have an import of this export data open."""
     return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
-    """Return the posts of other processes with these names, each with its name.
+    """Return tuples of name and post, for the posts of other processes with these names.
 
     A name is export data, or :func:`_named` of it.
     """
@@ -266,7 +268,7 @@ def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
 
 
 def post_of(name: bytes) -> Announced | None:
-    """Return a post of another process about the whole memory with this name; None if there is none."""
+    """Return a post of another process with this name that is about all of the memory; None if there is none."""
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
@@ -283,46 +285,46 @@ def _read(found: BoardEntry) -> Announced:
 # -- exports, imports and announcements ------------------------------------------------------------------------
 
 _MOST_FREES = 64
-"""At most this many queued frees of imports are followed. Beyond that, the oldest free counts
-as complete, with a note.
+"""Largest number of queued frees of imports that are followed. Beyond it, the oldest free counts as complete, with a
+note.
 """
 _MOST_POSTS = 64
-"""At most this many incomplete exports are posted, and at most as many uses of a range. Beyond that, the
-oldest is dropped, with a note.
+"""Largest number of incomplete exports that are posted, and of uses of one range. Beyond it, the oldest is dropped,
+with a note.
 """
 _MOST_ANNOUNCEMENTS = 256
-"""At most this many announcements of complete memory (:meth:`Interprocess.share`) are kept. Beyond that,
-the oldest is dropped, with a note.
+"""Largest number of announcements of complete memory (:meth:`Interprocess.share`) that are kept. Beyond it, the oldest
+is dropped, with a note.
 """
 _MOST_ACTORS = 4096
-"""Once there are this many actors, the actors whose board entry is gone are removed."""
+"""Number of actors at which those whose board entry is gone are removed."""
 
 
 def _named(name: bytes, write: bool) -> bytes:
-    """Return the name of posts about writes of memory, or with ``write`` False about reads.
+    """Return the name of the posts about writes to memory; with ``write=False``, of the posts about reads.
 
-    ``name``: the export data.
+    ``name``: export data of the memory.
     """
     return name if write else name + b"reads"
 
 
 @dataclass(eq=False, slots=True)
 class _Use:
-    """Use of a part of shared memory, with the event recordings after it."""
+    """Use of a part of shared memory, with the event records that come after it."""
 
     low: int
     high: int
     write: bool
     number: int
-    """Number of the actor that used the memory."""
+    """Number of the actor (a stream) that used the memory."""
     time: int
     covers: list[tuple[int, int]] = field(default_factory=list)
-    """Each event recorded after the use: index of its entry on the board, and number of the recording."""
+    """Event records after the use, as tuples of the event's index on the board and the number of the record."""
     post: int | None = None
-    """Index of the post that announces the use; None without a post."""
+    """Index of the post that announces the use; None if it has no post."""
 
     def replaces(self, other: _Use) -> bool:
-        """Whether an operation that is ordered after this use is also ordered after the use ``other``."""
+        """Whether an operation that is ordered after this use is always ordered after the use ``other`` too."""
         return (
             self.low <= other.low
             and other.high <= self.high
@@ -332,7 +334,7 @@ class _Use:
 
 @dataclass(eq=False)
 class Interprocess:
-    """Exports and imports of this process, and what it announces about them to other processes."""
+    """Exports and imports of this process, and the announcements about them to other processes."""
 
     _timeline: Timeline
     _addresses: AddressMap
@@ -340,53 +342,62 @@ class Interprocess:
     _events: dict[int, TrackedEvent]
     _judge: Judge
     exports: dict[bytes, Range] = field(default_factory=dict)
-    """Exported memory by its export data."""
+    """Exported memory, by export data."""
     names: dict[Range, bytes] = field(default_factory=dict)
     """Export data of exported and imported memory."""
     entries: dict[Range, int] = field(default_factory=dict)
-    """By open import: the index of its entry on the board."""
+    """For each open import: the index of its entry on the board."""
     leaving: dict[Range, TrackedStream] = field(default_factory=dict)
-    """By import that is freed in stream order: the stream of the free. Kept until the host or another process may
-    have waited for the free.
+    """For each import that is freed in stream order: the stream of the free. An entry is kept until the host or another
+    process may have waited for the free.
     """
     uses: dict[Range, list[_Use]] = field(default_factory=dict)
-    """Uses that other processes may have to wait for, by range."""
+    """For each range: the uses that other processes may have to wait for."""
     events: dict[bytes, TrackedEvent] = field(default_factory=dict)
-    """Exported and opened events by their export data."""
+    """Exported and opened events, by export data."""
     posted: dict[int, tuple[bytes, Callable[[], bool]]] = field(default_factory=dict)
-    """Posts about incomplete exports, by index on the board: name, and a function that tells whether the work is over.
+    """Posts about incomplete exports, by index on the board: tuples of name, and a function that returns whether the
+    work is over.
     """
     announced: dict[bytes, Obstacle] = field(default_factory=dict)
-    """By name: the end of the work after which memory is complete, from the latest calls of :meth:`share`."""
+    """For each name: the obstacle that ends with the work after which the memory is complete (latest call of
+    :meth:`share`).
+    """
     _settled: int = 0
     _actors: dict[BoardEntry, Actor] = field(default_factory=dict)
-    """Actors for the events and posts of other processes."""
+    """Actors that stand for the events and posts of other processes."""
     _room: int = _MOST_ACTORS
-    """Number of actors at which the next clean-up starts."""
+    """Number of actors at which the next clean-up begins."""
 
     def __post_init__(self) -> None:
         self._untold = partial(self._timeline.notes.add, "told")
-        """Note that no other process can read an announcement: tables are full, or files cannot be made."""
+        """Function that adds the note that no other process can read an announcement: tables are full, or files cannot
+        be made.
+        """
         self.board: Board = Board(self._untold)
         """Announcements to other processes."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
-        """Announce an open import to other processes. ``exported``: its export data."""
+        """Announce to other processes that this process has an import open. ``exported``: the import's export data."""
         index = self.board.add_entry(exported + IMPORT)
         if index is not None:
             self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
-        """Remove the entry of an import, so that its exporter may free the memory."""
+        """Remove the entry of an import from the board, so that the exporter's checker allows the free of the
+        memory.
+        """
         self.leaving.pop(range_, None)
         index = self.entries.pop(range_, None)
         if index is not None:
             self.board.drop_entry(index)
 
     def notifies(self, stream: TrackedStream) -> None:
-        """Record that a stream notifies other processes of its queued work, and so of the frees of imports there."""
+        """Record that ``stream`` tells other processes of its queued work, and so of the frees of imports in this
+        stream.
+        """
         for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
 
@@ -397,7 +408,9 @@ class Interprocess:
         self.board.close()
 
     def freed(self, range_: Range, stream: TrackedStream | None = None) -> None:
-        """Record a free of memory that may be exported or imported. ``stream``: None for a free by the host."""
+        """Record a free of memory that may be exported or imported. ``stream``: the stream of the free; None for a free
+        by the host.
+        """
         if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
@@ -412,14 +425,14 @@ class Interprocess:
         self.names.pop(range_, None)
 
     def export_of(self, range_: Range) -> bytes:
-        """Return the export data of the latest export of memory; empty if it was not exported."""
+        """Return the export data of the latest export of a range; empty if it was not exported."""
         name = self.names.get(range_, b"")
         return name if self.exports.get(name) is range_ else b""
 
     def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
         """Report a free of memory that another process has open.
 
-        ``name``: the export data. ``what``: the call that frees.
+        ``name``: export data of the memory. ``what``: name of the freeing call.
         """
         having = importers(name) if name else []
         if having:
@@ -428,7 +441,9 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
-        """Return the allocation, or a write of the memory, that ``clock`` does not contain; None if there is none."""
+        """Return the allocation of ``piece``, or a write to it, that ``clock`` does not contain; None if ``clock``
+        contains all.
+        """
         range_, low, high = piece
         written, certain = range_.written(low, high), self._timeline.certain
         return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
@@ -436,7 +451,7 @@ class Interprocess:
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
         """Check an export: importers can wait only for interprocess events that were recorded.
 
-        ``stack``: the place of the export. ``name``: export data, under which other processes find an announcement.
+        ``stack``: place of the export in the program. ``name``: export data, by which other processes find the post.
         """
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self._timeline.host)
@@ -453,11 +468,15 @@ class Interprocess:
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
     def recorded(self, event: TrackedEvent) -> int:
-        """Count a recording of an event on the board. Returns the recording's number; 0 if the event is not there."""
+        """Count a record of an event on the board. Returns the number of the record; 0 if the event has no entry on the
+        board.
+        """
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:
-        """Return the index of an event on the board, added if needed; None if the board is full or missing."""
+        """Return the index of an event's entry on the board, which is added if needed. None if the board is full or not
+        writable.
+        """
         if event.index is None:
             event.index = self.board.add_entry()
             if event.index is not None and event.mark is not None:
@@ -467,7 +486,7 @@ class Interprocess:
         return event.index
 
     def destroyed(self, event: TrackedEvent) -> None:
-        """Remove an event from the board if no handle of it is left."""
+        """Remove an event from the board, unless another handle of the event is left."""
         if event in self._events.values():
             return
         self.events.pop(event.name, None)
@@ -494,14 +513,17 @@ class Interprocess:
     # -- uses after the export and the import ------------------------------------------------------------------
 
     def follow(self, range_: Range) -> None:
-        """Announce the uses of exported or imported memory from now on."""
+        """Announce all later uses of a range that is exported or imported."""
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
-        """Record a use, by ``actor``, of memory that other processes may have open. ``write``: the use writes."""
+        """Record a use by the stream ``actor`` of memory that other processes may have open. ``write``: whether it
+        writes.
+        """
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            self._untold()  # another library has the stream, and may order the use without the checker
+            # Another library has the stream, and may order the use by calls that the checker does not see.
+            self._untold()
             return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
@@ -511,7 +533,7 @@ class Interprocess:
         self._announce(range_, made)
 
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
-        """Remove the uses of a range that are not in ``kept``, and their posts."""
+        """Keep only the uses ``kept`` of a range, and remove the posts of the others."""
         for one in self.uses[range_]:
             if one not in kept and one.post is not None:
                 self.board.remove_post(one.post)
@@ -524,7 +546,7 @@ class Interprocess:
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: TrackedEvent, clock: Clock, number: int) -> None:
-        """Announce that recording ``number`` of an event comes after the uses in ``clock``."""
+        """Announce that the record ``number`` of an event comes after the uses that ``clock`` contains."""
         index = event.index
         if index is None:
             return
@@ -535,9 +557,9 @@ class Interprocess:
                     self._announce(range_, one)
 
     def drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
-        """Remove the uses for which ``is_over``, a function of actor number and time, is true.
+        """Remove the uses for which ``is_over(number, time)`` is True. Arguments: number of the actor, time of the use.
 
-        The host may have waited for them, or another process through a value.
+        The host may have waited for these uses, or another process by a value in memory.
         """
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not is_over(one.number, one.time)]
@@ -545,7 +567,9 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Read the announcements of other processes about memory before a use of it. ``write``: the use writes."""
+        """Read the announcements of other processes about a range, before a use of it. ``write``: whether the use
+        writes.
+        """
         name = self.names.get(range_)
         if name is None:
             return
@@ -561,12 +585,12 @@ class Interprocess:
         after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
         remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
-        # A third process may have waited for this process before it made the recording.
+        # A third process may have waited for work of this process before it recorded the event.
         after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
         return AwaitedPart(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def update_announcements(self) -> None:
-        """Remove the announcements of work that has ended."""
+        """Remove the announcements of work that has ended by now."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)
         if self._settled != self._timeline.version:
@@ -576,13 +600,13 @@ class Interprocess:
             self.drop_uses(self._timeline.may_be_known)
 
     def _may_be_known(self, operation: RecordedOperation) -> bool:
-        """Whether the host or another process may have waited for an operation."""
+        """Whether the host or another process may have waited for ``operation``."""
         number, time = operation.actor.number, operation.time
         return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
-        """Record an import with the export data ``name``: its uses must wait for the events that the exporter
-        announced.
+        """Record an import with the export data ``name``. Uses of the memory must wait for the events that the exporter
+        has announced.
         """
         found = post_of(name)
         if found is not None and found.covers:
@@ -592,9 +616,9 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that a stream waits until memory of another process is complete; None: the host has waited.
+        """Record that ``stream`` waits until memory of another process is complete. None: the host has waited for it.
 
-        ``name``: name of the announcement (:meth:`share`). ``word``: address of the value that the wait reads.
+        ``name``: name of the announcement (:meth:`share`). ``word``: address of the value for which the stream waits.
         """
         self._values.ignore(word)
         ours = self.announced.get(name)
@@ -618,7 +642,9 @@ class Interprocess:
                 range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
 
     def share(self, stream: TrackedStream, address: int, nbytes: int, name: bytes, stack: Stack) -> None:
-        """Announce, under ``name``, that memory is complete after the queued work of a stream."""
+        """Announce, under ``name``, that memory is complete once the queued work of ``stream`` is done. ``stack``:
+        place in the program.
+        """
         pieces = self._addresses.pieces(address, nbytes)
         host = self._timeline.host
         if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
@@ -647,8 +673,8 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
-        """Return the clock of the work that may precede an unseen recording of an event; None if there is no such
-        recording.
+        """Return the clock of the work that may precede a record of an event which this checker did not see; None if
+        there is no such record.
         """
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")
@@ -665,7 +691,7 @@ class Interprocess:
     def _actor(self, entry: BoardEntry) -> Actor:
         """Return the actor of another process's event or post.
 
-        Its time is the event's number of recordings, or 1 for a post.
+        The actor's time is the event's number of records, or 1 for a post.
         """
         found = self._actors.get(entry)
         if found is None:
@@ -676,7 +702,7 @@ class Interprocess:
         return found
 
     def _ready(self, post: BoardEntry) -> int:
-        """Return the number of the actor for a post that has been waited for.
+        """Return the number of the actor that stands for ``post``, for which this process waits.
 
         If there are too many such actors, remove the oldest ones.
         """
@@ -695,14 +721,15 @@ class Interprocess:
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _syscall = ctypes.CDLL(None).syscall
-_EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
+_EPOLL_TARGET = 7  # KCMP_EPOLL_TFD: compare a file with one in an epoll.
 _SLOT = struct.Struct("<III")
 _MOST_FILES = 256
-"""Each table keeps at most this many files: one table for files with names, one for files without names."""
+"""Largest number of files in each of two tables: one for files with names, one for files without names."""
 
 
 class OpenFiles(Generic[T]):
-    """Table with a value for each open file. It keeps no file open. A file that cannot be identified has no value.
+    """Table with a value for each open file. The table keeps no file open. A file that cannot be identified has no
+    value.
 
     All handles that a real driver exports are files without names, which ``fstat`` cannot tell apart. An epoll refers
     to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
@@ -713,17 +740,19 @@ class OpenFiles(Generic[T]):
         self._by_inode: dict[tuple[int, int], T] = {}
         self._epoll: select.epoll | None = None
         self._noted: dict[int, T | None] = {}
-        """Value by descriptor; None if several files had the descriptor."""
+        """Value by descriptor number; None if several open files had this number."""
 
     def find(self, number: int) -> T | None:
-        """Return the value of the open file behind a descriptor; None if it has none."""
+        """Return the value of the open file with the descriptor ``number``; None if it has none."""
         key = _inode(number)
         if key is not None:
             return self._by_inode.get(key)
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Set the value of the open file behind a descriptor. Notes an import that cannot be followed."""
+        """Set the value of the open file with the descriptor ``number``. Adds a note if its import cannot be
+        followed.
+        """
         key = _inode(number)
         if key is not None:
             self._by_inode.pop(key, None)
@@ -735,7 +764,7 @@ class OpenFiles(Generic[T]):
         try:
             if self._epoll is None:
                 self._epoll = select.epoll()
-            # Another open file is in the epoll under the same descriptor number.
+            # True if another open file is in the epoll under the same descriptor number.
             taken = number in self._noted and f"tfd: {number:8d}" in self._targets()
             self._epoll.register(number, 0)
             self._noted.pop(number, None)
@@ -769,7 +798,7 @@ class OpenFiles(Generic[T]):
 
 
 def _inode(number: int) -> tuple[int, int] | None:
-    """Return the file system (``st_dev``) and the inode of a regular file; None for other files."""
+    """Return a tuple of ``st_dev`` and inode number for a regular file; None for other files."""
     try:
         status = os.fstat(number)
     except OSError:

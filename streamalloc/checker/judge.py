@@ -15,7 +15,7 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
 class RecordedEvent(NamedTuple):
-    """Recording of an event, for reports that name it."""
+    """Record of an event, as reports name it."""
 
     stream: TrackedStream
     mark: Obstacle
@@ -24,27 +24,27 @@ class RecordedEvent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait of a stream or of the host for an event, for reports that say why it gives no order."""
+    """Wait of a stream or of the host for an event, by which reports explain why the wait gives no order."""
 
     made: str
-    """Place where the event was made."""
+    """Place in the program where the event was made, as text."""
     recordings: tuple[RecordedEvent, ...]
-    """The last recording before the wait, and earlier recordings that it replaced."""
+    """The last record before the wait, and earlier records that it replaced."""
     stack: Stack
 
 
 class Judge:
-    """Record of operations on ranges. It reports hazards to ``on_hazard``."""
+    """Compares operations on ranges with the operations before, and reports hazards to ``on_hazard``."""
 
     def __init__(self, timeline: Timeline, on_hazard: Callable[[Hazard], None], published: Clock | None = None) -> None:
         self.timeline = timeline
         self._on_hazard = on_hazard
         self._published = Clock() if published is None else published
-        """Work that other processes can wait for and may have waited for."""
+        """Clock of the work for which other processes can wait, and may have waited."""
         self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
         """The latest waits of the host for events."""
         self.sees_grants: Callable[[], bool] = lambda: True
-        """Whether the checker saw all calls that grant access to mappings."""
+        """Function that returns whether the checker has seen all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
         """Record a wait of ``actor`` for an event, so that a report can say why the wait gives no order."""
