@@ -1,6 +1,7 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
-The map; ``help(streamalloc.MemoryPool)`` tells of one name, and ``dir(streamalloc)`` has all of them:
+An overview of the names follows. ``help(streamalloc.MemoryPool)`` describes one name, and ``dir(streamalloc)`` lists
+all names:
 
 * Objects of CUDA: ``Device``, ``Stream``, ``Event``, ``Graph``.
 * Allocation: ``allocate``, ``MemoryPool``, ``CachingAllocator``, ``PlainMemory``, ``CallbackAllocator``.
@@ -11,8 +12,8 @@ The map; ``help(streamalloc.MemoryPool)`` tells of one name, and ``dir(streamall
 * :mod:`streamalloc.ipc`: sharing between processes; rings; stores of weights.
 * :mod:`streamalloc.multicast`: writes that reach several GPUs; symmetric memory.
 * :mod:`streamalloc.interop`: PyTorch, CuPy, Numba, RMM and others that allocate from a pool of this package.
-* :mod:`streamalloc.observing`, :mod:`streamalloc.plots`, :mod:`streamalloc.traces`: live allocations and the lines that
-  made them, pictures, recording and replaying.
+* :mod:`streamalloc.observing`, :mod:`streamalloc.plots`, :mod:`streamalloc.traces`: live allocations and the lines of
+  code that made them; pictures of memory; recording and replaying of allocations.
 * :mod:`streamalloc.driver`: the choice of a real, simulated or checked driver; :mod:`streamalloc.testing`: tests
   without a GPU; :mod:`streamalloc.cupti`: the driver calls of other libraries.
 
@@ -29,7 +30,7 @@ import streamalloc.core.resource
 import streamalloc.formats.html
 
 if TYPE_CHECKING:
-    # Each by its own name: so type checkers take it for public.
+    # Each name is imported as itself, because type checkers treat only such names as public.
     from streamalloc import driver as driver
     from streamalloc import interop as interop
     from streamalloc import ipc as ipc
@@ -118,20 +119,23 @@ __version__ = "0.3.0"
 
 
 def _later(module: str, name: str) -> Any:
-    """A function of an area above core, imported at its first call."""
+    """Return a function that calls the function ``name`` of ``streamalloc.<module>``, which is imported at the first
+    call.
+    """
     return lambda *args, **options: getattr(importlib.import_module(f"streamalloc.{module}"), name)(*args, **options)
 
 
 _above = streamalloc.core.resource.above
 _above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
-# The import registers the classes; for programs that never name ipc.
+# This import registers the package's classes with multiprocessing, for programs that never use ipc themselves.
 _above.prepare_for_processes = functools.partial(importlib.import_module, "streamalloc.ipc.multiprocess")
 _above.raw_handles = _later("ipc", "raw_handles")
 _above.buffer_from_handle = _later("pool.plain", "buffer_from_handle")
 _above.residence_of = _later("pool.places", "residence_of")
 streamalloc.formats.html.draw = _later("plots", "draw")
 
-# Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
+# These are imported when they are first used, so that a program that only allocates does not wait for the other
+# imports.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
@@ -168,7 +172,8 @@ _LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in
 
 
 if not TYPE_CHECKING:
-    # help() prints all that this names, with all methods: 10,000 lines of the classes. dir() has the other names.
+    # Not in ``__all__``, because help() would print all these names with all their methods: 10,000 lines. dir() lists
+    # them.
     __all__ = [*_PACKAGES]
 
 

@@ -1,4 +1,4 @@
-"""``python -m streamalloc tour | info | bench | replay | profile | serve | store | run``."""
+"""Entry point of ``python -m streamalloc tour | info | bench | replay | profile | serve | store | run``."""
 
 import sys
 
