@@ -1,7 +1,7 @@
-"""Base classes of all memory: address, size, location, stream and access; and what managed memory adds.
+"""Base classes of all memory: address, size, location, stream and access, and the operations of managed memory.
 
-The operations use only these attributes. :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.memory` define
-them.
+Other operations, in :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.memory`, use only the attributes that
+are defined here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, Shown, mib, place
 
 kinds: set[type] = set()
-"""All memory classes: a look-up is five times faster than ``isinstance``."""
+"""All memory classes. A look-up of a type in this set is five times faster than ``isinstance``."""
 
 
 class MemoryBase(Shareable, Shown, abc.ABC):
-    """A range of bytes, without operations on them."""
+    """A range of bytes, without fills, copies and exports."""
 
     __slots__ = ()
 
-    # These attributes serve direct calls, which read `_ptr` first. While `_ptr` is None, the other attributes may be
-    # missing.
+    # Fills, copies and exports read these attributes to make their driver call without further checks. They read `_ptr`
+    # first: while it is None, the other attributes may be missing.
     _ptr: Any = None
-    """Pointer for the driver, ``CUdeviceptr`` or int; None for the checked way."""
+    """Pointer for the driver, ``CUdeviceptr`` or int; None if the memory must be checked before each driver call."""
     _nbytes: int
     _stream: Stream
     _ordinal: int | None = None
-    """Ordinal of the owning device; None for host, managed or unknown memory."""
+    """Ordinal of the owning device; None for host and managed memory, and if the device is not known."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -44,27 +44,27 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def address(self) -> int:
-        """Address of the first byte; 0 for empty memory. Raises :class:`ClosedError` after it was freed."""
+        """Address of the first byte; 0 for empty memory. Raises :class:`ClosedError` after the memory was freed."""
 
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Size in bytes, as it was asked for."""
+        """Size in bytes, as requested."""
 
     @property
     @abc.abstractmethod
     def stream(self) -> Stream:
-        """The stream of operations that name no other stream."""
+        """The stream of operations for which the caller names no stream."""
 
     @property
     @abc.abstractmethod
     def location(self) -> MemLocation:
-        """Location of the memory."""
+        """Location of the memory: a device, the host, or a NUMA node."""
 
     @property
     @abc.abstractmethod
     def owner(self) -> object:
-        """Owner of the memory: a pool, a graph, or the memory under a view."""
+        """Owner of the memory: a pool, a graph, or the memory that this object is a view of."""
 
     @property
     @abc.abstractmethod
@@ -84,7 +84,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     def used(
         self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False, atomic: bool = False
     ) -> None:
-        """Report a use that the package cannot see, such as another library's kernel, to a checked driver.
+        """Report a use by other code, such as another library's kernel, to a checked driver.
 
         No effect with other drivers; see :func:`streamalloc.driver.checked`.
 
@@ -97,7 +97,8 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         on_host
             True if the CPU uses the memory now, outside of any stream.
         atomic
-            True if the kernel uses the memory only by atomic operations, which do not race with those of other kernels.
+            True if the kernel uses the memory only by atomic operations, which do not race with atomic operations of
+            other kernels.
 
         Raises
         ------
@@ -124,33 +125,35 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
     @property
     def _at(self) -> int:
-        """The address, for work on a stream that has waited for the contents (:meth:`_await_on`)."""
+        """The address, for work on a stream that already waits for the contents (:meth:`_await_on`)."""
         return self.address
 
     def _await_on(self, stream: Stream) -> None:
-        """Have ``stream`` wait for the contents of imported memory, for which only :attr:`stream` waits by itself.
-        Other kinds of memory do nothing.
+        """Have ``stream`` wait for the exporter's writes to imported memory, for which only :attr:`stream` waits by
+        itself. For other kinds of memory, do nothing.
         """
 
     def _check_usable(self) -> None:
-        """Raise if the memory cannot be used now, for example EvictedError. Freed memory raises ClosedError here or in
-        :attr:`address`.
+        """Raise an error, such as EvictedError, if the memory cannot be used now. For freed memory, this method or
+        :attr:`address` raises ClosedError.
         """
 
     def _unreadable(self) -> str:
-        """The reason why ordinary reads are not valid, such as those of a multicast mapping; empty if they are
-        valid.
+        """Return the reason why ordinary reads of the memory are not valid, for example of a multicast mapping; empty
+        if they are valid.
         """
         return ""
 
     def _resident_on(self) -> int | None:
-        """Ordinal that peer copies name as the owning device; None if the address is enough."""
+        """Return the ordinal that ``cuMemcpyPeerAsync`` gets as the owning device; None if ``cuMemcpyAsync`` finds the
+        memory by its address alone.
+        """
         location = self.location
         named = location.type is MemLocationType.DEVICE and location.seen
         return location.id if named and not self.host_accessible else None
 
     def _read_only(self, on_host: bool) -> bool:
-        """Whether the CPU (``on_host``) or the stream's device may only read the memory."""
+        """Return whether the CPU (with ``on_host``) or the stream's device has only read access to the memory."""
         return False
 
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
@@ -171,14 +174,14 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         yield "stream", self.stream
 
     def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
-        """Whether kernels of the stream's device may use blocks of ``nbytes`` bytes at the addresses ``blocks``.
-        ``write``: they write to them.
+        """Return whether kernels on the stream's device may use blocks of ``nbytes`` bytes at the addresses ``blocks``.
+        ``write``: whether the kernels write to the blocks.
         """
         return self.device_accessible and not (write and self._read_only(on_host=False))
 
     def _access_hint(self, stream: Stream) -> str:
-        """Return the likely reason why the driver refuses work of ``stream`` on the memory, as an error's hint; ``""``
-        if none is known.
+        """Return the likely reason why the driver refuses work of ``stream`` on the memory, as text for an error;
+        ``""`` if no reason is known.
         """
         if self.location == stream.device.location:
             return ""
@@ -190,26 +193,27 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
 Where: TypeAlias = "Device | MemLocation"
 
-# Advice whose location is a device or the host, not a NUMA node; and all advice that takes a location.
+# `_PROCESSOR`: advice whose location is a device or the host, not a NUMA node. `_WITH_LOCATION`: all advice with a
+# location.
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
 _INT = 4  # Bytes of a C int. The value of each attribute is one C int, or a list of C ints.
-_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no place).
+_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no device).
 
 
 class MemRangeAttributes(NamedTuple):
-    """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
+    """Attributes that hold for all pages of a range of managed memory (``cuMemRangeGetAttributes``).
 
     :attr:`Memory.range_attributes` returns it.
 
     Attributes
     ----------
     read_mostly
-        Whether each reader gets a copy of its own.
+        Whether each device that reads gets its own copy of the pages.
     preferred_location, last_prefetch_location
-        None if there is none, or if pages differ.
+        A location; None if none was set, or if pages differ.
     accessed_by
-        Devices, or the host, whose page tables keep the memory mapped.
+        Locations of the devices, or the host, whose page tables keep the memory mapped.
     """
 
     read_mostly: bool
@@ -219,7 +223,7 @@ class MemRangeAttributes(NamedTuple):
 
 
 class Migrating(MemoryBase):
-    """Memory that may be managed. The methods raise ``ValueError`` for other memory."""
+    """Memory with operations for managed memory. These methods raise ``ValueError`` if the memory is not managed."""
 
     __slots__ = ()
 
@@ -236,7 +240,7 @@ class Migrating(MemoryBase):
         Raises
         ------
         ValueError
-            The memory is not managed, or this driver does not have the device.
+            The memory is not managed, or its driver does not have the device.
         """
         self._check_managed()
         place, ordered = self._known("location", location).to_driver(), self._ordered_on(stream)
@@ -245,7 +249,7 @@ class Migrating(MemoryBase):
             ordered._in_context(self._session.call, "cuMemPrefetchAsync", *wanted)
 
     def discard(self, stream: StreamLike | None = None) -> None:
-        """Discard the contents of managed memory in stream order, so they need no migration
+        """Discard the contents of managed memory in stream order, so that they are not migrated later
         (``cuMemDiscardBatchAsync``).
 
         Until the memory is written, reads return indeterminate values. Other arguments and errors as for
@@ -266,14 +270,16 @@ class Migrating(MemoryBase):
         Parameters
         ----------
         advice
-            Advice to set or to unset.
+            The advice; its name tells whether it is set or unset.
         location
-            Preferred location, or the device or host that accesses the memory; None for other advice.
+            The preferred location, or the device or host that accesses the memory. None for SET_READ_MOSTLY,
+            UNSET_READ_MOSTLY and UNSET_PREFERRED_LOCATION.
 
         Raises
         ------
         TypeError, ValueError
-            The memory is not managed, or the location is missing, superfluous, or of the wrong kind for this advice.
+            The memory is not managed, ``location`` is missing or superfluous, or ``advice`` does not take such a
+            location.
         """
         self._check_managed()
         checked_type("advice", advice, MemAdvise)
@@ -308,8 +314,8 @@ class Migrating(MemoryBase):
 
     @property
     def read_mostly(self) -> bool:
-        """Whether each reader of the managed memory gets a copy of its own. Assign to advise the driver
-        (``cuMemAdvise``).
+        """Whether each device that reads the managed memory gets its own copy of the pages. Assign True or False to
+        advise the driver (``cuMemAdvise``).
         """
         return self.range_attributes().read_mostly
 
@@ -319,8 +325,8 @@ class Migrating(MemoryBase):
 
     @property
     def preferred_location(self) -> MemLocation | None:
-        """Preferred location of the managed memory; None if there is none. Assign to advise the driver
-        (``cuMemAdvise``).
+        """Preferred location of the managed memory; None if there is none. Assign a location or None to advise the
+        driver (``cuMemAdvise``).
         """
         return self.range_attributes().preferred_location
 
@@ -335,7 +341,7 @@ class Migrating(MemoryBase):
     def accessed_by(self) -> frozenset[MemLocation]:
         """Devices, or the host, whose page tables keep the managed memory mapped.
 
-        Assign the complete set: the advice is set for new members, and unset for those that are missing
+        Assign the complete set: the advice is set for new members, and unset for members that are missing
         (``cuMemAdvise``).
         """
         return frozenset(self.range_attributes().accessed_by)
@@ -368,14 +374,16 @@ def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: 
     stream
         The stream to queue on: not the legacy default stream.
     memories
-        The managed memories, at least one.
+        The managed memories; at least one.
     location
-        As for :meth:`Memory.prefetch`; one for all, or a sequence with one for each.
+        One location for all memories, or a sequence with one for each: a device, host memory, or a NUMA node of the
+        host.
 
     Raises
     ------
     TypeError, ValueError
-        A memory is not managed, there is none, they are of several drivers, or there are more or fewer locations.
+        A memory is not managed, ``memories`` is empty, the memories are of several drivers, or the number of locations
+        differs.
     """
     _queue_batch("cuMemPrefetchBatchAsync", stream, memories, location)
 
@@ -432,8 +440,8 @@ _ATTRIBUTES = (
 
 
 def _place(kind: Any, number: Any) -> MemLocation | None:
-    """Return the location with this type and id, as the driver reports them; None for the type NONE. The id has a
-    meaning for devices and NUMA nodes only.
+    """Return the location with the type ``kind`` and the id ``number``, which the driver reports; None for the type
+    NONE. The id is used only for devices and NUMA nodes.
     """
     found = MemLocationType(int(kind))
     numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
@@ -441,8 +449,8 @@ def _place(kind: Any, number: Any) -> MemLocation | None:
 
 
 def refuse_legacy(stream: Stream, call: str) -> None:
-    """Raise ValueError for the legacy default stream, which batched calls refuse. ``call``: the driver function, for
-    the message.
+    """Raise ValueError if ``stream`` is the legacy default stream, which batched driver calls refuse. ``call``: name of
+    the driver function, for the message.
     """
     if int(stream._checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

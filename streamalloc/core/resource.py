@@ -1,5 +1,5 @@
-"""Base classes of owners of driver resources, which refuse copies, have ``with`` blocks, and are pickled for other
-processes; and :class:`Fd`, the owner of a file descriptor.
+"""Base classes of owners of driver resources, and :class:`Fd`, the owner of a file descriptor. Such owners refuse
+copies, end with a ``with`` block, and can be pickled only for multiprocessing.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ if TYPE_CHECKING:
     from streamalloc.core.session import Session
 
 above: Any = types.SimpleNamespace()
-"""Functions of areas above core, which are imported at their first call; ``streamalloc/__init__.py`` sets them."""
+"""Functions of areas that build on core. ``streamalloc/__init__.py`` sets them; each imports its module when first
+called.
+"""
 
 
 def made_for_sharing() -> None:
     """Import :mod:`streamalloc.ipc.multiprocess`, so that multiprocessing can pickle an object that may be shared.
     Errors of the operating system are hidden.
     """
-    # The first call imports a module, which opens a file. Without a free descriptor that fails, but this object may
-    # never be shared, so the failure is hidden. The next object prepares again.
+    # The first call imports a module, which opens a file and fails if the process has no free descriptor. The failure
+    # is hidden, because this object may never be shared. The next object tries again.
     with contextlib.suppress(OSError):
         above.prepare_for_processes()
 
 
 class Unique:
-    """Sole owner of resources. It cannot be copied."""
+    """Object that owns driver resources alone. It cannot be copied, and only multiprocessing can pickle it."""
 
     __slots__ = ()
 
     def _text(self) -> str:
-        """The text of the object's ``repr`` after the class name."""
+        """Return the text of the object's ``repr`` after the class name."""
         return ""
 
     def __repr__(self) -> str:
@@ -58,7 +60,9 @@ class Unique:
 
 
 def not_copied(thing: object) -> TypeError:
-    """Return the error for a copy or a pickle of an object that owns driver resources; the caller raises it."""
+    """Return the error for an attempt to copy or pickle ``thing``, which owns driver resources. The caller raises the
+    error.
+    """
     return TypeError(
         f"{type(thing).__name__} objects own driver resources: they cannot be copied or pickled. Memory, pools and "
         "events go to other processes by streamalloc.ipc.share or multiprocessing's queues; copy_to copies bytes"
@@ -66,7 +70,7 @@ def not_copied(thing: object) -> TypeError:
 
 
 def _called_by_multiprocessing(caller: types.FrameType) -> bool:
-    """Whether a frame is that of multiprocessing's pickler."""
+    """Whether the frame ``caller`` belongs to multiprocessing's pickler, which sends objects to other processes."""
     module = sys.modules.get("multiprocessing.reduction")
     return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
 
@@ -77,7 +81,9 @@ class Shareable(Unique):
     __slots__ = ()
 
     def handles(self, **options: Any) -> RawHandles:
-        """The driver's handles, for programs without this package; the same as :func:`streamalloc.ipc.raw_handles`."""
+        """Return the driver's handles, for programs without this package, as :func:`streamalloc.ipc.raw_handles`
+        does.
+        """
         found: RawHandles = above.raw_handles(self, **options)
         return found
 
@@ -102,7 +108,7 @@ class Leaves:
             attach(error, later)
 
     def _leave(self, *, failed: bool) -> None:
-        """End the block; ``failed``: whether the block raised."""
+        """Do what the end of the ``with`` block requires. ``failed``: whether the block raised."""
         raise NotImplementedError
 
 
@@ -112,11 +118,11 @@ class Closes(Unique, Leaves):
     __slots__ = ()
 
     def close(self) -> None:
-        """Release the resources; idempotent."""
+        """Release the resources. Idempotent."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
-        """Raise :class:`ClosedError` if it was closed."""
+        """Raise :class:`ClosedError` if this object was closed."""
         if getattr(self, "closed", False):
             raise ClosedError(f"{self!r} was closed")
 
@@ -129,7 +135,7 @@ class Closes(Unique, Leaves):
 
 
 def close_all(owners: Iterable[Closes]) -> None:
-    """Close the owners in their order. If ``close`` of one raises, its error propagates, and the later ones stay
+    """Close the owners in the given order. If one ``close`` raises, the error propagates, and the later owners stay
     open.
     """
     for owner in owners:
@@ -137,34 +143,36 @@ def close_all(owners: Iterable[Closes]) -> None:
 
 
 class RawHandles(NamedTuple):
-    """Handles of memory, a pool or an event, as the driver, and programs without this package, take them.
+    """Handles of memory, a pool or an event, in the form for the driver and for programs without this package.
 
     :func:`streamalloc.ipc.raw_handles` returns it. The descriptors are copies; :meth:`close` closes them.
     """
 
     device: bytes
-    """UUID of the device: 16 bytes as those of ``cuDeviceGetUuid`` and of Vulkan's ``VkPhysicalDeviceIDProperties``."""
+    """UUID of the device: 16 bytes, as ``cuDeviceGetUuid`` and Vulkan's ``VkPhysicalDeviceIDProperties`` give them."""
     fds: tuple[Fd, ...] = ()
-    """File descriptors: one for the pool, or one for each chunk of physical memory, in the order of addresses."""
+    """File descriptors: one for a pool, or one for each chunk of physical memory, in the order of the chunks'
+    addresses.
+    """
     fabric: tuple[MemFabricHandle, ...] = ()
-    """Fabric handles of the chunks, in place of descriptors."""
+    """Fabric handles of the chunks, if the memory was made for fabric handles instead of file descriptors."""
     data: MemPoolPtrExportData | IpcMemHandle | IpcEventHandle | None = None
     """Handle of the shared object: an allocation of a pool, memory of ``cuMemAlloc``, or an event."""
     sizes: tuple[int, ...] = ()
-    """Bytes of each chunk, or of the allocation."""
+    """Size in bytes of each chunk, or of the allocation."""
     offset: int = 0
     """Bytes from the beginning of the first chunk or of the allocation to the memory."""
     nbytes: int = 0
-    """Bytes of the memory."""
+    """Size of the memory in bytes."""
 
     def close(self) -> None:
-        """Close the descriptors; idempotent."""
+        """Close the file descriptors. Idempotent."""
         close_all(self.fds)
 
 
 class Fd(Closes):
-    """Owner of an open file descriptor. It is closed once: by :meth:`close`, by a ``with`` block, or when the object is
-    dropped.
+    """Owner of an open file descriptor. The descriptor is closed once: by :meth:`close`, by a ``with`` block, or when
+    this object is dropped.
 
     The descriptor becomes close-on-exec, so child processes do not inherit it. ``os.dup(fd.fileno())`` makes a copy for
     another owner; :meth:`detach` passes the descriptor itself to the caller.
@@ -172,9 +180,9 @@ class Fd(Closes):
     Raises
     ------
     TypeError, ValueError
-        ``number`` is not a descriptor.
+        ``number`` is not an integer, or is negative.
     OSError
-        It is not open.
+        ``number`` is not the number of an open descriptor.
 
     Examples
     --------
@@ -201,12 +209,12 @@ class Fd(Closes):
         return cls(int(session.call(name, *args, hint=hint)))
 
     def fileno(self) -> int:
-        """The number of the descriptor, which this object still owns.
+        """Return the number of the descriptor, which this object still owns.
 
         Raises
         ------
         ClosedError
-            It was closed or detached.
+            The descriptor was closed or detached.
         """
         if self._number < 0:
             raise ClosedError("this file descriptor was closed")
@@ -214,17 +222,17 @@ class Fd(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or detached."""
+        """Whether the descriptor was closed, or :meth:`detach` was called."""
         return self._number < 0
 
     def detach(self) -> int:
-        """Pass the descriptor to the caller, who closes it."""
+        """Return the number of the descriptor, which the caller now owns and closes. Raises ClosedError."""
         number = self.fileno()
         self._number = -1
         return number
 
     def close(self) -> None:
-        """Close the descriptor; idempotent."""
+        """Close the descriptor. Idempotent."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
