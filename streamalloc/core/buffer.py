@@ -1,8 +1,8 @@
-"""Buffers: allocations of pools, their frees, and the support for sharing them.
+"""Buffers: allocations of pools, their frees, and what is needed to share them with other processes.
 
-A buffer is freed once, by the thread that takes its pointer. :meth:`Buffer.free` and the finaliser call the driver
-directly if the stream is ready (:mod:`streamalloc.core.stream`). Other processes may have shared memory open, so its
-free goes the checked way, or by its :class:`SharedState`.
+A buffer is freed once, by the thread that takes its pointer. :meth:`Buffer.free` and the finaliser make one driver call
+if nothing must be asked about the stream first (:meth:`Stream.ready`). Other processes may have a shared buffer open,
+so its :class:`SharedState` decides when the memory is freed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """The way a shared buffer is freed, which other processes may have open. :mod:`streamalloc.ipc` sets it when the
+    """Frees a shared buffer, which other processes may have open. :mod:`streamalloc.ipc` attaches this object when the
     buffer is shared.
     """
 
@@ -64,8 +64,8 @@ class SharedState(abc.ABC):
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory of ``buffer`` after the work of ``stream``, or do as ``still_imported`` says if another
-        process has it open. ``timeout`` is in seconds. As :meth:`Buffer.free`, raises StillImportedError.
+        """Free the memory of ``buffer`` after the work of ``stream``. If another process has the memory open, act by
+        ``still_imported`` and ``timeout`` (seconds), which are those of :meth:`Buffer.free`. Raises StillImportedError.
         """
 
     @property
@@ -75,55 +75,59 @@ class SharedState(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
-        """Submit the free of a dropped buffer to the queue of ends. The buffer's finaliser calls this, so it takes no
-        lock.
+        """Submit the free of a dropped buffer to the deferred queue. The buffer's finaliser calls this method, so it
+        takes no lock.
         """
 
 
 class BufferSource:
-    """Origin of a buffer's memory: an allocator, or the place of memory that no allocator of this package allocated."""
+    """Source of a buffer's memory: an allocator, or a :class:`PlainSource` for memory that no allocator of this package
+    allocated.
+    """
 
     __slots__ = ("_free", "_ordinal", "_session", "location")
 
     location: MemLocation
     """Location of the memory."""
     _free: Any
-    """Function that frees memory. It takes a pointer and a ``CUstream``, and returns the driver's answer."""
+    """Function that frees memory. It takes a pointer and a ``CUstream``, and returns a tuple with the ``CUresult``."""
     _ordinal: int | None
-    """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
+    """Ordinal of the device that owns the memory; None for host, managed or unknown memory."""
     _session: Session
 
     @property
     def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
+        """Whether the memory is managed: the driver migrates it between devices and host."""
         return False
 
     def _pool_of(self, buffer: Buffer) -> object:
-        """Return the pool that a buffer's memory is in; None if this package does not know it."""
+        """Return the pool that a buffer's memory belongs to; None if this package does not know the pool."""
         return None
 
     def _reachable_from(self, device: Device) -> bool:
-        """Whether a device may use the memory."""
+        """Return whether ``device`` has access to the memory."""
         return True
 
 
 class Residence(NamedTuple):
-    """The location of memory, and whether it is managed: the driver then moves it between devices and host."""
+    """The location of memory, and whether the memory is managed, so that the driver migrates it between devices and
+    host.
+    """
 
     location: MemLocation | None
-    """Location of the memory; None if it cannot be found."""
+    """Location of the memory; None if the driver does not report a location."""
     managed: bool
 
     @property
     def ordinal(self) -> int | None:
-        """Ordinal of the device that has the memory; None for the host, and for a location that cannot be found."""
+        """Ordinal of the device that owns the memory; None for host memory, and if the location is None."""
         found = self.location
         return found.id if found is not None and found.type is MemLocationType.DEVICE else None
 
 
 class PlainSource(BufferSource):
-    """Source of one buffer whose memory no allocator of this package gave: memory of other code, or of a graph that is
-    built by nodes.
+    """Source of one buffer whose memory no allocator of this package allocated: memory of other code, or of a graph
+    that is built node by node.
     """
 
     __slots__ = ("_managed",)
@@ -137,12 +141,12 @@ class PlainSource(BufferSource):
 
     @property
     def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
+        """Whether the memory is managed: the driver migrates it between devices and host."""
         return self._managed
 
 
 class Allocates(Protocol):
-    """An object that allocates for :meth:`Buffer.copy`: a pool, a cache, or an object of the program."""
+    """Type of the allocator that :meth:`Buffer.copy` takes: a pool, a cache, or any object with ``allocate``."""
 
     def allocate(self, nbytes: int, stream: Any, /) -> Buffer: ...
 
@@ -150,9 +154,10 @@ class Allocates(Protocol):
 class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
-    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. Work on its stream may use it at once. Work on
-    another stream, or on the host, must come after its stream's work: by an event or a synchronisation. :meth:`free`
-    returns the memory in stream order. A buffer that is dropped is freed on its :attr:`stream`.
+    Made by :meth:`MemoryPool.allocate` and :func:`streamalloc.allocate`. Work on the buffer's stream may use the memory
+    at once. Work on another stream, or on the host, must be ordered after the stream's work, by an event or a
+    synchronisation. :meth:`free` returns the memory in stream order. A buffer that is dropped is freed on its
+    :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
@@ -162,7 +167,7 @@ class Buffer(Memory, Closes):
     _ptr: Any
     """``CUdeviceptr``; None once the memory was freed or shared."""
     _shared: tuple[SharedState, Any] | None
-    """State of shared memory, and the ``CUdeviceptr``; None if not shared."""
+    """Tuple of the state that frees shared memory, and the ``CUdeviceptr``; None if the buffer is not shared."""
     _stream: Stream
 
     @property
@@ -181,7 +186,8 @@ class Buffer(Memory, Closes):
         stream: StreamLike | None = None,
         driver: Driver | None = None,
     ) -> Buffer:
-        """Use memory that other code allocated, by any call: C++, another library, this package's raw driver.
+        """Make a buffer of memory that other code allocated by any driver call, for example C++ code or another
+        library.
 
         The driver is asked for the kind, the device and the size of the memory (``cuPointerGetAttribute``).
 
@@ -190,26 +196,27 @@ class Buffer(Memory, Closes):
         address
             Address of the first byte: an integer or a ``CUdeviceptr``.
         nbytes
-            Size in bytes. Mappings side by side count as one memory.
+            Size in bytes. The memory may consist of several adjacent mappings.
         owner
-            The object that owns the memory. It is kept until the buffer is freed or dropped and the work of the stream
-            is done; the buffer frees nothing. None: code without such an object owns it, and keeps it longer than the
+            The object that owns the memory. It is kept alive until the buffer is freed or dropped and the work of the
+            stream is done; the buffer frees nothing. None: other code owns the memory, and keeps it as long as the
             buffer is used. ``"this"``: the buffer becomes the owner. It frees memory of a pool in stream order
             (``cuMemFreeAsync``), and other memory after the host has waited for the stream (``cuMemFree``,
-            ``cuMemFreeHost``). A dropped buffer does the same, without waiting.
-            Memory of ``cuMemHostRegister`` looks the same, and cannot be freed: its owner unregisters it.
+            ``cuMemFreeHost``). A dropped buffer frees the memory, too, but the host does not wait. Do not give
+            ``"this"`` for memory of ``cuMemHostRegister``: the driver does not tell such memory from other host memory,
+            and cannot free it.
         stream
-            The stream of operations that name no other; the caller orders it after the work that writes the memory.
-            Default: the default stream of the memory's device.
+            The stream of operations for which the caller names no stream; the caller orders it after the work that
+            writes the memory. Default: the default stream of the memory's device.
         driver
-            The driver to use if ``stream`` is no :class:`Stream`.
+            The driver to use if ``stream`` is None or another library's stream.
 
         Raises
         ------
         TypeError, ValueError
-            ``address`` is not an address, is in no memory that the driver knows, or the memory ends before ``nbytes``.
-            Or ``owner="this"`` is given, and the address is inside of an allocation, another buffer owns it, or it is
-            mapped.
+            ``address`` is not an address or not in CUDA memory, or the memory has fewer than ``nbytes`` bytes there. Or
+            ``owner="this"`` is given, and ``address`` is not the beginning of an allocation, another buffer owns the
+            memory, or the memory is mapped.
 
         Examples
         --------
@@ -233,17 +240,17 @@ class Buffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations that name no other, and of the free of a dropped buffer; at first that of the
-        allocation.
+        """Stream of operations for which the caller names no stream, and of the free of a dropped buffer. At first it
+        is the stream of the allocation.
 
-        Assign another stream if that stream uses the memory last: a dropped buffer is then freed after its work. The
-        caller orders the new stream after the work of the previous one. A cached buffer leaves its cache by an
-        assignment, so its free returns the memory to the pool.
+        Assign another stream if that stream uses the memory last: a dropped buffer is then freed after the new stream's
+        work. The caller orders the new stream after the work of the previous stream. An assignment takes a cached
+        buffer out of its cache, so a later free returns the memory to the pool.
 
         Raises
         ------
         ClosedError
-            The buffer was freed, and a stream is assigned.
+            A stream is assigned, and the buffer was freed.
         """
         return self._stream
 
@@ -256,22 +263,22 @@ class Buffer(Memory, Closes):
     def copy(
         self, stream: StreamLike | None = None, *, nbytes: int | str | None = None, allocator: Allocates | None = None
     ) -> Buffer:
-        """Allocate memory and copy the bytes to it, in stream order.
+        """Allocate a new buffer and copy the bytes to it, in stream order.
 
         Parameters
         ----------
         stream
             The stream of the allocation and the copy (default: the buffer's own).
         nbytes
-            Size of the new memory in bytes (default: that of this buffer). As many bytes are copied as the smaller one
-            has.
+            Size of the new buffer in bytes (default: the size of this buffer). If the sizes differ, the smaller number
+            of bytes is copied.
         allocator
-            The allocator of the new memory (default: the buffer's own).
+            The allocator of the new buffer (default: the allocator of this buffer).
 
         Raises
         ------
         ValueError
-            The buffer has no allocator of this package, and none is named.
+            The buffer has no allocator of this package, and ``allocator`` was not given.
         OutOfMemoryError
             There is no memory.
 
@@ -308,12 +315,14 @@ class Buffer(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the pool grants access to the device of the buffer's stream."""
+        """Whether the device of the buffer's stream has access to the memory of the pool."""
         return bool(self._allocator._reachable_from(self._stream.device))
 
     @property
     def freed(self) -> bool:
-        """Whether the memory was freed by this buffer, at once or by an item that waits for importers."""
+        """Whether :meth:`free` was called and succeeded. The free of a shared buffer may still wait for other
+        processes.
+        """
         return self._ptr is None and self._shared is None
 
     def free(
@@ -327,13 +336,14 @@ class Buffer(Memory, Closes):
         Parameters
         ----------
         stream
-            The stream after whose work the memory is free (default: the one it was allocated on). The caller must order
-            all uses before the free: the driver does not check that. The per-thread default stream of another thread
-            has no handle here: the default is then the legacy stream, which is ordered after those of all threads.
+            The stream after whose work the memory is freed (default: :attr:`stream`). The caller must order all uses
+            before the free: the driver does not check this. If :attr:`stream` is another thread's per-thread default
+            stream, the default is the legacy stream, which is ordered after the per-thread streams of all threads.
         still_imported
-            What to do if another process has the shared buffer open, or may still open it because a descriptor is held.
-            ``"defer"`` frees once that has ended. ``"wait"`` blocks the host until then. ``"raise"`` raises.
-            ``"ignore"`` frees at once: importers then read whatever the memory is reused for.
+            Policy if another process has the shared buffer open, or may still open it with a descriptor that was shared
+            with ``hold=True``. ``"defer"`` frees the memory later, after the last use. ``"wait"`` blocks the host until
+            then. ``"raise"`` raises StillImportedError. ``"ignore"`` frees at once: importers then read whatever the
+            memory is reused for.
         timeout
             The longest time in seconds that ``"wait"`` waits; None for no limit.
 
@@ -342,19 +352,19 @@ class Buffer(Memory, Closes):
         ClosedError
             The buffer was freed already, or its stream was closed: name another stream.
         CaptureError
-            The stream is being captured and the memory was not allocated in that capture. The capture stays valid.
+            The stream is being captured, and the memory was not allocated in this capture. The capture stays valid.
         StillImportedError
-            Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
-            valid.
+            Another process has the buffer open, with ``"raise"`` at once, with ``"wait"`` after ``timeout`` seconds.
+            The buffer stays valid.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator._free
         if handle is None or still_imported is not _DEFER:
             return self._free_checked(stream, still_imported, timeout)
-        # Taken in one line, within which threads are not switched, so of two threads only one frees. A second free
-        # would end the memory of the address's next owner.
+        # Python switches no threads within this line, so only one of two threads gets the pointer. A second free would
+        # free the memory of the next owner of the address.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:  # The memory was shared or freed: the checked way finds out which.
+        if ptr is None:  # The memory was shared or freed: `_free_checked` finds out which.
             return self._free_checked(stream, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
@@ -365,8 +375,9 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free the memory on ``ordered``, whose ``CUstream`` is ``handle``, even if other processes have it open.
-        Raises ClosedError if it was freed already, CudaError if the driver refuses: the buffer then keeps the memory.
+        """Free the memory on ``ordered``, whose ``CUstream`` is ``handle``, even if other processes have the memory
+        open. Raises ClosedError if the memory was freed already. Raises CudaError if the driver refuses; the buffer
+        then keeps the memory.
         """
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
@@ -383,21 +394,22 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, shared)
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        """Return the error of a free that the driver refused. The buffer gets its pointer back, unless the driver no
-        longer knows the memory: a second free would then end the memory of the address's next owner.
+        """Return the error of a free that the driver refused with ``result``. Give the pointer back to the buffer,
+        unless the memory no longer exists: a second free would then free the memory of the next owner of the address.
         """
         error = free_refused(result, ordered)
-        # An invalid value means that the driver does not know the address. Other errors of is_gone may come from the
-        # stream that the caller named, which may have been destroyed: then the memory still exists.
+        # CUDA_ERROR_INVALID_VALUE means that no memory has this address. Other errors of `is_gone` may come from the
+        # stream that the caller named: the stream may have been destroyed, while the memory still exists.
         if not is_gone(error) or (ordered is not self._stream and not isinstance(error, InvalidValueError)):
             self._ptr, self._shared = ptr, shared
         return error
 
     def close(self) -> None:
-        """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
+        """Free the memory on :attr:`stream`, unless it was freed already. The end of a ``with`` block calls this
+        method.
 
-        If the stream was closed, the memory is freed after the stream's work. If it was another library's stream and
-        that library has closed it, the host waits until the device is idle.
+        If the stream was closed, the memory is freed after the stream's work. If another library has closed its own
+        stream, the host first waits until the device is idle.
         """
         if self.freed:
             return
@@ -419,13 +431,16 @@ class Buffer(Memory, Closes):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
 
         if stream is None and ordered is not of_this_thread(ordered):
-            # The handle of another thread's stream would name this thread's, which is not ordered after its work.
+            # On this thread, the handle of another thread's per-thread stream names this thread's stream, which is not
+            # ordered after the other stream's work.
             ordered_after(ordered, lambda last: self._free_after(last, still_imported, timeout))
         else:
             self._free_after(ordered, still_imported, timeout)
 
     def _free_after(self, last: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free in the order of ``last``; of shared memory, when no other process has it open."""
+        """Free the memory after the work of ``last``. For shared memory, ``still_imported`` and ``timeout`` apply as in
+        :meth:`free`.
+        """
         state = shared_state(self)
         if state is not None:
             last._in_context(state.free, self, last, still_imported, timeout)
@@ -433,13 +448,15 @@ class Buffer(Memory, Closes):
             last._in_context(self._free_on, last, last._raw)
 
     def _belongs_to(self, capture: object) -> bool:
-        """Whether ``capture`` may have allocated the memory, so that the memory can be freed in it. None stands for a
-        capture by other code.
+        """Return whether ``capture`` may have allocated the memory, so that the memory can be freed in this capture.
+        None stands for a capture by other code.
         """
         return False
 
     def _past_caches(self) -> Buffer:
-        """Return the buffer whose free returns the memory to the driver."""
+        """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer of a cached
+        buffer.
+        """
         return self
 
     def _about(self) -> Iterator[Row]:
@@ -470,13 +487,14 @@ class Buffer(Memory, Closes):
 class PoolBuffer(Buffer):
     """The usual :class:`Buffer` of :meth:`Allocator.allocate`. It is freed when it is dropped.
 
-    Its construction runs no Python function, for speed: :meth:`Allocator.allocate` sets the attributes.
+    For speed, the constructor runs no Python function: :meth:`Allocator.allocate` sets the attributes.
 
-    The finaliser runs between any two lines of any thread: while that thread captures a stream, while another one
-    closes the buffer's stream, and in any order with the other objects of a garbage cycle. So it makes one free in
-    stream order, in the relaxed mode: in the mode that threads begin with, garbage of one stream would end the capture
-    of another. If the stream is not ready, the free is left to the queue of ends. A direct free on the per-thread
-    stream of another thread would not come after the work that used the memory. A free on a destroyed stream crashes.
+    The finaliser runs between any two lines of any thread: while that thread captures a stream, while another thread
+    closes the buffer's stream, and in any order with the other objects of a garbage cycle. So it only makes one free in
+    stream order, in the relaxed capture mode: in the default mode, the free could invalidate the capture of another
+    stream. If the stream cannot take the call now (:meth:`Stream.ready`), an item of the deferred queue makes the free.
+    A direct free on another thread's per-thread stream would not come after the work that used the memory. A free on a
+    destroyed stream would crash.
     """
 
     __slots__ = ()
@@ -493,8 +511,8 @@ class PoolBuffer(Buffer):
             if self._shared is not None and self._allocator._session.usable:
                 self._shared[0].drop(self)
             return
-        # Cleared first, because another finaliser of this garbage cycle may still use the buffer, and must find it
-        # freed.
+        # The pointer is cleared first, because another finaliser of this garbage cycle may still use the buffer, and
+        # must find the buffer freed.
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
@@ -503,8 +521,8 @@ class PoolBuffer(Buffer):
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = GLOBAL
-        # While the list has an entry, a close of the stream on another thread does not destroy it. So the entry is made
-        # before the handle is read. Only the number of entries counts.
+        # While the list has an entry, a close of the stream on another thread does not destroy the driver's stream. So
+        # the entry is made before the handle is read. Only the number of entries counts.
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
@@ -518,8 +536,8 @@ class PoolBuffer(Buffer):
             dropping.pop()
         if failed:
             error = error_from(failed, "cuMemFreeAsync")
-            # In a capture, the driver gives the same answer for memory that is gone and for memory that is not the
-            # graph's.
+            # In a capture, the driver returns the same error for memory that no longer exists and for memory that is
+            # not the graph's. So the error is final only outside of a capture.
             if is_gone(error) and not session.cuStreamIsCapturing(handle)[1]:
                 _warn_not_freed(ptr, error)
                 return
@@ -531,24 +549,24 @@ PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
 
 
 class GraphBuffer(Buffer):
-    """Memory allocated while its stream was captured: the graph owns it.
+    """Memory that was allocated while its stream was being captured. The graph owns this memory.
 
-    :meth:`MemoryPool.allocate` returns it on a stream that is captured; :class:`Graph` shows a capture.
+    :meth:`MemoryPool.allocate` returns it if the stream is being captured; :class:`Graph` shows a capture.
 
-    The memory exists from the launch of the graph until its free, which is a node of the graph or a :meth:`free` after
-    the launch. Dropping the object frees nothing.
+    The memory exists from a launch of the graph until its free, which is a node of the graph or a :meth:`free` after
+    the launch. If the object is dropped, nothing is freed.
     """
 
     __slots__ = ("_address", "_capture", "node")
 
     _address: int
-    """Address of the memory, for :attr:`address` once a free in the capture has cleared ``_ptr``."""
+    """Address of the memory, for :attr:`address` after a free in the capture has cleared ``_ptr``."""
     _capture: Capture | _Graphs | None
-    """The capture that allocated the memory, or its stand-in for a graph that is built by nodes; None for a capture by
-    other code.
+    """The capture that allocated the memory, or a :class:`_Graphs` for a graph that is built node by node; None for a
+    capture by other code.
     """
     node: Any
-    """The allocation's ``CUgraphNode``, if :meth:`add_to` made it; otherwise unset."""
+    """The allocation's ``CUgraphNode`` if :meth:`add_to` made this buffer; otherwise unset."""
 
     @classmethod
     def add_to(
@@ -560,23 +578,23 @@ class GraphBuffer(Buffer):
         after: Iterable[Any] = (),
         access: Iterable[Device] = (),
     ) -> GraphBuffer:
-        """Add an allocation to a graph that is built by nodes (``cuGraphAddMemAllocNode``).
+        """Add an allocation to a graph that is built node by node, and return it (``cuGraphAddMemAllocNode``).
 
-        Nodes that use the memory must depend on :attr:`node`. Add them by raw calls with :attr:`Graph.handle`, or by
-        cuda.core.
+        Nodes that use the memory must depend on :attr:`node`. Add such nodes by driver calls with :attr:`Graph.handle`,
+        or by cuda.core.
 
         Parameters
         ----------
         graph
-            The graph, of :meth:`Graph.create` for example, not yet instantiated.
+            The graph, for example of :meth:`Graph.create`. It is not instantiated yet.
         nbytes
             Size in bytes, at least 1.
         stream
-            The stream of operations that name no other; its device has the memory.
+            The stream of operations for which the caller names no stream. The memory is on the stream's device.
         after
             Nodes (``CUgraphNode``) of the graph that the allocation comes after.
         access
-            Devices beside that of ``stream`` that may use the memory.
+            Devices that may use the memory, in addition to the device of ``stream``.
 
         Raises
         ------
@@ -618,12 +636,12 @@ class GraphBuffer(Buffer):
         return buffer
 
     def add_free(self, *, after: Iterable[Any]) -> Any:
-        """Add the free to the graph that :meth:`add_to` named (``cuGraphAddMemFreeNode``). Returns its ``CUgraphNode``.
+        """Add the free of this memory to its graph (``cuGraphAddMemFreeNode``), and return the free's ``CUgraphNode``.
 
         Parameters
         ----------
         after
-            Nodes that the free comes after: those that use the memory.
+            Nodes that the free comes after: all nodes that use the memory.
 
         Raises
         ------
@@ -658,11 +676,11 @@ class GraphBuffer(Buffer):
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
-        """Free in stream order: while the stream is captured as a node of the graph, otherwise the memory of the last
-        launch (``cuMemFreeAsync``).
+        """Free in stream order (``cuMemFreeAsync``). In the capture the free becomes a node of the graph; afterwards it
+        frees the memory of the last launch.
 
-        The address is the same at every launch, so this may be called after each launch. Memory of graphs cannot be
-        shared, so ``still_imported`` and ``timeout`` have no effect.
+        The address is the same at every launch, so the method may be called after each launch. Memory of graphs cannot
+        be shared, so ``still_imported`` and ``timeout`` have no effect.
 
         Raises
         ------
@@ -678,30 +696,28 @@ class GraphBuffer(Buffer):
             self._ptr = pointer
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        self._ptr = ptr  # No launch has allocated it now, but the next launch will, at the same address.
+        self._ptr = ptr  # The next launch allocates memory at the same address.
         return free_refused(result, ordered, "no launch has allocated the memory since its last free")
 
     def _belongs_to(self, capture: object) -> bool:
-        # One capture may contain streams of this package and of other code. So if either capture is unknown, the driver
-        # decides.
+        # One capture may contain streams of this package and of other code. So if either capture is None, only the
+        # driver can tell.
         return capture is self._capture or None in (capture, self._capture)
 
 
 class _Graphs(NamedTuple):
-    """Stand-in for a :class:`Capture` where a graph is built node by node: buffers read its attribute ``graph``
-    only.
-    """
+    """Stand-in for a :class:`Capture` if a graph is built node by node. Buffers read only its attribute ``graph``."""
 
     graph: Graph
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # A lost context has ended all of its memory, so there is nothing to warn of.
+    if not isinstance(error, LOST):  # A lost context has no memory left, so nothing leaks.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 
 class _FreeDropped(Deferred):
-    """The free of a buffer that was dropped while its stream was not ready."""
+    """Queue item that frees the memory of a dropped buffer, because its finaliser could not make the free at once."""
 
     __slots__ = ("_raw", "_session", "_stream", "_warned")
 
@@ -731,13 +747,13 @@ class _FreeDropped(Deferred):
 
 
 def pool_of(buffer: Buffer) -> object:
-    """Return the pool that a buffer's memory is in; None if this package does not know it."""
+    """Return the pool that a buffer's memory belongs to; None if this package does not know the pool."""
     return buffer._allocator._pool_of(buffer)
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer behind a cached
-    one.
+    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer of a cached
+    buffer.
 
     The call takes cached memory out of its cache for good. A later free of the cached buffer frees the pool's
     buffer.
@@ -751,27 +767,27 @@ def shared_state(buffer: Buffer) -> SharedState | None:
 
 
 def set_shared(buffer: Buffer, state: SharedState) -> None:
-    """Have ``state`` free the buffer from now on. The pointer leaves ``_ptr``, so that a free takes the checked way."""
+    """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared."""
     buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
     buffer._ptr = None
 
 
 def freed_already(buffer: Buffer) -> ClosedError:
-    """Return the error for a free of a buffer that was freed before; the caller raises it."""
+    """Return the error for a second free of ``buffer``. The caller raises the error."""
     return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
 
 
 def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     """Free a shared buffer on ``stream``, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``), even if other
-    processes have it open. If the driver refuses, this raises CudaError, and the buffer stays shared.
+    processes have the buffer open. If the driver refuses, this raises CudaError, and the buffer stays shared.
     """
     buffer._free_on(stream, handle)
 
 
 def free_refused(result: Any, stream: Stream, cause: str = "") -> CudaError:
-    """Return the exception for a free that the driver refused with ``result``. The driver answers
-    CUDA_ERROR_INVALID_VALUE for foreign memory in a capture: that becomes a :class:`CaptureError`.
-    ``cause``: the usual cause otherwise.
+    """Return the exception for a free that the driver refused with ``result``. In a capture, CUDA_ERROR_INVALID_VALUE
+    means that the memory is not the graph's, and becomes a :class:`CaptureError`. ``cause``: text with the usual cause
+    of this error outside of a capture.
     """
     invalid = result.name == "CUDA_ERROR_INVALID_VALUE"
     if invalid and stream.capturing:
@@ -780,8 +796,8 @@ def free_refused(result: Any, stream: Stream, cause: str = "") -> CudaError:
 
 
 def take_pointer(buffer: Buffer) -> Any:
-    """Return the ``CUdeviceptr`` of a shared buffer, and mark the buffer as freed: the caller frees the memory. Returns
-    None if the buffer was freed already.
+    """Return the ``CUdeviceptr`` of a shared buffer, and mark the buffer as freed; the caller then frees the memory.
+    Return None if the buffer was freed already.
     """
     shared = buffer._shared
     buffer._shared = None

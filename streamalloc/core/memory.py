@@ -1,9 +1,9 @@
-"""Memory, its export to other libraries without a copy, and its views.
+"""Memory: its export to other libraries without a copy, and its views.
 
-:class:`Memory` is the base class of all kinds of memory. A kind defines its address, size, location and stream
-(:mod:`~streamalloc.core.memory_base`), and inherits the operations: fills and copies (:mod:`~streamalloc.core.copies`),
-and numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
-:class:`BufferView` is a range of other memory, and :class:`TypedView` one with a type and a shape.
+:class:`Memory` is the base class of all kinds of memory. A subclass defines address, size, location and stream
+(:mod:`~streamalloc.core.memory_base`). It inherits fills and copies (:mod:`~streamalloc.core.copies`), and the exports:
+numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack. :class:`BufferView` is a range of bytes
+of other memory. :class:`TypedView` is other memory with an element type and a shape.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _WRITABLE = 1  # PyBUF_WRITABLE
 
 
 class HasCudaArrayInterface(Protocol):
-    """An array of another library in device memory."""
+    """Type of arrays of other libraries in device memory."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The array's address, type and shape."""
+        """A dict with the array's address, element type and shape, in the form of the CUDA array interface."""
 
 
 def _flat_bytes(nbytes: int, address: int, read_only: bool, stream: int) -> dict[str, Any]:
@@ -62,12 +62,12 @@ def _flat_bytes(nbytes: int, address: int, read_only: bool, stream: int) -> dict
 
 
 class Memory(Copyable, Migrating):
-    """A range of bytes that devices, the host or both can reach.
+    """A range of bytes that devices, the host or both can access.
 
     :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
 
-    Every operation is queued on a stream: the given one, or the memory's own. The host does not wait, except in the
-    driver itself: a copy into pageable host memory returns once it is complete.
+    Every operation is queued on a stream: by default the memory's own :attr:`stream`. The host does not wait, with one
+    exception: for a copy into pageable host memory, the driver returns only after the copy.
     """
 
     __slots__ = ()
@@ -79,20 +79,20 @@ class Memory(Copyable, Migrating):
     @overload
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
-        """View the memory as an array of a type and shape. Other libraries then get this type and shape.
+        """Return a view of the memory as an array with a type and a shape, which other libraries then get, too.
 
         Parameters
         ----------
         dtype
             The NumPy type of the elements.
         shape
-            The sizes of the dimensions, in C order. One of them may be -1: it is computed from the size of the memory.
-            Default: one dimension.
+            The sizes of the dimensions, in C order. One size may be -1: it is computed from the size of the memory. By
+            default the view has one dimension.
 
         Raises
         ------
         TypeError, ValueError
-            The element type holds Python objects, or the elements do not fill the memory exactly or are not aligned.
+            The elements hold Python objects, do not fill the memory exactly, or would not be aligned.
         """
         kind, sizes = array_form(self, self._at, self.nbytes, dtype, shape)
         return TypedView(self, kind, sizes)
@@ -132,8 +132,8 @@ class Memory(Copyable, Migrating):
         """Return a numpy array of the memory, without a copy; the host must have access.
 
         The array keeps this object alive, but :meth:`~streamalloc.Buffer.free` still frees the memory. Synchronise with
-        the stream first: the allocation or queued copies may be pending. The checker records the call as a read by the
-        host.
+        the stream first: the allocation or queued copies may be pending. A checked driver records the call as a read by
+        the host.
 
         Raises
         ------
@@ -144,22 +144,23 @@ class Memory(Copyable, Migrating):
         return flat if shape is None else flat.reshape(shape)
 
     def _on_host(self, refusal: type[Exception]) -> npt.NDArray[np.uint8]:
-        """Return the bytes as a host array; raise ``refusal`` if the host cannot access them."""
+        """Return the memory as a host array of bytes. Raise an exception of the class ``refusal`` if the host cannot
+        access the memory.
+        """
         self._check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        # Not `np.asarray(self)`: NumPy tries the buffer protocol first, and `__buffer__` calls this method.
+        # `np.asarray(self)` would recurse: NumPy tries the buffer protocol first, and `__buffer__` calls this method.
         return np.asarray(SimpleNamespace(memory=self, __array_interface__=self.__array_interface__))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the memory as a numpy array, without a copy unless ``copy`` or another ``dtype`` asks for one. Raises
-        ValueError if the host cannot reach the memory.
+        """Return the memory as a numpy array. The bytes are copied only if ``copy`` is True or ``dtype`` needs it.
+        Raises ValueError if the host cannot access the memory.
         """
         return np.array(self.as_array(), dtype=dtype, copy=copy)
 
     def __buffer__(self, flags: int) -> memoryview:
-        """The bytes for ``memoryview`` and other users of the buffer protocol (Python 3.12 and newer), if the host has
-        access.
+        """Return the bytes for ``memoryview`` and other users of the buffer protocol (Python 3.12 and newer).
 
         Synchronise with the stream first, as for :meth:`as_array`.
 
@@ -175,12 +176,15 @@ class Memory(Copyable, Migrating):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the CUDA array interface, as flat bytes. A user orders its work after :attr:`stream`."""
+        """Version 3 of the CUDA array interface, as an array of bytes. Other code must order its work after
+        :attr:`stream`.
+        """
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # The plain case, which reads no property: other code has the stream's handle already (`capturable`), and no
-            # listener must be notified. Otherwise the property `handle`, below, marks the stream as lent, and notifies.
+            # The plain case reads no property, for speed: other code has the stream's handle already (`capturable`),
+            # and no listener must be notified. Otherwise the property `handle`, below, marks the stream as `capturable`
+            # and notifies the listener.
             if (
                 stream.direct is not None
                 and stream.capturable
@@ -192,22 +196,26 @@ class Memory(Copyable, Migrating):
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:
             raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
-        # The interface does not allow 0; 1 is the legacy default stream.
+        # The interface does not allow 0 as the stream. LEGACY (1) also names the legacy default stream.
         return _flat_bytes(self.nbytes, self.address, self._read_only(on_host=False), self.stream.handle or LEGACY)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3 of numpy's array interface: ``numpy.asarray`` then makes no copy of host memory."""
+        """Version 3 of numpy's array interface, by which ``numpy.asarray`` makes an array of host memory without a
+        copy.
+        """
         self._check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
         self.used(write=False, on_host=True)
-        # numpy 2.2 takes an address of 0 as missing. Empty memory is never accessed, so any other address will do.
+        # numpy 2.2 treats the address 0 as missing. Empty memory is never accessed, so it can have any other address.
         data = (self.address or 1, self._read_only(on_host=True))
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The DLPack device type and number: CUDA and the ordinal, CUDA managed, CUDA host, or CPU."""
+        """Return DLPack's device type and device number: CUDA and the ordinal, CUDA managed and the ordinal, CUDA host
+        and 0, or CPU and 0.
+        """
         if not self.host_accessible:
             return (CUDA, self.location.id)
         if not self.location.on_host:
@@ -222,15 +230,16 @@ class Memory(Copyable, Migrating):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Export the memory as a DLPack capsule of flat ``uint8``, without a copy.
+        """Return a DLPack capsule of the memory as ``uint8`` in one dimension, without a copy.
 
         ``stream`` follows the Python array API standard: None or 1 for the legacy default stream, 2 for the per-thread
-        one, -1 for no ordering, else a driver handle. That stream waits for the queued work of :attr:`stream`.
+        default stream, -1 for no ordering, else the handle of a stream. The named stream waits for the queued work of
+        :attr:`stream`.
 
         Raises
         ------
         BufferError
-            The memory cannot be read, or the request needs a copy.
+            The memory cannot be read, or ``dl_device`` or ``copy`` would need a copy.
         """
         if stream and dl_device is None and not copy:
             ptr = self._ptr
@@ -246,8 +255,8 @@ class Memory(Copyable, Migrating):
         return self._ordered_part(stream, dl_device, copy).__dlpack__(max_version=max_version)
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """Return an array of bytes that DLPack exports as this memory, after the checks of :meth:`__dlpack__`. Orders
-        ``stream`` as that method does. Raises BufferError, ValueError.
+        """Return a numpy array of the bytes whose ``__dlpack__`` exports this memory, after the checks of
+        :meth:`__dlpack__`. Have ``stream`` wait as :meth:`__dlpack__` does. Raises BufferError, ValueError.
         """
         self._check_usable()
         unreadable = self._unreadable()
@@ -261,8 +270,8 @@ class Memory(Copyable, Migrating):
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
         on_host = device[0] == CPU
-        # A consumer that names no stream for host-accessible memory, such as NumPy, is the host. It may access the
-        # memory at once.
+        # If the caller names no stream for host-accessible memory, as NumPy does, the host will use the memory, perhaps
+        # at once.
         of_host = on_host or (stream is None and self.host_accessible)
         if not on_host and stream != -1:
             if stream == 0:
@@ -277,8 +286,8 @@ class Memory(Copyable, Migrating):
         return part
 
     def _order(self, handle: int, of_host: bool = False) -> None:
-        """Order stream ``handle`` of other code, which is about to use the memory, after the work of :attr:`stream`.
-        ``of_host``: the host uses the memory and the stream does not, so no use of the stream is recorded.
+        """Have the stream ``handle`` of other code wait for the work of :attr:`stream`, because other code will use the
+        memory there. ``of_host``: whether the host uses the memory instead, so that no use by the stream is recorded.
         """
         ours = self.stream
         if handle != ours._number:
@@ -288,14 +297,15 @@ class Memory(Copyable, Migrating):
 
 
 def _precede(stream: Stream, handle: int) -> None:
-    """Order later work of ``handle``, another library's stream, after all queued work of ``stream`` (``cuEventRecord``,
-    ``cuStreamWaitEvent``).
+    """Order later work of another library's stream, whose ``CUstream`` is the number ``handle``, after all queued work
+    of ``stream`` (``cuEventRecord``, ``cuStreamWaitEvent``).
     """
     raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
     if raw is not None and handle not in DEFAULT_HANDLES:
-        # An event object and a stream object would cost three times as much as both calls.
+        # New Event and Stream objects would cost three times as much as both driver calls.
         theirs = cuda.CUstream(handle)  # Raises for a value that cannot be a handle.
-        # In one line, within which threads are not switched: no other thread can empty the list after the test.
+        # Python switches no threads within this line, so no other thread can empty the list between the test and the
+        # pop.
         event = spare.pop() if spare else None
         if event is not None:
             record, wait = session.cuEventRecord, session.cuStreamWaitEvent
@@ -309,9 +319,10 @@ def _precede(stream: Stream, handle: int) -> None:
 
 
 class BufferView(Memory):
-    """A range of other memory, which it keeps alive. The range is valid until that memory is freed.
+    """A range of bytes of other memory. The view keeps the other memory's object alive, and is valid until that memory
+    is freed.
 
-    A slice of memory makes it: ``buffer[:4096]``, or :meth:`Memory.view`.
+    Made by a slice of memory, such as ``buffer[:4096]``, or by :meth:`Memory.view`.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_offset", "_parent")
@@ -344,7 +355,7 @@ class BufferView(Memory):
         Raises
         ------
         ClosedError
-            The memory was freed, or no longer covers this range.
+            The memory was freed, or has shrunk so that this range is outside of it.
         """
         self._check_inside()
         return self._parent.address + self._offset
@@ -368,7 +379,7 @@ class BufferView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """The stream of the viewed memory: that of operations that name no other."""
+        """The stream of the viewed memory, for operations for which the caller names no stream."""
         return self._parent.stream
 
     @property
@@ -423,10 +434,10 @@ class BufferView(Memory):
 
 
 class TypedView(BufferView, Generic[ScalarT]):
-    """Memory as a C-contiguous array of the NumPy type ``ScalarT``; the result of :meth:`Memory.view_as`.
+    """Memory as a C-contiguous array with elements of the NumPy type ``ScalarT``. :meth:`Memory.view_as` returns it.
 
-    Fills, copies and indices count elements; :attr:`bytes` is the same memory as bytes. The array interfaces, DLPack
-    and :func:`streamalloc.ipc.share` export the type and shape.
+    Fills, copies and indices of this view count elements; those of :attr:`bytes` count bytes. The array interfaces,
+    DLPack and :func:`streamalloc.ipc.share` export the type and shape.
 
     Examples
     --------
@@ -453,19 +464,19 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     @property
     def bytes(self) -> BufferView:
-        """The same memory as bytes; its fills and copies count bytes."""
+        """The same memory as a view of bytes, whose fills, copies and indices count bytes."""
         return BufferView(self, 0, self._nbytes)
 
     def fill(self, value: Any, stream: StreamLike | None = None, *, width: None = None) -> None:  # type: ignore[override]
         """Write ``value`` to every element (``cuMemsetD8Async``, ``cuMemsetD16Async``, ``cuMemsetD32Async``).
 
-        Some values, such as most of ``float64``, are not a repeated pattern of 1, 2 or 4 bytes. For these the first
-        element is written and then copied, doubling the count each time (``cuMemcpyAsync``).
+        Some values, such as most values of ``float64``, are not a repeated pattern of 1, 2 or 4 bytes. Then the first
+        element is written, and copied in steps that double the number of written elements (``cuMemcpyAsync``).
 
         Parameters
         ----------
         value
-            A value of ``dtype``, such as a number; for a structured type a tuple or a NumPy scalar.
+            A value that ``dtype`` can hold, such as a number; for a structured type a tuple or a NumPy scalar.
         stream
             The stream to queue on (default: the memory's own).
         width
@@ -474,7 +485,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         Raises
         ------
         TypeError, ValueError
-            ``dtype`` has no such value: 300 in ``uint8``, 0.5 in ``int32``.
+            ``dtype`` cannot hold the value, such as 300 in ``uint8`` or 0.5 in ``int32``.
         """
         if width is not None:
             raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
@@ -532,8 +543,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         *,
         options: CopyOptions | None = None,
     ) -> None:
-        """Copy all elements from ``source``, which has the same type and shape (:meth:`Memory.copy_from`). Errors as
-        for :meth:`copy_to`.
+        """Copy all elements from ``source``, which must have the same element type and shape
+        (:meth:`Memory.copy_from`). Errors as for :meth:`copy_to`.
         """
         self._check_form(source, "source")
         super().copy_from(source, stream, options=options)
@@ -541,7 +552,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            # The other side is neither memory nor an array. The copy raises an error that says so.
+            # The other side is neither memory nor an array. The copy itself raises a TypeError with the allowed types.
             return
         dtype, shape = form
         if dtype != self.dtype:
@@ -573,12 +584,16 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the CUDA array interface. A user orders its work after :attr:`stream`."""
+        """Version 3 of the CUDA array interface, with this type and shape. Other code must order its work after
+        :attr:`stream`.
+        """
         return super().__cuda_array_interface__ | self._interface_type()
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3 of numpy's array interface: ``numpy.asarray`` then makes no copy of host memory."""
+        """Version 3 of numpy's array interface, by which ``numpy.asarray`` makes an array of host memory without a
+        copy.
+        """
         return super().__array_interface__ | self._interface_type()
 
     if TYPE_CHECKING:
@@ -593,12 +608,13 @@ class TypedView(BufferView, Generic[ScalarT]):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Export the memory as a DLPack capsule, without a copy; see :meth:`Memory.__dlpack__`.
+        """Return a DLPack capsule of the memory with this type and shape, without a copy. Arguments as for
+        :meth:`Memory.__dlpack__`.
 
         Raises
         ------
         BufferError
-            As for :meth:`Memory.__dlpack__`, or DLPack has no such type.
+            The errors of :meth:`Memory.__dlpack__`, or DLPack has no such element type.
         """
         part = self._ordered_part(stream, dl_device, copy).view(self.dtype).reshape(self.shape)
         part.memory = self
@@ -616,8 +632,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> npt.NDArray[Any]: ...
     def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """Return a numpy array of host-accessible memory, without a copy; by default of this type and shape. Errors as
-        for :meth:`Memory.as_array`.
+        """Return a numpy array of host-accessible memory, without a copy, by default with this type and shape. Errors
+        as for :meth:`Memory.as_array`.
         """
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
         return self._parent.as_array(*form)
@@ -627,15 +643,15 @@ class TypedView(BufferView, Generic[ScalarT]):
 
 
 def check_usable(memory: Memory) -> None:
-    """Raise if memory cannot be used now: ClosedError if it was freed or unmapped, EvictedError if it is evicted,
-    ValueError if no device has access.
+    """Raise an error if memory cannot be used now: ClosedError if the memory was freed or unmapped, EvictedError if it
+    is evicted, ValueError if no device has access.
     """
     memory._check_usable()
 
 
 def viewed(memory: Memory) -> tuple[Memory, int]:
-    """Return the memory under a view and under the views that it is a view of, and the offset in bytes. For memory that
-    is not a view: itself and 0.
+    """Return the memory below all nested views, and the offset of ``memory`` in it in bytes. If ``memory`` is not a
+    view, return ``memory`` and 0.
     """
     offset = 0
     while isinstance(memory, BufferView):
@@ -645,8 +661,8 @@ def viewed(memory: Memory) -> tuple[Memory, int]:
 
 
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """Return the NumPy type and the shape of memory or of an array; None for other objects. Memory without a type
-    counts as ``uint8`` in one dimension.
+    """Return the NumPy type and the shape of memory or of an array; None for other objects. Memory without an element
+    type counts as ``uint8`` in one dimension.
     """
     if isinstance(other, MemoryBase):
         dtype = getattr(other, "dtype", None)
