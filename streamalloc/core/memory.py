@@ -518,9 +518,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         *,
         options: CopyOptions | None = None,
     ) -> None:
-        """Copy all elements to ``target``, which has the same type and shape. Otherwise as :meth:`Memory.copy_to`.
+        """Copy all elements to ``target``, which must have the same element type and shape (:meth:`Memory.copy_to`).
 
-        Memory without a type counts as bytes.
+        Memory without an element type counts as bytes.
 
         Raises
         ------
