@@ -1,7 +1,7 @@
-"""CUDA drivers: the real one, a simulated one, and wrappers that trace, check or fail calls.
+"""CUDA drivers: the real driver, a simulated driver, and wrappers that trace or check calls or make calls fail.
 
-A *driver* is an object with the functions of ``cuda.bindings.driver`` under the same names, arguments and return
-convention. :func:`real` is the driver of this machine, :func:`simulated` makes one over ordinary memory, and
+A *driver* is an object that has the functions of ``cuda.bindings.driver`` with the same names, arguments and results.
+:func:`real` returns the driver of this machine, and :func:`simulated` makes a driver over ordinary memory.
 :func:`traced`, :func:`checked` and :func:`faulty` wrap any driver.
 """
 

@@ -1,4 +1,4 @@
-"""Counts of driver handles and addresses, to find double releases and leaks."""
+"""Counts of driver handles and addresses that are not released, to find double releases and leaks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from streamalloc.driver.bindings import number_of
 
 SETTLERS: list[Callable[[], int | None]] = []
-"""Functions of the facade that attempt deferred releases before leaks are reported. Each returns the number of
-remaining items, or None.
+"""Functions that ``streamalloc.core`` registers. They make deferred releases before leaks are reported. Each returns
+the number of releases that are left, or None.
 """
 
-# For each kind: the calls that create a handle, which is the first value of their answer, and the calls that end a
-# handle, which is their first argument. A call that is missing here makes a false leak or a false double release.
+# For each kind of resource, two texts. The first names the functions that create a handle, which is the first value
+# after the CUresult. The second names the functions that end a handle, which is their first argument. A function that
+# is missing here causes a false leak or a false double release.
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),
@@ -35,17 +36,17 @@ _RESOURCES = {
     "mipmapped array": ("cuMipmappedArrayCreate", "cuMipmappedArrayDestroy"),
 }
 MAKERS = {name: kind for kind, (makers, _) in _RESOURCES.items() for name in makers.split()}
-"""Kind of the handle that a function creates."""
+"""Kind of the handle that a driver function creates, by the function's name."""
 ENDERS = {
     name: [kind for kind, (_, also) in _RESOURCES.items() if name in also.split()]
     for _, enders in _RESOURCES.values()
     for name in enders.split()
 }
-"""Kinds of handles that a function ends."""
+"""List of the kinds of handles that a driver function ends, by the function's name."""
 
 
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
-"""Calls whose handles may be released but need not be."""
+"""Names of functions whose handles need not be released."""
 _NODES = ("cuGraphAddMemAllocNode", "cuGraphAddNode", "cuGraphAddNode_v2")
 
 
@@ -56,27 +57,31 @@ class HandleCounts:
         self._live: Counter[tuple[str, int]] = Counter()
         """Number of owners of each handle or address, by kind and handle."""
         self._uncounted: set[int] = set()
-        """Handles that need not be released: graph memory, imported pools, mipmap levels."""
+        """Handles and addresses that need not be released: graph memory, imported pools, mipmap levels."""
 
     def may_end(self, name: str, handle: int) -> bool:
-        """Whether the call ``name`` may end this handle. If not, it is a double release or a wrong handle."""
+        """Return whether driver function ``name`` may end this handle. If not, the call is a double release or has a
+        wrong handle.
+        """
         return handle in self._uncounted or self.owns(name, handle)
 
     def owns(self, name: str, handle: int) -> bool:
-        """Whether this handle has an owner that the call ``name`` can end."""
+        """Return whether this handle is counted as not released, with a kind that driver function ``name`` can end."""
         return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:
-        """Count what a successful call makes or ends. ``captured``: the call became a node of a graph."""
+        """Count the handles that a successful call of driver function ``name`` has created or ended. ``answer`` is the
+        tuple that the function returned. ``captured``: whether the call became a node of a graph.
+        """
         if name in MAKERS:
             handle = int(answer[1])
             if handle and captured:
                 self._uncounted.add(handle)
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
-                pass  # The stream was captured into a graph that exists already, and has its owner.
+                pass  # The stream was captured into a graph that is counted already.
             elif handle:
-                # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory has
-                # to be freed, so it must count.
+                # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory
+                # must be freed, so it is counted.
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
@@ -91,7 +96,8 @@ class HandleCounts:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:
             # Memory of a node is not counted, because each launch allocates it, and the graph may free it. In the
-            # parameters of cuGraphAddNode, `alloc` is one side of a union: it is read only if the type says so.
+            # parameters of cuGraphAddNode, `alloc` is a member of a union: it is read only if the node's type is
+            # MEM_ALLOC.
             params = args[-1]
             if name != "cuGraphAddMemAllocNode":
                 params = params.alloc if getattr(params.type, "name", "").endswith("_MEM_ALLOC") else None
@@ -106,11 +112,11 @@ class HandleCounts:
                 del self._live[key]
 
     def lost(self, kind: str, handle: int) -> None:
-        """Record that a handle has ended with its context."""
+        """Remove a handle from the counts, because it has ended with its context."""
         self._live.pop((kind, handle), None)
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Return the handles that are not released, by kind."""
+        """Return sorted lists of the handles and addresses that are not released, by kind."""
         live: dict[str, list[int]] = {}
         for (kind, handle), count in sorted(self._live.items()):
             if count > 0:
@@ -119,4 +125,4 @@ class HandleCounts:
 
 
 COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED, *_NODES))
-"""The calls that change the counts."""
+"""Names of the driver functions that change the counts."""

@@ -1,7 +1,7 @@
 """NVIDIA's bindings and the differences between their versions.
 
-Only this module imports ``cuda.bindings``. Its enum and struct classes work on machines without a GPU, so both drivers
-share them.
+Only this module imports ``cuda.bindings``. The enum and struct classes of the bindings work on machines without a GPU,
+so the real and the simulated driver share them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ADDED = {
         CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID
         """,
 }
-# First version of the bindings that has a name which the oldest supported version (12.9) lacks, that changed its result
-# (cuMemcpyBatchAsync), or that reads it (CU_MEMPOOL_ATTR_*, named since 13.1). Error messages name this version as the
-# remedy; nothing else depends on it.
+# By name, the first version of the bindings in which the name can be used as this package does. Either older versions
+# lack the name, or its result changed (cuMemcpyBatchAsync), or older versions cannot read the attribute
+# (CU_MEMPOOL_ATTR_*, there since 13.1). Error messages give this version as the remedy; nothing else depends on it.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # CUmemPoolProps and CUmemAllocationProp both begin with the allocation type and the handle types, each a C int.
@@ -52,12 +52,16 @@ def runtime() -> Any:
 
 
 def version_that_added(name: str) -> str:
-    """Return the first version of cuda-bindings that can use ``name``, or "a newer version". For error messages."""
+    """Return the first version of cuda-bindings in which ``name`` can be used, as text such as "13.0", or "a newer
+    version". For error messages.
+    """
     return _ADDED_IN.get(name, "a newer version")
 
 
 def check_name(enum_name: str, prefix: str, name: str) -> None:
-    """Raise ``ValueError`` with similar names unless some version of the bindings has the member ``prefix + name``."""
+    """Raise ``ValueError``, which suggests similar names, if no known version of the bindings has the member ``prefix +
+    name``.
+    """
     if prefix + name in _ADDED_IN:
         return
     import difflib  # Imported here, because it is slow to import and only the error message needs it.
@@ -69,12 +73,14 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
 
 
 def enum_member(enum_name: str, member: str) -> Any | None:
-    """Return a member of a bindings enum; None if these bindings lack it."""
+    """Return a member of an enum of the bindings; None if the installed bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
 
 
 def check_readable(enum_name: str, member: Any) -> None:
-    """Raise the ``TypeError`` with which these bindings refuse an attribute that they have and cannot read."""
+    """Raise the ``TypeError`` of the installed bindings if they define the attribute ``member`` but cannot read its
+    value.
+    """
     getattr(cuda, f"_Helper{enum_name}")(member, 0, is_getter=True)
 
 
@@ -84,8 +90,8 @@ WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
     2: lambda there, value, bits: there & value != 0,
     3: lambda there, value, bits: ~(there | value) % (1 << bits) != 0,
 }
-"""Comparisons of ``cuStreamWaitValue32`` and ``64``, by ``CUstreamWaitValue_flags``. Each takes the value in memory,
-the value to wait for, and their number of bits.
+"""Comparisons of ``cuStreamWaitValue32`` and ``cuStreamWaitValue64``, by ``CUstreamWaitValue_flags``. Each function
+takes the value in memory, the value to wait for, and their number of bits.
 """
 
 
@@ -93,9 +99,9 @@ _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 
 
 def takes(name: str, module: Any = cuda) -> list[str]:
-    """Return the parameters of a function, as its documentation writes them: ``attr: cudaDeviceAttr``.
+    """Return a list of the parameters of a function, in the form of its docstring, such as ``attr: cudaDeviceAttr``.
 
-    A C type comes before the name, a default behind it: ``size_t numNodes=0``.
+    A C type is written before the name, and a default after it: ``size_t numNodes=0``.
     """
     head = (getattr(getattr(module, name, None), "__doc__", None) or "").split("\n")[0]
     inside = re.sub(r"\[[^][]*\]", lambda found: found[0].replace(",", ";"), head).partition("(")[2].rpartition(")")[0]
@@ -103,7 +109,9 @@ def takes(name: str, module: Any = cuda) -> list[str]:
 
 
 def returns(name: str, module: Any = cuda) -> list[str]:
-    """Return the values of a function after the result code, as its documentation has them: ``pool : CUmemoryPool``."""
+    """Return a list of the values that a function returns after the result code, in the form of its docstring, such as
+    ``pool : CUmemoryPool``.
+    """
     documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
     return [line for line in listed.split("\n") if line[:1].strip()][1:]
@@ -114,17 +122,19 @@ _LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
 
 @functools.cache
 def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
-    """Return the signature of a function of the driver or the runtime, and the types of its values after the result
-    code.
+    """Return the signature of a function of the driver or the runtime, and the types of the values that it returns
+    after the result code.
 
-    ``module``: ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is a class of the bindings, a C
-    type, or empty for other types. ``"[]"`` marks lists.
+    ``module`` is ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. An annotation is the name of a class of the
+    bindings or of a C type; it is empty for other types. ``"[]"`` before the name marks a list.
     """
     return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
 
 
 def _parameter(text: str) -> inspect.Parameter:
-    """Parse a parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
+    """Parse a parameter in one of these forms: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t
+    numNodes=0``.
+    """
     head, _, annotation = text.partition(":")
     head, _, default = head.partition("=")
     *kind, name = head.split()
@@ -141,7 +151,9 @@ def _result(line: str) -> str:
 
 
 def by_position(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:
-    """All arguments of a driver function by position. Raises ``TypeError`` if it takes others."""
+    """Return all arguments of driver function ``name`` by position, defaults included. Raise ``TypeError`` if the
+    arguments do not fit the function.
+    """
     bound = signature(cuda, name)[0].bind(*given, **named)
     bound.apply_defaults()
     return bound.args
@@ -149,7 +161,7 @@ def by_position(name: str, /, *given: Any, **named: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
-    """Return the parameter names of a driver function in order; empty if it is undocumented."""
+    """Return the parameter names of a driver function in order; empty if the function has no docstring."""
     return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in takes(name))
 
 
@@ -168,7 +180,9 @@ def value_count(name: str) -> int:
 
 
 def number_of(value: Any) -> int:
-    """Return the number of a handle or address; 0 for None. For a host object with bytes it is their address."""
+    """Return a handle or an address as an int; 0 for None. For bytes or an array in host memory, return the address of
+    the data.
+    """
     if value is None:
         return 0
     if hasattr(value, "__array_interface__"):
@@ -183,8 +197,8 @@ def number_of(value: Any) -> int:
 def handle_types_member(value: int) -> Any:
     """Return a ``CUmemAllocationHandleType`` for any combination of flags.
 
-    The driver accepts combined handle types (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no such
-    member. Their setter accepts an instance made without the enum's look-up.
+    The driver accepts combined handle types (``POSIX_FILE_DESCRIPTOR | FABRIC``), but the bindings' enum has no member
+    for them. The bindings' setter accepts an instance of the enum that is made without a look-up of a member.
     """
     try:
         return cuda.CUmemAllocationHandleType(value)
@@ -195,9 +209,10 @@ def handle_types_member(value: int) -> Any:
 
 
 def read_handle_types(props: Any) -> int:
-    """Return the handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp``, even if combined.
+    """Return the handle-type flags of a ``CUmemPoolProps`` or ``CUmemAllocationProp`` as an int, even if flags are
+    combined.
 
-    The bindings' getter raises on a combination, so the field is read from the struct's memory.
+    The bindings' getter raises for combined flags, so the field is read from the struct's memory.
     """
     return ctypes.c_uint32.from_address(int(props.getPtr()) + _HANDLE_TYPES_OFFSET).value
 
@@ -210,8 +225,8 @@ def prop_bytes(prop: Any) -> bytes:
     return ctypes.string_at(prop.getPtr(), _PROP_BYTES)
 
 
-# Opaque structs for sharing, and attribute values, have 64 bytes. Some versions of the bindings give no access to the
-# bytes, so these are read and written at the struct's address.
+# Opaque structs for sharing, and values of launch attributes, have 64 bytes. Some versions of the bindings have no
+# attribute for these bytes, so the bytes are read and written at the struct's address.
 _OPAQUE_BYTES = 64
 
 
@@ -221,9 +236,9 @@ def opaque_bytes(struct: Any) -> bytes:
 
 
 def opaque_struct(name: str, data: bytes) -> Any:
-    """Return an opaque struct with these bytes; ``name`` is its class in the bindings.
+    """Return an opaque struct of the bindings' class ``name`` with the bytes ``data``.
 
-    Raises ``ValueError`` if there are not 64 bytes.
+    Raises ``ValueError`` if ``data`` does not have 64 bytes.
     """
     if len(data) != _OPAQUE_BYTES:
         raise ValueError(f"a {name} has {_OPAQUE_BYTES} bytes, not {len(data)}")

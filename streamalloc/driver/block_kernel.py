@@ -1,9 +1,9 @@
-"""The kernel of the package: it copies blocks between scattered addresses, so it both gathers and scatters.
+"""The package's kernel: it copies blocks of bytes between scattered addresses, so it both gathers and scatters.
 
-The addresses of the blocks are among the parameters of a launch. So they need no memory that must outlive it, and
-whoever sees the launch, a checker or the simulated driver, knows the memory that it reads and writes. The kernel is
-there twice: with parameters of 4 KiB, which every supported driver takes, and of 32 KiB, which drivers take since CUDA
-12.1. A launch with more parameters takes longer, but eight launches take longer still.
+The addresses of the blocks are part of the parameters of a launch. So they need no memory of their own, and a checker
+or the simulated driver can read from the launch which memory the kernel reads and writes. The module has the kernel in
+two versions: with 4 KiB of parameters, which every supported driver accepts, and with 32 KiB, which drivers accept
+since CUDA 12.1. One launch with 32 KiB takes longer than one with 4 KiB, but less time than eight of those.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 COPY_KERNEL, COPY_MANY = "streamalloc_copy_blocks", "streamalloc_copy_many_blocks"
-"""Names of the kernel in its module, with few and with many parameters."""
+"""Names of the kernel in its module: the version with 4 KiB of parameters, and the version with 32 KiB."""
 COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
-"""Largest number of blocks of a launch, by name of the kernel: about as many as its parameters have room for."""
+"""Largest number of blocks of a launch, by name of the kernel. The offsets of this many blocks fit in its
+parameters.
+"""
 COPY_UNIT = 16
-"""Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
+"""Bytes that a thread copies by one instruction. Addresses and sizes of blocks must be multiples of this number."""
 _THREADS = 256  # Threads of a thread block.
 _SHIFT = COPY_UNIT.bit_length() - 1
-_SPAN = 32 + _SHIFT  # Bits of an offset in bytes. The kernel takes it as a 32-bit number of units.
+_SPAN = 32 + _SHIFT  # Bits of an offset in bytes. The kernel gets the offset as a 32-bit number of units.
 _PART = 2048  # Bytes that a warp of threads copies as one piece of a block.
 
 
 class BlockCopies(ctypes.Structure):
-    """Parameters of a launch: where its blocks are, how many there are, and how many bytes a block has.
+    """Parameters of a launch: addresses and number of its blocks, and the size of a block in bytes.
 
-    There are base addresses of targets and sources, and the offsets of each block's target and source from the bases,
-    in units of :data:`COPY_UNIT`. The driver reads only as many bytes as the kernel has parameters.
+    An address is a base address (of all targets, or of all sources) plus an offset of the block in units of
+    :data:`COPY_UNIT`. The driver reads only as many bytes of this struct as the kernel has parameters.
     """
 
     _fields_ = (
@@ -46,7 +48,7 @@ class BlockCopies(ctypes.Structure):
     )
 
     def shape(self, most: int) -> tuple[int, ...]:
-        """Return the extents of the grid and of a thread block, three each.
+        """Return the sizes of the grid (three numbers) and of a thread block (three numbers).
 
         The grid has at most ``most`` thread blocks.
         """
@@ -54,7 +56,9 @@ class BlockCopies(ctypes.Structure):
         return min(-(-warps * 32 // _THREADS), most), 1, 1, _THREADS, 1, 1
 
     def addresses(self) -> tuple[list[int], list[int]]:
-        """Return the addresses of the targets and those of the sources, one for each block."""
+        """Return a list of the addresses of the targets and a list of the addresses of the sources, one for each
+        block.
+        """
         offsets = np.frombuffer(self.offsets, np.uint32)[: 2 * self.count].astype(np.int64) * COPY_UNIT
         return (offsets[::2] + self.target).tolist(), (offsets[1::2] + self.source).tolist()
 
@@ -64,8 +68,8 @@ def block_copies(
 ) -> Iterable[BlockCopies]:
     """Yield the parameters of launches that together copy blocks of ``nbytes`` bytes.
 
-    ``most``: largest number of blocks of a launch. Empty if an address or the size is not a multiple of
-    :data:`COPY_UNIT`.
+    ``most`` is the largest number of blocks of a launch. Nothing is yielded if an address or ``nbytes`` is not a
+    multiple of :data:`COPY_UNIT`.
     """
     bases = [int(side[0]) >> _SPAN << _SPAN for side in (targets, sources)]
     target, source = targets - bases[0], sources - bases[1]
@@ -74,8 +78,8 @@ def block_copies(
         return ()
     if not bits >> _SPAN:
         return _launches(bases, target, source, nbytes, most)
-    # An offset has 32 bits and counts units, so one launch reaches 64 GiB from each base. Blocks in other windows of 64
-    # GiB get separate launches.
+    # An offset has 32 bits and counts units of 16 bytes, so one launch covers 64 GiB from each base. Blocks in other
+    # ranges of 64 GiB get separate launches.
     windows = target >> _SPAN, source >> _SPAN
     order = np.lexsort(windows)
     apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
@@ -99,13 +103,15 @@ def _launches(
 
 
 def parameters_of(params: Any) -> BlockCopies | None:
-    """Return the parameters in the argument ``kernelParams`` of a launch; None for another kernel."""
+    """Return the :class:`BlockCopies` in ``params``, the argument ``kernelParams`` of a launch; None for another
+    kernel.
+    """
     values: Any = params[0] if isinstance(params, tuple) and len(params) == 2 else ()
     return values[0] if len(values) == 1 and isinstance(values[0], BlockCopies) else None
 
 
 def copy_ptx(names: Collection[str]) -> str:
-    """Return the PTX of a module with the kernels of these names, from the file ``block_kernel.ptx``."""
+    """Return the PTX text of a module with the kernels of these names, made from the file ``block_kernel.ptx``."""
     head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
     same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
     sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}

@@ -1,4 +1,4 @@
-"""Errors that concern a whole driver: none was found, a forked child used one, or a program misused one."""
+"""Errors that concern a whole driver: no driver was found, a forked child used a driver, or a program misused one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class DriverMisuseError(AssertionError):
-    """A hazard, double release, leak, or broken return convention, found by :func:`checked`.
+    """:func:`checked` found a hazard, a double release, a leak, or a driver function that returned no proper tuple.
 
-    ``hazard`` is the :class:`Hazard`; None for other causes.
+    ``hazard`` is the :class:`Hazard`; None for the other causes.
     """
 
     def __init__(self, message: str, hazard: Hazard | None = None) -> None:
@@ -20,14 +20,14 @@ class DriverMisuseError(AssertionError):
 
 
 class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found, and the simulated driver was not chosen.
+    """No usable CUDA driver was found, and no simulated driver was chosen.
 
     :func:`real` and :func:`default` raise it.
     """
 
 
 class ForkedProcessError(RuntimeError):
-    """A forked child used an object of its parent, which CUDA does not support.
+    """A forked child process used an object of its parent. CUDA does not work in a forked child.
 
-    Start processes by ``spawn``, as the programs of :doc:`/docs/guides/ipc` do.
+    Start processes with multiprocessing's method ``spawn``, as the programs of :doc:`/docs/guides/ipc` do.
     """

@@ -1,4 +1,4 @@
-"""Names of ``driver``, beside the public ones, that other areas use."""
+"""Private names of ``driver`` that other areas of the package may import."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,9 @@
-"""Locks for ``with`` blocks in which a signal handler may raise, and data of threads that finalisers may read.
+"""Locks for ``with`` blocks in which a signal handler may raise, and thread-local data that finalisers may read.
 
-Since Python 3.12 a handler may raise where a loop jumps back from within an ``if``. This jump is not part of the block
-around the loop: the block does not end, and the lock stays held. So a loop with an ``if`` at the end of its body is in
-a function that the block calls.
+Since Python 3.12 a signal handler may raise at the point where a loop jumps back from within an ``if``. Python does not
+count this jump as part of the ``with`` block around the loop: the block's exit does not run, and the lock stays held.
+So no loop with an ``if`` at the end of its body is written directly in such a block; it is in a function that the block
+calls.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ __all__ = ["Lock", "RLock", "ThreadLocal"]
 
 
 class ThreadLocal(threading.local):
-    """Values of the calling thread.
+    """Thread-local values, which are made on first use.
 
-    A subclass names the function that makes each: ``class Mine(ThreadLocal, a=dict)``.
+    A subclass gives a function for each value: ``class Mine(ThreadLocal, a=dict)``.
 
-    A value is made by the thread's first use of it, not by ``__init__``: a finaliser that runs during that would find
-    the object without its values.
+    A value is made when the thread first reads it, not by ``__init__``: a finaliser that runs during ``__init__`` would
+    find the object without its values.
     """
 
     _makes: ClassVar[dict[str, Callable[[], Any]]]
@@ -33,7 +34,7 @@ class ThreadLocal(threading.local):
         make = self._makes.get(name)
         if make is None:
             raise AttributeError(name)
-        return self.__dict__.setdefault(name, make())  # A finaliser may have made it meanwhile.
+        return self.__dict__.setdefault(name, make())  # A finaliser may have made the value meanwhile.
 
 
 if sys.version_info < (3, 14):
@@ -42,12 +43,12 @@ if sys.version_info < (3, 14):
 else:
     import _thread
 
-    # Since Python 3.14 a signal handler may raise after `__enter__` of a lock, which is C, and before the block: the
-    # lock stays held for ever (CPython issue 148874). After a method written in Python no handler runs before the
-    # block. `__exit__` must be C: a handler may raise at the start of a method written in Python.
+    # Since Python 3.14 a signal handler may raise after a lock's `__enter__`, which is written in C, and before the
+    # block begins: the lock then stays held for ever (CPython issue 148874). After an `__enter__` in Python, no handler
+    # runs before the block begins. `__exit__` must be in C: a handler may raise at the start of a method in Python.
 
     def _enter(self: Lock | RLock) -> bool:
-        # Unpacking calls `acquire`, since a handler may run after a call in Python code.
+        # `acquire` is called by the unpacking of `map`, in C: after a call in Python code, a handler could raise.
         (acquired,) = map(self.acquire, (True,))
         return acquired
 

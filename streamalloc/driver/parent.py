@@ -1,7 +1,7 @@
-"""Checks that a test requests from its child processes, and the directory for their reports.
+"""Checks that a test requests from its child processes, and the directory for the children's reports.
 
-The test sets them in an environment variable and in the configuration of :mod:`multiprocessing`. That configuration is
-pickled, so it reaches even processes of a fork server that was started earlier.
+The test stores both in an environment variable and in the configuration of :mod:`multiprocessing`. This configuration
+is pickled for each child, so it reaches even children of a fork server that was started earlier.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class ParentTest(NamedTuple):
     process: int
     """Process ID of the test."""
     checks: tuple[str, ...]
-    """Requested checks: ``"check"`` for stream order, ``"leaks"``."""
+    """Requested checks: ``"check"`` for stream order, ``"leaks"`` for leaks."""
     directory: str
     """Directory of the reports, private to this user."""
 
     def to_text(self) -> str:
-        """Return the test as text, the value of :data:`VARIABLE`."""
+        """Return the test as text for the environment variable :data:`VARIABLE`."""
         return f"{self.process}:{'+'.join(self.checks)}:{self.directory}"
 
     @classmethod
     def from_text(cls, text: str) -> ParentTest:
-        """Return the test of a text from :meth:`to_text`. Raises ``ValueError`` for any other text."""
+        """Return the test that ``text`` of :meth:`to_text` describes. Raises ``ValueError`` for any other text."""
         process, checks, directory = text.split(":", 2)
         return cls(int(process), tuple(checks.split("+")), directory)
 
     def report(self, kind: str, text: str) -> None:
-        """Add a report if the test requested its ``kind``.
+        """Add ``text`` to this process's report of the check ``kind``, if the test requested this check.
 
-        Nothing is written if the test, and its directory, are gone.
+        Nothing is written if the test has ended and its directory no longer exists.
         """
         if kind in self.checks:
             path = os.path.join(self.directory, f"{os.getpid()}.{kind}")
@@ -52,9 +52,10 @@ class ParentTest(NamedTuple):
 
 
 def configuration() -> dict[str, Any]:
-    """Return the dict that :mod:`multiprocessing` pickles for its child processes. A change reaches later children.
+    """Return the dict that :mod:`multiprocessing` pickles for its child processes. A change of the dict reaches later
+    children.
 
-    It is empty if multiprocessing is not imported; a change is then lost.
+    If multiprocessing is not imported, the dict is empty, and a change is lost.
     """
     module = sys.modules.get("multiprocessing.process")
     found: dict[str, Any] = {} if module is None else getattr(module.current_process(), "_config", {})
@@ -62,23 +63,23 @@ def configuration() -> dict[str, Any]:
 
 
 def from_server() -> bool:
-    """Whether multiprocessing has started this process."""
+    """Return whether multiprocessing has started this process."""
     module = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
 
 
 def parent_test() -> ParentTest | None:
-    """Return the test that started this process; None in the test's own process and without a test.
+    """Return the test that started this process; None in the test's own process and if no test started it.
 
-    The answer is constant for the life of the process, even if the test ends.
+    The result stays the same for the life of the process, even if the test ends.
     """
-    # The answer is cached by process id, because a forked child inherits the cache of its parent.
+    # The result is cached by process id, because a forked child inherits the cache of its parent.
     return _find(os.getpid())
 
 
 @functools.cache
 def _find(process: int) -> ParentTest | None:
-    # A multiprocessing server may have the environment of an earlier test.
+    # The environment may be that of an earlier test, during which a multiprocessing server was started.
     text = configuration().get(VARIABLE) or ("" if from_server() else _AT_START)
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Answers of the operating system: which processes run, the memory and addresses of this one, and IMEX channels."""
+"""Queries of the operating system: processes that run, mapped addresses of this process, and IMEX channels."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _STARTUP = str(Path(__file__).with_name("startup"))
-"""Folder whose ``sitecustomize`` prepares child processes."""
+"""Folder of the module ``sitecustomize`` that prepares child processes."""
 _EXITING = 4
-"""The kernel's flag ``PF_EXITING``, in the flags of ``/proc/PID/stat``."""
+"""The kernel's flag ``PF_EXITING`` in the field ``flags`` of ``/proc/PID/stat``."""
 
 
 def search_path() -> str:
-    """Return the value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
+    """Return the value of PYTHONPATH with which a child process finds this package's ``sitecustomize`` first."""
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
     return os.pathsep.join([_STARTUP, *others])
 
 
 def alive(process: int) -> bool:
-    """Whether the process with this id runs. Exiting processes and zombies do not count."""
+    """Return whether the process with this id runs. Exiting processes and zombies do not count as running."""
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
     except OSError as error:
-        # Without a free descriptor the file cannot be opened. The process then counts as running, because nothing shows
-        # that it has ended.
+        # If this process has no free file descriptor, the file cannot be opened. The other process then counts as
+        # running, because nothing shows that it has ended.
         return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def runs(stat: bytes) -> bool:
-    """Whether a process runs that has this line in ``/proc/PID/stat``."""
-    # The name before the state may contain any characters.
+    """Return whether the process whose file ``/proc/PID/stat`` has this content runs."""
+    # The process name before the state may contain any characters, also parentheses and spaces.
     state, *_, flags = stat.rpartition(b")")[2].split()[:7]
-    # An exiting process's files are closed, and so its locks released, before its state changes.
+    # The kernel closes an exiting process's files, and so releases its locks, before it changes the process's state.
     return state not in (b"Z", b"X") and not int(flags) & _EXITING
 
 
 def mapped_ranges() -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and rights, such as ``"rw-p"``, of each range of addresses that is mapped in this process."""
-    # The names of mapped files may be no text.
+    """Yield start address, end address and rights (such as ``"rw-p"``) of each range that is mapped in this process."""
+    # The names of mapped files may contain bytes that are no ASCII text.
     with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         for line in lines:
             bounds, rights, _ = line.split(" ", 2)
@@ -60,5 +60,5 @@ def address_space_limit() -> int | None:
 
 
 def imex_channels() -> list[str]:
-    """Return the paths of the IMEX channel files of this machine, whether this user may open them or not."""
+    """Return the sorted paths of the IMEX channel files of this machine, also of files that this user may not open."""
     return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))

@@ -1,9 +1,8 @@
-"""The driver functions that streamalloc calls, and the interface between the facade and a checker, as typed Protocols.
+"""Typed Protocols of the driver functions that streamalloc calls, and of a checker that streamalloc notifies.
 
-The names, the order of the arguments and the return convention are those of ``cuda.bindings.driver``: every function
-answers a tuple whose first item is a ``CUresult``, followed by what the function returns. Functions of newer bindings
-only are not listed: the facade calls them by name (:meth:`streamalloc.core.session.Session.call`), and an error says
-which version is needed.
+Names, arguments and results are those of ``cuda.bindings.driver``: every function returns a tuple with a ``CUresult``
+first, and then the values of the function. Functions that only newer bindings have are not listed. They are called by
+name (:meth:`streamalloc.core.session.Session.call`), and an error says which version of the bindings is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ On: TypeAlias = Literal["raise", "report", "warn"]
 
 @runtime_checkable
 class Driver(Protocol):
-    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated machine, or a wrapper of one.
+    """An object with the driver API's functions: ``cuda.bindings.driver``, a simulated driver, or a wrapper of a
+    driver.
 
     :func:`real`, :func:`simulated` and :func:`checked` return drivers.
     """
@@ -197,11 +197,11 @@ FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
 
 
 class MemoryListener(Protocol):
-    """Receiver of notifications by the facade, about memory uses that are not driver calls.
+    """Receiver of notifications about memory that no driver call tells, such as uses by kernels of other libraries.
 
-    It is the driver's attribute ``listener``, if there is one, as in a driver of :func:`streamalloc.driver.checked`.
-    The facade makes the same driver calls with and without a listener. Streams are driver handles (``CUstream``). For a
-    default stream, its context is current.
+    The receiver is the attribute ``listener`` of a driver of :func:`streamalloc.driver.checked`; other drivers have no
+    such attribute. The package makes the same driver calls with and without a listener. Streams are driver handles
+    (``CUstream``). If the stream is a default stream, its context is current during the notification.
     """
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
@@ -211,66 +211,82 @@ class MemoryListener(Protocol):
         """
 
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
+        """Record that other code gets the handle of ``stream``. ``used``: whether it also queues work on the stream."""
 
     def named(self, stream: Any, name: str) -> None:
-        """Record the name of a new stream, for reports."""
+        """Record the name that a new stream has in reports."""
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that the latest work writes elements of NumPy's ``dtype``, or, with ``write`` False, reads them."""
+        """Record that the work queued last writes ``nbytes`` bytes at ``address`` as elements of NumPy's ``dtype``.
+        With ``write`` False, record that it reads them.
+        """
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released (no writes), or, with ``released`` False, is used again."""
+        """Record that the program has given up mapped memory and writes to it no more. With ``released`` False, record
+        that the program uses it again.
+        """
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed shared memory or dropped an import. The driver's free comes later."""
+        """Record that the program has freed shared memory, or dropped an import. The driver call that frees it comes
+        later.
+        """
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use ``nbytes`` bytes after the queued work of ``stream``.
+        """Record that other processes may use ``nbytes`` bytes at ``address`` after the queued work of ``stream``.
 
-        ``name`` identifies the announcement in both processes.
+        ``name`` is the same in the process that uses the memory (:meth:`opened`).
         """
 
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits for the announcement ``name`` before it uses ``nbytes`` bytes of an import.
+        """Record that ``stream`` waits for the exporter's work, which :meth:`shared` recorded with ``name``, before it
+        uses ``nbytes`` bytes of imported memory at ``address``.
 
-        ``word``: the address of the 32-bit word that the stream waits for. Without a stream, the host has waited.
+        ``word`` is the address of the 32-bit word whose value the stream waits for. Without a stream, the host has
+        waited.
         """
 
 
 class Checked(Driver, Protocol):
-    """Driver that finds missing stream order: :func:`checked`."""
+    """Driver that finds missing stream order. :func:`checked` returns it."""
 
     hazards: list[Hazard]
-    """All hazards in order, one for each pair of places. The list may be cleared."""
+    """All hazards in the order in which they were found, one for each pair of lines of the program. The list may be
+    cleared.
+    """
     process: int
-    """The creating process. At exit, a forked child reports only hazards that it found itself."""
+    """ID of the process that made this driver. At its exit, a forked child reports only hazards that it found
+    itself.
+    """
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
+        """Texts about what this run did not check: one for each reason, with a count and the first line of the
+        program.
+        """
 
     @property
     def listener(self) -> MemoryListener:
-        """Receiver of the facade's notifications: the checker itself."""
+        """The checker, which receives the package's notifications."""
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Return handles or addresses that were created by this driver and not released, by kind.
+        """Return lists of the handles or addresses that were created by this driver and not released, by kind.
 
-        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        The kind ``"mapping"`` has the addresses of mappings between ``cuMemMap`` and ``cuMemUnmap``.
         """
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program that allocated memory which is not freed."""
+        """Return one hazard for each line of the program that created memory or handles which are not released."""
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`DriverMisuseError` with the handles that are not released, if there are any."""
+        """Raise :class:`DriverMisuseError` with a list of the handles that are not released, if there are any."""
 
     def finish(self) -> list[Hazard]:
-        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
+        """Make deferred releases, check the work of streams that still wait, and add leaks. Returns all hazards.
 
-        Without this call the end of the process does the same, and prints what was not shown.
+        Without this call the end of the process does the same, and prints the hazards that were not shown.
         """
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Print hazards as they are found. If ``test``, which started this process, is given, report them to it."""
+        """Print each hazard when it is found. If a test started this process, report the hazards to ``test``
+        instead.
+        """

@@ -1,6 +1,6 @@
-"""Reports of hazards, and places in the user's program.
+"""Reports of hazards, and the places in the user's program that they name. A place is a short call stack.
 
-A place becomes text only when it is shown, to be cheap to record.
+A place is recorded as code objects and offsets, which is cheap. It becomes text only when it is shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
-"""Code and instruction offset per frame, innermost first."""
+"""Tuples of a frame's code object and its offset in the bytecode, innermost frame first."""
 LIBRARIES = {
     "cuda": "cuda.core",
     "cupy": "CuPy",
@@ -32,70 +32,76 @@ LIBRARIES = {
     "torch": "PyTorch",
     "triton": "Triton",
 }
-"""Libraries that use the driver, by the folder in which Python finds them."""
+"""Names of libraries that use the driver, by the name of their top-level package."""
 
 
 class Called(tuple[tuple[CodeType, int], ...]):
-    """Place of the program that calls a function of this package."""
+    """Place in the program that calls a function of this package."""
 
     function: str = ""
-    """Name of the function."""
+    """Name of the function of this package that is called."""
 
     def __new__(cls, stack: Stack, function: str) -> Called:
-        """Combine the place ``stack`` and the name of the ``function`` of this package that it calls."""
+        """Combine the place ``stack`` with the name of the ``function`` of this package that is called there."""
         made = super().__new__(cls, stack)
         made.function = function
         return made
 
 
 class Launched(Called):
-    """Place of a capture or of a node, together with the place of its launch."""
+    """Place of a captured operation or graph node, together with the place at which the graph was launched."""
 
     launch: Stack
-    """Place of the launch."""
+    """Place at which the graph was launched."""
 
     def __new__(cls, stack: Stack, launch: Stack) -> Launched:
-        """Combine the place ``stack`` of a capture or node and the place of its ``launch``."""
+        """Combine the place ``stack`` of a captured operation or node with the place of the graph's ``launch``."""
         made: Any = super().__new__(cls, stack, function_of(stack))
         made.launch = launch
         return made  # type: ignore[no-any-return]
 
 
 def function_of(stack: Stack) -> str:
-    """Return the name of this package's public function that a place calls; empty if it calls the driver itself."""
+    """Return the name of this package's public function that is called at a place; empty if the place calls the driver
+    itself.
+    """
     found = stack.function if isinstance(stack, Called) else ""
     return "" if found.startswith(("_", "<")) else found
 
 
 LAUNCHED = ", launched"
-"""End of a name in :attr:`Hazard.places`, for the place where the graph of the operation before it was launched."""
+"""Suffix of a name in :attr:`Hazard.places`. The entry has the place at which the graph of the entry before it was
+launched.
+"""
 _DEPTH = 8
-"""Largest number of frames of a place."""
+"""Largest number of frames that a place has by default."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-# Drivers, their wrappers, and the replacements of an installed driver, which all serve calls that the program makes. No
-# place shows their frames, since they say nothing about the program.
+# Folders and files of drivers, their wrappers, and the replacements of an installed driver. No place shows frames of
+# these files, because such frames say nothing about the program.
 _DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
 """Largest number of frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
-# A stack ends at frames of a test runner, notebook or process starter.
+# A place ends at the first frame of a test runner, a notebook or multiprocessing.
 _RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
-# Files of Python whose frames only call functions of the program. They would take places in a report and name no line
-# of the program.
+# Files of Python whose frames only call functions of the program. In a report such frames would use up the limited
+# number of frames and name no line of the program.
 _CALLERS = (
     "<frozen ",
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
 )
 _THEIRS, _FACADE, _SKIPPED, _RUNNER = range(4)
-"""Kinds of files: files of the program; files of this package; files that no place shows, such as drivers and Python's
-own callers; and files at whose frames a place ends, such as test runners.
+"""Kinds of files, in this order: files of the program; files of this package; files that no place shows, such as those
+of drivers; and files at whose frames a place ends, such as those of test runners.
 """
 _kinds: dict[str, int] = {}
 """Kind of each file, by its path."""
 
 
 def here(depth: int = _DEPTH) -> Stack:
-    """Return the innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
+    """Return the innermost ``depth`` frames of the program, without frames of this package, test runners and some
+    modules of Python such as threading.
+    """
     frame = sys._getframe(1)
     function = ""
     found: list[tuple[CodeType, int]] = []
@@ -106,7 +112,7 @@ def here(depth: int = _DEPTH) -> Stack:
         if kind is None:
             kind = _kinds[file] = _kind(file)
         if kind == _SKIPPED:
-            pass  # Tested first, because most frames are of this kind.
+            pass  # This kind is tested first, because most frames are of this kind.
         elif kind == _THEIRS:
             found.append((code, frame.f_lasti))
         elif kind == _FACADE and not found:
@@ -126,11 +132,11 @@ def _kind(file: str) -> int:
 
 
 def from_package(area: str = "") -> bool:
-    """Whether this package makes the current call, perhaps through a user's driver.
+    """Return whether this package makes the current driver call, perhaps through up to two frames of a user's driver.
 
-    Calls of its own drivers do not count.
+    Calls that this package's own drivers and wrappers make do not count.
 
-    ``area``: only this folder of the package counts, such as ``"ipc/"``; empty: all do.
+    ``area``: count only calls from this folder of the package, such as ``"ipc/"``; empty for all folders.
     """
     frame = sys._getframe(1)
     others = 0
@@ -145,7 +151,7 @@ def from_package(area: str = "") -> bool:
 
 
 def lines(stack: Stack) -> list[str]:
-    """Return the traceback lines of a stack, innermost call last."""
+    """Return the lines of a traceback of ``stack``, innermost call last."""
     shown = []
     for code, at in reversed(stack):
         number = line_of(code, at)
@@ -158,7 +164,9 @@ def lines(stack: Stack) -> list[str]:
 
 
 def place_of(stack: Stack) -> str:
-    """Return file name and line of the innermost frame, as ``program.py:7``; in a notebook ``cell [3], line 7``."""
+    """Return file name and line of the innermost frame, such as ``program.py:7``; in a notebook ``cell [3], line
+    7``.
+    """
     if not stack:
         return "an unknown place"
     code, at = stack[0]
@@ -169,7 +177,7 @@ def place_of(stack: Stack) -> str:
 def _cell(code: CodeType) -> str:
     """Return ``cell [3]`` for code of the notebook's input 3; empty for other code.
 
-    The file name of a cell is a hash of its text: only IPython knows which cell it is.
+    The file name of a cell is a hash of its text. Only IPython has the cell's number.
     """
     try:
         _, name = sys.modules["IPython"].get_ipython().compile.format_code_name(code.co_filename)
@@ -179,7 +187,7 @@ def _cell(code: CodeType) -> str:
 
 
 def line_of(code: CodeType, at: int) -> int:
-    """Return the line number of the instruction at offset ``at``."""
+    """Return the line number of the instruction at offset ``at`` in the bytecode of ``code``."""
     for start, end, line in code.co_lines():
         if line is not None and start <= at < end:
             return line
@@ -207,30 +215,32 @@ class Hazard:
     nbytes: int = 0
     """Size of the memory in bytes."""
     portable: bool = True
-    """False if only a choice of the driver gives the order in this run. With another driver, pool setting or run the
-    order may be missing.
+    """False if the two operations were in order in this run only by a choice of the driver. With another driver, pool
+    setting or run they may not be in order.
     """
     places: tuple[tuple[str, Stack], ...] = ()
-    """The operations, such as ``"allocated"`` or ``"used"``, each with its place. :attr:`stacks` has them as text."""
+    """Names of the operations, such as ``"allocated"`` or ``"used"``, each with its place. :attr:`stacks` has the
+    places as text.
+    """
     count: int = 1
-    """Number of times that the hazard was found at these places, also for other memory. The other fields describe the
+    """Number of times that the hazard was found at these places, also with other memory. The other fields describe the
     first time.
     """
 
     def found_again(self) -> None:
-        """Count one more time that the hazard was found."""
+        """Add 1 to :attr:`count`."""
         # The class is frozen, so that programs cannot change a hazard: plain assignment would raise.
         object.__setattr__(self, "count", self.count + 1)
 
     @property
     def pair(self) -> tuple[object, ...]:
-        """Kind and places of both operations: the same for each hazard of one pair of places."""
+        """Tuple of the kind and the places of both operations. Hazards of the same pair of places have equal tuples."""
         operations = [name for name, _ in self.places if not name.endswith(LAUNCHED)][:2]
         return self.kind, *(stack for name, stack in self.places if name.removesuffix(LAUNCHED) in operations)
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Places in the program, as traceback lines without frames of this package, by operation (``"this call"``,
+        """Lists of traceback lines, without frames of this package, by name of the operation (``"this call"``,
         ``"allocated"``, ``"freed"``, ``"used"``).
         """
         return {name: lines(stack) for name, stack in self.places}
@@ -266,13 +276,13 @@ class Hazard:
 
 
 class Hazards(list[Hazard]):
-    """Hazards in the order in which they were found. Notebooks show each folded."""
+    """List of hazards in the order in which they were found. Notebooks show each hazard folded."""
 
     def _repr_html_(self) -> str:
         return "".join(one._repr_html_() for one in self) or "no hazards"
 
 
 def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
-    """Return the hazards as dictionaries that JSON can hold, with the stacks as traceback lines."""
+    """Return a dictionary for each hazard, which JSON can hold. The stacks are lists of traceback lines."""
     names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
     return [{name: getattr(one, name) for name in names} for one in hazards]

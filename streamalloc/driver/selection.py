@@ -1,4 +1,4 @@
-"""The real driver, and the choice of the default driver: ``use`` block, ``set_default``, environment, real driver."""
+"""The real driver, and the choice of the default driver by a ``use`` block, ``set_default`` or the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _FACTORIES = {
     "checked": "streamalloc.checker:CheckedDriver",
     "simulated": "streamalloc.simulator:SimulatedDriver",
 }
-"""Makers of drivers, by name as in an entry point: the door knows no module above it, and imports one on first use."""
+"""Functions that make drivers, as text ``module:name``. The modules are imported on first use, because this package
+must not import modules that build on it.
+"""
 _ON = ("raise", "report", "warn")
 
 
@@ -34,19 +36,19 @@ def _made_by(name: str) -> Any:
 
 @functools.cache
 def real() -> Driver:
-    """The CUDA driver of this machine: the module ``cuda.bindings.driver``.
+    """Return the CUDA driver of this machine: the module ``cuda.bindings.driver``.
 
     :func:`default` returns it if no other driver was chosen.
 
     Raises
     ------
     DriverNotFoundError
-        libcuda cannot be loaded, is too old for the bindings, or finds no device.
+        libcuda cannot be loaded, or ``cuInit`` fails, for example because there is no device.
     """
     try:
         (result,) = cuda.cuInit(0)
-    except Exception as reason:  # The bindings' loader raises other types in other versions.
-        # The message contains the reason; the traceback would be the loader's.
+    except Exception as reason:  # The type depends on the bindings' version.
+        # `from None`: the message contains the reason, and the traceback of the bindings' loader would not help.
         raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
     if result:
         raise DriverNotFoundError(_not_found(f"cuInit answered {result.name} ({int(result)})"))
@@ -78,51 +80,51 @@ def simulated(
     kernels: str = "refuse",
     host: str | None = None,
 ) -> Driver:
-    """Make a simulated machine: the driver's functions over ordinary memory, on any Linux machine.
+    """Make a simulated driver: the driver's functions over ordinary memory, on any Linux machine.
 
-    A call that is not modelled raises :class:`NotImplementedError`. So does a call that crashes the real driver, such
-    as a copy from an unmapped address: the message then ends with "the real driver crashes".
+    A call that is not modelled raises :class:`NotImplementedError`. A call that crashes the real driver, such as a copy
+    from an unmapped address, raises it, too: the message then ends with "the real driver crashes".
 
-    An array of a pool's host memory that outlives the memory reads bytes of 0xDB and discards writes; on hardware the
-    process may crash.
+    If an array of a pool's host memory is used after the memory was freed, it reads bytes of 0xDB and discards writes.
+    On hardware the process may crash.
 
     Parameters
     ----------
     devices
         Number of GPUs.
     memory
-        Bytes of memory of each GPU (None: that of the profile's GPU). Pages of this machine are used only when they are
-        written.
+        Bytes of memory of each GPU (None: as the profile's GPU has). This machine's memory is used only for pages that
+        are written.
     profile
         Simulated GPU and host: ``"h200"``, ``"h100"``, or the ``.json`` file that ``streamalloc profile -o FILE`` wrote
-        on another machine. If its devices lack a capability, calls are refused as on these devices. A call whose answer
-        on such a device is unknown raises :class:`NotImplementedError`.
+        on another machine. If the profile's devices lack a capability, calls are refused as on these devices. A call
+        whose result on such a device is not known raises :class:`NotImplementedError`.
     multicast, fabric
         Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
-        None runs work as soon as its stream allows. A number delays and interleaves work of different streams within
-        stream order, in the same way for the same number, so that a missing dependency shows.
+        With None, work runs as soon as its stream allows. A number delays and interleaves work of different streams
+        within stream order, so that a missing dependency shows. The same number gives the same delays.
     name
-        Machines of one name (default: ``STREAMALLOC_MACHINE``, else the other arguments) have the same device UUIDs. If
-        the machine is named by ``name`` or the variable, its processes also share the devices' memory: ``cuMemGetInfo``
-        counts all of them until they end.
+        Name of the simulated machine (default: ``STREAMALLOC_MACHINE``, else made from the other arguments). Processes
+        with the same name see the same device UUIDs. If ``name`` or the variable is set, these processes also share the
+        devices' memory: ``cuMemGetInfo`` counts the memory of all of them until they end.
     multicast_slots
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
-        Seconds that binding or mapping a multicast object waits for other processes and threads to add their devices.
-        Then, or at once if there are no others, a ``DeadlockError`` names the missing devices.
+        Seconds for which a bind or map of a multicast object waits until other processes and threads have added their
+        devices. After this time, or at once if there are no others, a ``DeadlockError`` names the missing devices.
     kernels
-        Launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"`` raises
-        :class:`NotImplementedError`, ``"ignore"`` does nothing.
+        Action for the launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"``
+        raises :class:`NotImplementedError`, ``"ignore"`` does nothing.
     host
-        Name of this machine among several in one IMEX domain (default: ``STREAMALLOC_HOST``, else the only machine).
-        Machines that differ only in this name have different devices. They can import each other's fabric handles of
-        physical memory and multicast objects, and nothing else.
+        Name of this machine among several machines of one IMEX domain (default: ``STREAMALLOC_HOST``, else it is the
+        only machine). Machines that differ only in this name have different devices. Each can import the others' fabric
+        handles of physical memory and multicast objects, and nothing else.
 
     Raises
     ------
     ValueError
-        There is no such profile, a field of it is missing, unknown or out of range, or a number is below 1.
+        There is no such profile, a field of the profile is missing, unknown or out of range, or a number is below 1.
     """
     spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
     made: Driver = _made_by("simulated")(*spec)
@@ -133,47 +135,51 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     """Wrap a driver so that it finds missing stream order, double frees and leaks.
 
     The checker records the order of operations (streams, events, synchronisation, host functions, waits for values,
-    captures and graphs), the memory that each call uses, and the life of that memory. It reports a missing dependency
-    even if the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
+    captures and graphs), the memory that each call uses, and when this memory is allocated and freed. It reports a
+    missing dependency even if this run had no error. It cannot see what kernels use: report such uses with
+    ``buffer.used(stream)``.
 
     **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
-    pinned and registered memory, and in memory that the host has by ``as_array()``, reports by ``used``, or copies to.
-    The copy's stream must not be one that another library has. On a real driver it must not be a default stream either,
-    and the check ends once a stream of another library is seen, which may wait for the whole device.
+    pinned and registered memory, and in memory that the host got by ``as_array()``, reports by ``used``, or copies to.
+    This holds only if no other library has the copy's stream. On a real driver the stream must also not be a default
+    stream, and this check ends once another library's stream is used, because that library may wait for the whole
+    device.
 
     **Assumed**, if the checker cannot see an order:
 
     * All host threads share the order of their waits, host functions included.
-    * Streams of other libraries, streams of ours that such a library uses, and default streams come after each other.
-      Once a stream of another library was seen, this holds for each stream whose ``handle`` was read, also by
-      ``__cuda_array_interface__``. The host may have waited for any finished work in these streams.
+    * Work on streams of other libraries, streams of ours that such a library uses, and default streams runs one after
+      the other. Once another library's stream was used, this also holds for each stream whose ``handle`` was read,
+      directly or by ``__cuda_array_interface__``. The host may have waited for any finished work on these streams.
     * Work on shared memory that other processes can wait for (an interprocess event, a value in shared memory,
-      :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
+      :func:`streamalloc.ipc.share`) comes before all later work of this process, because this process may have waited
+      for an answer of the others.
     * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
       that no call of this driver wrote, once the host has seen the waiting stream idle.
-    * Copies from pageable host memory have read it when the call returns, except in graphs. The target is complete in
-      the order of the stream only, which is the legacy stream for ``cuMemcpyHtoD``.
-    * The host may poll up to 64 bytes that a stream writes to host memory, and then use what earlier work used.
-    * A kernel without declared uses may write the memory that its arguments name. Of all memory that exists at its
+    * A copy from pageable host memory has read this memory when the call returns, except in graphs. The target is
+      complete only in the order of the stream; for ``cuMemcpyHtoD`` this is the legacy stream.
+    * The host may poll up to 64 bytes that a stream writes to host memory, and then use memory that earlier work of the
+      stream used.
+    * A kernel without declared uses may write the memory that its arguments name. For all memory that exists at its
       launch, unwritten bytes and element types are no longer checked.
-    * Memory that is read was written before, unless ``uninitialized`` asks for that check.
+    * Memory that is read was written before, unless ``uninitialized`` is True.
 
     **Not checked**; ``notes`` and the last lines at the end of the process list what was left out in a run, and why:
 
     * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
       unknown handle.
-    * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
-      freed memory are reported.
+    * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped. Refused calls
+      on freed memory are reported.
     * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
     * Rows of a plane after the first 32,768.
-    * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
-      of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
-      that processes share they report this for the work before the export. Who has waited for a third process counts
-      as ordered.
-    * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
-      ``used(on_host=True)``. On a simulated driver, ``poison`` makes them read 0xCB.
+    * Processes without a checker or of another user. If both processes have a checker, a use of a shared allocation is
+      reported, in both directions, if it does not wait for an interprocess event or a value of the other process. For
+      shared physical memory, only the work before the export is checked this way. A process that has waited for a third
+      process counts as ordered.
+    * Reads by the host through an array that was made before the copy. Call ``as_array()`` again, or
+      ``used(on_host=True)``. On a simulated driver with ``poison``, such reads find bytes of 0xCB.
     * Synchronous frees of memory that queued work uses: the driver waits, although CUDA does not promise it. ``notes``
       lists them.
 
@@ -182,11 +188,11 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     driver
         Any driver.
     on
-        Action for a hazard. ``"report"`` adds it to ``hazards``; the end of the process prints the list, unless the
-        program has called ``finish()``. ``"warn"`` issues a ``RuntimeWarning`` as well.
-        ``"raise"`` raises :class:`DriverMisuseError`; a wrong free or unmap, and work on freed memory, then does not
-        reach the driver. A second release of the same handle never reaches the driver: without ``"raise"`` the call
-        answers ``CUDA_ERROR_INVALID_VALUE``.
+        Action for a hazard. ``"report"`` adds the hazard to ``hazards``; the end of the process prints this list,
+        unless the program has called ``finish()``. ``"warn"`` issues a ``RuntimeWarning`` as well. ``"raise"`` raises
+        :class:`DriverMisuseError`; a wrong free or unmap, and work on freed memory, then does not reach the driver. A
+        second release of the same handle never reaches the driver: without ``"raise"`` the call returns
+        ``CUDA_ERROR_INVALID_VALUE``.
     poison
         Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: memory of pools in stream order,
         device and pinned memory at once, mapped memory at its first grant of access. Managed memory, memory of graphs
@@ -200,10 +206,10 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     Returns
     -------
     Checked
-        A driver. ``hazards`` lists the reports, one for each pair of places, ``notes`` what was not checked,
-        ``outstanding()`` the handles that are not released, ``leaks()`` their
-        places in the program; ``assert_nothing_left()`` raises if there are any. Memory that a graph allocates is not
-        counted.
+        A driver. ``hazards`` is a list of hazards, one for each pair of lines of the program. ``notes`` has texts on
+        what was not checked. ``outstanding()`` returns the handles that are not released, and ``leaks()`` one hazard
+        for each line that created such handles. ``assert_nothing_left()`` raises if there are any. Memory that a graph
+        allocates is not counted.
 
     Examples
     --------
@@ -234,17 +240,19 @@ _READERS: dict[str, Callable[[str], object]] = {
 _SETTINGS = {
     name: _READERS[kind.removesuffix(" | None")] for name, kind in simulated.__annotations__.items() if name != "return"
 }
-"""Functions that parse the arguments of :func:`simulated` from text."""
-# One driver per text in a process, shared by all objects with the default driver. A checker lasts as long, too.
+"""Functions that parse an argument of :func:`simulated` from text, by the argument's name."""
+# Default drivers by the text that chose them. All objects with the default driver share one driver per text, until the
+# process ends. A checker of it also lasts until then.
 _by_default: dict[str, Driver] = {}
 
 
 def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
     """Parse a text such as ``simulated:devices=4,seed=7``.
 
-    Returns "cuda" or "simulated", and arguments of :func:`simulated`.
+    Returns "cuda" or "simulated", and a dict of arguments of :func:`simulated`.
 
-    Raises ``ValueError`` for other texts. ``given_as``: the option or variable of the text, for the error.
+    Raises ``ValueError`` for other texts. ``given_as``: name of the option or variable that has the text, for the
+    error.
     """
     kind, _, settings = text.partition(":")
     if text == "cuda":
@@ -268,7 +276,7 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
 
 def _from_environment(text: str) -> Driver:
     kind, settings = read_choice(text, "STREAMALLOC_DRIVER")
-    # If two threads get here, both use the first one's driver.
+    # If two threads make a driver at once, both use the driver that was stored first.
     return _by_default.setdefault(text, as_asked(real() if kind == "cuda" else simulated(**settings)))
 
 
@@ -278,10 +286,10 @@ _FORMS = "simulated:4 (four devices; at least 1), simulated:devices=4,seed=7"
 def default() -> Driver:
     """Return the driver of objects that are made now without ``driver=``.
 
-    In this order: the driver of the innermost ``with use(...)`` block, that of :func:`set_default`, the one that
-    ``STREAMALLOC_DRIVER`` names, the driver of this machine. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``,
-    ``simulated:4`` for a machine with four devices, or ``simulated:`` and settings with commas between them, which are
-    the arguments of :func:`simulated`:
+    The first of these that was chosen: the driver of the innermost ``with use(...)`` block, the driver of
+    :func:`set_default`, the driver that the environment variable ``STREAMALLOC_DRIVER`` names, and the driver of this
+    machine. ``STREAMALLOC_DRIVER`` is ``cuda``, ``simulated``, ``simulated:4`` for four devices, or ``simulated:``
+    followed by arguments of :func:`simulated` with commas between them:
 
     ================================  =======================================================
     ``devices=4``                     number of devices
@@ -299,18 +307,19 @@ def default() -> Driver:
     Raises
     ------
     DriverNotFoundError
-        Nothing was chosen and this machine has no CUDA driver.
+        No driver was chosen, and this machine has no CUDA driver.
     ValueError
-        ``STREAMALLOC_DRIVER`` holds something else.
+        ``STREAMALLOC_DRIVER`` has another form.
     """
     return as_asked(_chosen())
 
 
 def default_or_simulated(**settings: Any) -> tuple[Driver, str]:
-    """Return the default driver and ""; without a CUDA driver and a choice, a simulated one and the reason.
+    """Return the default driver and "". If none was chosen and there is no CUDA driver, return a simulated driver and
+    the reason as text.
 
-    ``settings``: arguments of :func:`simulated`. Raises :class:`DriverNotFoundError` if ``STREAMALLOC_DRIVER`` names a
-    driver that is missing.
+    ``settings``: arguments of :func:`simulated`. Raises :class:`DriverNotFoundError` if ``STREAMALLOC_DRIVER`` is
+    ``cuda`` and there is no CUDA driver.
     """
     try:
         return default(), ""
@@ -321,7 +330,9 @@ def default_or_simulated(**settings: Any) -> tuple[Driver, str]:
 
 
 def choice_of(driver: Driver) -> str:
-    """Return ``STREAMALLOC_DRIVER`` for a process that is to use the same driver, or to simulate the same machine."""
+    """Return the value of ``STREAMALLOC_DRIVER`` with which another process uses the same driver, or simulates the same
+    machine.
+    """
     return str(getattr(driver, "settings", "cuda"))
 
 
@@ -329,7 +340,7 @@ def _chosen() -> Driver:
     chosen = _in_use.get() or _for_all_threads
     if chosen is not None:
         return chosen
-    # A multiprocessing server may have the environment of an earlier test.
+    # The environment may be that of an earlier test, during which a multiprocessing server was started.
     text = configuration().get("STREAMALLOC_DRIVER") or os.environ.get("STREAMALLOC_DRIVER") or "cuda"
     return _by_default.get(text) or _from_environment(text)
 
@@ -340,11 +351,12 @@ _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_asked(driver: Driver) -> Driver:
-    """Return the driver, wrapped by :func:`streamalloc.driver.checked` if ``STREAMALLOC_CHECK`` requests that.
+    """Return ``driver``, wrapped by :func:`streamalloc.driver.checked` if the environment variable
+    ``STREAMALLOC_CHECK`` or a test requests it.
 
-    ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``; others raise ``ValueError``. Hazards
-    are printed as they are found, and leaks at the end of the process. In a child process of a test that requests
-    checks (:mod:`streamalloc.testing.plugin`), they are reported to that test.
+    ``STREAMALLOC_CHECK`` is ``1`` or ``report``, ``warn``, ``raise``, or ``0``; other values raise ``ValueError``.
+    Hazards are printed when they are found, and leaks at the end of the process. In a child process of a test that
+    requests checks (:mod:`streamalloc.testing.plugin`), both are reported to the test instead.
     """
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
@@ -363,7 +375,7 @@ def as_asked(driver: Driver) -> Driver:
 
 
 def set_default(driver: Driver | None) -> None:
-    """Make ``driver`` the default of all threads and tasks; None removes that default.
+    """Make ``driver`` the default driver of all threads and tasks; None removes this default.
 
     Existing objects keep their driver. A ``with use(...)`` block takes precedence in its own thread or task.
 
@@ -379,15 +391,16 @@ def set_default(driver: Driver | None) -> None:
 
 
 def default_of_threads() -> Driver | None:
-    """Return the driver of :func:`set_default`; None if there is none."""
+    """Return the driver that :func:`set_default` has set; None if none is set."""
     return _for_all_threads
 
 
 @contextlib.contextmanager
 def use(driver: Driver) -> Iterator[Driver]:
-    """Make ``driver`` the default inside a ``with`` block, for this thread or task only.
+    """Return a context manager in which ``driver`` is the default driver, for this thread or task only. ``with`` gives
+    ``driver``.
 
-    Other threads, even those started within the block, use the default of :func:`set_default` or of the process.
+    Other threads, even threads started within the block, use the driver of :func:`set_default` or of the environment.
     """
     token = _in_use.set(driver)
     try:

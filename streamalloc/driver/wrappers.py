@@ -1,7 +1,7 @@
-"""Wrappers of a driver: they record calls or make them fail. Wrappers can be nested.
+"""Wrappers of a driver that record its calls or make calls fail. Wrappers can be nested.
 
-A wrapper looks up each function once in the wrapped driver. Other names, such as enum and struct classes, come directly
-from the wrapped driver.
+A wrapper looks up each function once in the wrapped driver. Other names, such as those of enum and struct classes, give
+the object of the wrapped driver itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamalloc.driver.bindings import by_position, cuda, value_count
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver
 
-    # A base of type Any has all driver functions, so type checkers do not take the classes for abstract.
+    # With a base class of type Any, type checkers accept every driver function as an attribute.
     _Functions: Any
 else:
     _Functions = object
@@ -26,9 +26,9 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 class Wrapper(_Functions):  # type: ignore[misc]
-    """Base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
+    """Base class of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
 
-    For type checkers it is a driver. At run time its functions are looked up in the wrapped driver.
+    To type checkers, a wrapper is a driver. At run time its functions are looked up in the wrapped driver.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -58,7 +58,7 @@ class Wrapper(_Functions):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Call:
-    """Call of a driver function, with its arguments and its answer (``CUresult`` first).
+    """Call of a driver function, with its name, its arguments and the tuple that it returned (``CUresult`` first).
 
     :func:`traced` records them.
     """
@@ -67,9 +67,9 @@ class Call:
     args: tuple[Any, ...]
     answer: tuple[Any, ...]
     thread: int = field(default=0, compare=False)
-    """Thread of the call (``threading.get_ident``)."""
+    """Identifier of the thread that made the call (``threading.get_ident``)."""
     time: int = field(default=0, compare=False)
-    """Time of the call in ns (``time.perf_counter_ns``)."""
+    """Time at the beginning of the call in ns (``time.perf_counter_ns``)."""
 
     def __str__(self) -> str:
         result, *values = self.answer
@@ -79,7 +79,9 @@ class Call:
 
 
 def _plain(value: Any) -> str:
-    """Return the text of a value: an enum member's name, a handle's number, or the repr."""
+    """Return a value as text: the name of an enum member, type and number of a handle, or the ``repr`` of other
+    values.
+    """
     if hasattr(value, "name"):
         return str(value.name)
     if type(value).__module__.startswith("cuda.") and hasattr(value, "__int__"):
@@ -88,12 +90,12 @@ def _plain(value: Any) -> str:
 
 
 class Traced(Wrapper):
-    """Driver that records its calls: :func:`traced`."""
+    """Driver that records its calls. :func:`traced` returns it."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
-        """All calls so far in order. It may be cleared."""
+        """All calls so far in order. The list may be cleared."""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         time = perf_counter_ns()
@@ -103,7 +105,7 @@ class Traced(Wrapper):
 
 
 def traced(driver: Driver) -> Traced:
-    """Wrap a driver to record each call in the list ``calls``.
+    """Return a driver that passes each call to ``driver`` and records it in the list ``calls`` (:class:`Call`).
 
     Examples
     --------
@@ -117,29 +119,30 @@ def traced(driver: Driver) -> Traced:
 
 
 class Faulty(Wrapper):
-    """Driver that refuses the calls that :meth:`fail` names: :func:`faulty`."""
+    """Driver that refuses the calls that :meth:`fail` names. :func:`faulty` returns it."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self.seen: list[str] = []
         """Names of all calls since the last :meth:`fail`."""
         self.failed: list[str] = []
-        """Names of the calls that were refused."""
+        """Names of the calls that were refused since the last :meth:`fail`."""
         self._target: str | int = ""
 
     def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
-        """Refuse some of the later calls, without passing them on. Replaces an earlier fault.
+        """Refuse some of the later calls without passing them to the wrapped driver. A second call of this method
+        replaces the first.
 
         Parameters
         ----------
         call
-            The name of a driver function, or a number n: the n-th call of any function.
+            The name of a driver function, or a number n for the n-th call of any function.
         nth
-            For a name: the first of its calls that fails (1 is the next one).
+            If ``call`` is a name: the number of the first call of this function that fails (1 is the next call).
         times
-            Number of calls that fail from there on.
+            Number of calls that fail, beginning with that call.
         result
-            The ``CUresult`` that these calls return.
+            The name of the ``CUresult`` that these calls return.
 
         Raises
         ------
@@ -160,7 +163,7 @@ class Faulty(Wrapper):
         self._target = call
 
     def stop(self) -> None:
-        """Refuse no more calls: all are passed on again."""
+        """Refuse no more calls: all calls are passed to the wrapped driver again."""
         self._target = ""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -180,10 +183,11 @@ class Faulty(Wrapper):
 def faulty(
     driver: Driver, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
 ) -> Faulty:
-    """Wrap a driver to refuse some calls without making them; arguments and errors as for :meth:`Faulty.fail`.
+    """Return a driver that refuses some calls and passes the other calls to ``driver``. Arguments and errors as for
+    :meth:`Faulty.fail`.
 
-    The lists ``seen`` and ``failed`` contain the names of all calls and of the refused ones. A sweep stops when
-    ``failed`` stays empty.
+    Its lists ``seen`` and ``failed`` contain the names of all calls and of the refused calls. A test that refuses each
+    call in turn, by its number, ends when ``failed`` stays empty.
 
     Examples
     --------

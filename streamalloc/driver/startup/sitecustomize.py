@@ -1,7 +1,7 @@
-"""Start-up code of a child process, which Python imports by its name.
+"""Start-up code of a child process. Python imports a module of this name when it starts.
 
-As its parent did, the child installs a machine (:mod:`streamalloc.testing.installing`), or checks all driver calls
-(:mod:`streamalloc.cupti`).
+If the parent process did so, the child installs a simulated machine (:mod:`streamalloc.testing.installing`), or checks
+all driver calls (:mod:`streamalloc.cupti`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 
 
 def _run_next() -> None:
-    """Run the next module of this name on the path, outside of this folder."""
+    """Run the next module ``sitecustomize`` on the path, outside of this folder, because this one hides it."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [one for one in sys.path if os.path.abspath(one) != here])
     if spec is not None and spec.loader is not None:
@@ -23,7 +23,7 @@ def _run_next() -> None:
 
 
 def _has_bindings() -> bool:
-    """Whether this interpreter has bindings that the machine can replace."""
+    """Return whether this interpreter has the module ``cuda.bindings``, which the simulated machine replaces."""
     try:
         return importlib.util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:
@@ -44,6 +44,6 @@ if _has_bindings():
         if os.environ.get("STREAMALLOC_CHECK_ALL"):
             _call("streamalloc.cupti.checking", "check_child")
     except Exception:
-        # Do not run the program without the machine: it would use the real driver, or run unchecked.
+        # The program must not run now: it would use the real driver, or run unchecked.
         traceback.print_exc()
         raise SystemExit("streamalloc: the driver or check of the parent process could not be installed") from None
