@@ -1,10 +1,10 @@
-"""Arrays of NumPy, DLPack and ``__cuda_array_interface__``: structs, elements, indices and types.
+"""Arrays of NumPy, DLPack and ``__cuda_array_interface__``: DLPack's structs, values of elements, indices and types.
 
-The deleter of a DLPack capsule must be C code: a consumer may call it while an exception is being raised, when a Python
-callback would fail. NumPy has such a deleter. It also exports an array that came from a capsule, and each slice of it,
-with the device of that capsule. So there is one NumPy array of all addresses for each device, the window. A memory is
-exported as the slice of the window at its address. The slice keeps the memory alive; the window is never released. No
-element of a window is read or written.
+The deleter of a DLPack capsule must be C code: a consumer may call the deleter while an exception is being raised, when
+a Python callback would fail. NumPy has such a deleter. If a NumPy array was made from a capsule, NumPy exports the
+array and its slices with the capsule's device. So this module makes one NumPy array of all addresses for each device:
+the *window*. Memory is exported as the slice of the window at the memory's address. The slice keeps the memory alive;
+the window is never released. No element of a window is read or written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """Struct ``DLManagedTensorVersioned`` of ``dlpack.h``. It lives for ever, so it has no deleter."""
+    """Struct ``DLManagedTensorVersioned`` of ``dlpack.h``. It is never freed here, so it has no deleter."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -70,7 +70,9 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class _Everything:
-    """Exporter of a window's tensor to NumPy, as pinned host memory, because NumPy imports no device memory."""
+    """Object from which NumPy imports a window's tensor. It exports pinned host memory, because NumPy imports no device
+    memory.
+    """
 
     def __init__(self, managed: _Managed) -> None:
         self._managed = managed
@@ -83,7 +85,7 @@ class _Everything:
 
 
 windows: dict[tuple[int, int | None], Any] = {}
-"""Windows by DLPack device, a pair of type and ordinal."""
+"""Windows (:func:`_window`) by DLPack device, which is a pair of device type and ordinal."""
 
 
 @functools.cache
@@ -100,13 +102,14 @@ def _window_type() -> Any:
 
 
 def _window(device: tuple[int, int]) -> Any:
-    """Return the window of a DLPack device, a pair of type and ordinal; made at the first use."""
+    """Return the window, an array of all addresses, of a DLPack device, which is a pair of device type and ordinal."""
     found = windows.get(device)
     if found is None:
-        # The window begins at address 1. For an array at address 0 NumPy would allocate memory.
+        # The window begins at address 1, because for an array at address 0 NumPy would allocate memory.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
-        # Never freed: at the exit of the interpreter this module goes before the arrays that use the struct.
+        # The struct is never freed: at the interpreter's exit this module is cleared before the arrays that use the
+        # struct.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
         made = np.from_dlpack(_Everything(managed)).view(_window_type())
         managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
@@ -115,9 +118,9 @@ def _window(device: tuple[int, int]) -> Any:
 
 
 def exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """Return ``nbytes`` bytes at ``address`` as an array that keeps ``memory`` alive.
+    """Return ``nbytes`` bytes at ``address`` as a NumPy array that keeps ``memory`` alive.
 
-    DLPack exports it with ``device``.
+    DLPack exports the array with ``device``, a pair of DLPack's device type and ordinal.
     """
     first = (address or 1) - 1
     made = _window(device)[first : first + nbytes]
@@ -126,7 +129,7 @@ def exported(memory: object, address: int, nbytes: int, device: tuple[int, int])
 
 
 def tensor_in(capsule: object) -> DLTensor:
-    """Return the tensor in a ``dltensor`` capsule. It is valid while the capsule lives."""
+    """Return the tensor in a capsule of the name ``dltensor``. The tensor is valid while the capsule exists."""
     return DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
 
 
@@ -134,7 +137,7 @@ def tensor_in(capsule: object) -> DLTensor:
 
 
 class CudaArray(NamedTuple):
-    """Fields of a ``__cuda_array_interface__``."""
+    """Fields of a ``__cuda_array_interface__``. ``stream`` is the handle of the stream to wait for, or None."""
 
     address: int
     read_only: bool
@@ -149,12 +152,12 @@ class CudaArray(NamedTuple):
 
 
 def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
-    """Read an array interface of another library, and check it. ``name`` names the array in errors.
+    """Read and check the array interface of another library's array. ``name`` is the array's name in errors.
 
     Raises
     ------
     TypeError, ValueError
-        The array has a mask, Python objects or a negative size, or is not contiguous.
+        The array has a mask, Python objects or a negative size, or is not C-contiguous.
     """
     dtype, shape = interface_form(interface)
     if dtype.hasobject:
@@ -172,7 +175,7 @@ def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
 def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
     """Raise ``ValueError`` if ``strides`` are not those of a C-contiguous array. None as strides means contiguous.
 
-    ``step``: bytes of an element. ``name``: the array in the error.
+    ``step``: size of an element in bytes. ``name``: the array's name in the error.
     """
     if strides is None or 0 in shape:
         return
@@ -183,8 +186,8 @@ def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> N
 
 
 def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return element type and shape of an array interface."""
-    # A plain type, too, has a ``descr``: one field with an empty name.
+    """Return the NumPy element type and the shape of an array interface."""
+    # A plain type also has a `descr`, with one field that has an empty name.
     described = [field for field in interface.get("descr") or () if field[0]]
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
 
@@ -192,10 +195,11 @@ def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int,
 def array_form(
     memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return type and shape of an array that fills ``nbytes`` bytes exactly, with a -1 in the shape replaced.
+    """Return the element type and the shape of an array that fills ``nbytes`` bytes exactly. A -1 in ``shape`` is
+    replaced by the size that fits.
 
-    Raises ``TypeError`` for a type without a size, and ``ValueError`` if the array does not fit the bytes or their
-    alignment. ``memory`` is shown in errors.
+    Raises ``TypeError`` for a type without a size or with Python objects, and ``ValueError`` if the array does not fill
+    the bytes or ``address`` is not aligned. ``memory`` is shown in errors.
     """
     kind = np.dtype(dtype)
     if kind.subdtype is not None:
@@ -218,7 +222,9 @@ def array_form(
 
 
 def host_array(other: Any) -> npt.NDArray[Any] | None:
-    """Return an array over an object with the buffer protocol, without a copy; None for other objects."""
+    """Return a NumPy array over the bytes of an object with the buffer protocol, without a copy; None for other
+    objects.
+    """
     try:
         return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
     except TypeError:
@@ -228,19 +234,19 @@ def host_array(other: Any) -> npt.NDArray[Any] | None:
 # -- elements ------------------------------------------------------------------------------------------------
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None"
-"""A basic index of NumPy."""
+"""A basic index of NumPy: integers, slices, ``...`` and None, alone or in a tuple."""
 
 _WORDS = (1, 2, 4)
 _NUMBERS = (int, float, complex)
 
 
 def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
-    """Return the bytes of one element of type ``dtype`` with this value.
+    """Return the bytes of one element of type ``dtype`` that has the value ``value``.
 
     Raises
     ------
     TypeError, ValueError
-        The type cannot hold the value. Floating-point numbers may be rounded.
+        ``dtype`` cannot hold the value. Floating-point numbers are rounded without an error.
     """
     element = np.empty((), dtype)
     try:
@@ -258,7 +264,7 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
 
 
 def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
-    """Whether an element has the value that was assigned to it, apart from floating-point rounding."""
+    """Return whether ``element`` has the value that was assigned to it, apart from floating-point rounding."""
     dtype = element.dtype
     if isinstance(value, (bytes, bytearray)):
         padded = value.ljust(dtype.itemsize, b"\0") if dtype.kind == "S" else value
@@ -273,12 +279,12 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
 
 
 def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
-    """Return a fill pattern as the unsigned number that ``cuMemsetD*`` takes, and its width in bytes.
+    """Return a fill pattern as the unsigned number for ``cuMemsetD*``, and the pattern's width in bytes (1, 2 or 4).
 
     Raises
     ------
     TypeError, ValueError
-        The value is not a pattern, or does not fit the width.
+        ``value`` is not a pattern of 1, 2 or 4 bytes, or does not fit ``width``.
     """
     if isinstance(value, np.generic):
         value = value.tobytes()
@@ -298,10 +304,10 @@ def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[in
 
 
 def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """Return how ``cuMemsetD*`` can write an element at an address, again and again.
+    """Return the pattern or the steps with which ``cuMemsetD*`` fills memory at ``address`` with copies of ``element``.
 
-    If a pattern of 1, 2 or 4 bytes makes the element, return the pattern and no steps. Otherwise return no pattern, and
-    the fills that write one element: start, end (exclusive) and pattern.
+    If the element is a repeated pattern of 1, 2 or 4 bytes, return this pattern and no steps. Otherwise return ``b""``
+    and the fills that write one element: start and end (exclusive) in bytes, and pattern.
     """
     size = len(element)
     widths = [width for width in _WORDS if size % width == 0 and address % width == 0]
@@ -318,7 +324,7 @@ def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int
 
 
 def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, tuple[int, ...]]:
-    """Return offset (bytes) and shape of the part that a basic index selects from a C-contiguous array.
+    """Return the offset in bytes and the shape of the part that a basic index selects from a C-contiguous array.
 
     Raises
     ------
@@ -335,7 +341,7 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
             raise TypeError(f"{one!r} is no basic index: allowed are integers, slices, ... and None")
     basic = tuple(one if one is None or one is Ellipsis or isinstance(one, slice) else operator.index(one)
                   for one in indices)  # fmt: skip
-    # With an ellipsis NumPy returns a view in place of an element. So the array may be without memory.
+    # With an ellipsis NumPy returns a view, never an element, and so reads no memory. The array below has no memory.
     basic = basic if Ellipsis in basic else (*basic, Ellipsis)
     strides = [itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
     whole = np.lib.stride_tricks.as_strided(np.empty((), f"V{itemsize}"), shape, strides)
@@ -346,10 +352,12 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
 
 
 def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """Return the entries of an array interface for a type; None if an array interface cannot name the type."""
+    """Return the entries ``typestr`` and ``descr`` of an array interface for a type; None if they cannot describe the
+    type.
+    """
     if dtype.names is None:
         return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
     try:
         return {"typestr": dtype.str, "descr": dtype.descr} if np.dtype(dtype.descr) == dtype else None
-    except ValueError:  # NumPy refuses the description of a type whose fields overlap.
+    except ValueError:  # NumPy refuses the `descr` of a type whose fields overlap.
         return None

@@ -1,6 +1,8 @@
-"""HTML for notebooks: cards of objects, with sizes in MiB and all text escaped.
+"""HTML for notebooks: a card for an object, which is a small table of its properties. Sizes are in MiB; text is
+escaped.
 
-A class gives the rows of its card (:meth:`Shown._about`). Locations have the same colours as in figures.
+The class of the object gives the rows of the card (:meth:`Shown._about`). Locations have the same colours as in
+figures.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 draw: Callable[..., Any] | None = None
-"""Function that calls ``streamalloc.plots.draw``. ``streamalloc/__init__.py`` sets it, because this area may not import
-``plots``.
+"""Function that calls ``streamalloc.plots.draw``. ``streamalloc/__init__.py`` sets it, because this folder may not
+import ``plots``.
 """
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"
-# Jupyter's default aligns the text of cells to the right.
+# Without this style, Jupyter aligns the text of cells to the right.
 _LEFT = " style='text-align:left'"
 
 
@@ -37,12 +39,12 @@ class Html(str):
 
 
 Row: TypeAlias = tuple[str, object]
-"""Title and value of a row. The value is shown by ``str``; :func:`mib` makes the value for a size."""
+"""Title and value of a row of a card. The value is shown by ``str``; sizes are made by :func:`mib`."""
 
 
 def escape(text: str) -> str:
-    """Return a text with the characters escaped that HTML treats as markup (:func:`html.escape`)."""
-    # Imported here, because its table of entities takes a tenth of the package's import time.
+    """Return ``text`` with HTML's special characters escaped (:func:`html.escape`)."""
+    # html is imported here, because its table of entities takes a tenth of the package's import time.
     import html
 
     return html.escape(text)
@@ -56,7 +58,7 @@ def mib(nbytes: int) -> str:
 def place(location: _Location) -> str:
     """Return a location as text for tables: ``GPU 0``, ``host, node 1`` or ``host``.
 
-    Managed memory, and memory without a location, gives ``several places``.
+    For managed memory, and memory without a location, the text is ``several places``.
     """
     if location.type.name == "DEVICE":
         return f"GPU {location.id}"
@@ -66,7 +68,9 @@ def place(location: _Location) -> str:
 
 
 def color_of(location: _Location) -> str:
-    """Return the colour of a location, as ``#rrggbb``: one for each of eight GPUs, one for the host, one for others."""
+    """Return the colour of a location as ``#rrggbb``. Eight GPUs have different colours; the host has one, all other
+    locations have one.
+    """
     if location.type.name == "DEVICE":
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
@@ -77,7 +81,7 @@ def _cell(value: object) -> str:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """Return an HTML table with a row of titles, if there are any.
+    """Return an HTML table of ``rows``, with a row of titles if ``head`` is not empty.
 
     Values are escaped, unless they are :class:`Html`.
     """
@@ -87,12 +91,14 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def code(text: str) -> Html:
-    """Return a text as HTML in the font of code."""
+    """Return a text as HTML in a fixed-width font."""
     return Html(f"<code>{escape(text)}</code>")
 
 
 def gauge(value: int, total: int) -> Html:
-    """Return a bar for a value of a total, with both in MiB beside it; in GiB if the total is 10 GiB or more."""
+    """Return an HTML bar of ``value`` in ``total``, both in bytes. The text beside it has both in MiB, or in GiB if
+    ``total`` is at least 10 GiB.
+    """
     unit, scale = ("GiB", 1 << 30) if total >= 10 << 30 else ("MiB", 1 << 20)
     bar = f"<progress max='{max(total, 1)}' value='{value}'></progress>"
     share = f"{value / scale:,.1f} {unit} of {total / scale:,.1f} {unit}"
@@ -100,7 +106,9 @@ def gauge(value: int, total: int) -> Html:
 
 
 def strip(nbytes: int, pieces: Iterable[tuple[int, int, _Location, str]]) -> Html:
-    """Return a strip that shows the mappings of an address range. A piece is offset, size, location and text."""
+    """Return an HTML strip for an address range of ``nbytes`` bytes, with one piece for each mapping. A piece is offset
+    and size in bytes, location, and tooltip text.
+    """
     parts = []
     for offset, size, where, text in pieces:
         left, width = 100 * offset / nbytes, 100 * size / nbytes
@@ -113,12 +121,12 @@ def strip(nbytes: int, pieces: Iterable[tuple[int, int, _Location, str]]) -> Htm
 
 
 class Shown:
-    """Object that notebooks show as a card."""
+    """Object that notebooks show as a card: a small table of its properties."""
 
     __slots__ = ()
 
     def _about(self) -> Iterator[Row]:
-        """Yield the rows of the card. It may raise for a closed object."""
+        """Yield the rows of the card. The method may raise for a closed object."""
         return iter(())
 
     def _card(self) -> list[Row]:
@@ -134,7 +142,7 @@ class Shown:
 
     def __rich__(self) -> Any:
         """Return the card as a table of ``rich``, for ``rich.print``."""
-        # Imported here: only rich calls this.
+        # rich is imported here, because only rich calls this method.
         from html import unescape
         from importlib import import_module
 
@@ -147,14 +155,14 @@ class Shown:
 
 
 class Drawn(Shown):
-    """Object that can be drawn."""
+    """Object that :mod:`streamalloc.plots` can draw."""
 
     __slots__ = ()
 
     def plot(self, **options: Any) -> Any:
         """Draw the object with matplotlib and return the figure.
 
-        ``options``: those of the function of :mod:`streamalloc.plots` for its kind.
+        ``options`` are the keyword arguments of the function of :mod:`streamalloc.plots` that draws such an object.
 
         Raises
         ------

@@ -1,7 +1,7 @@
-"""NumPy as ``np``, imported by the first use of one of its names.
+"""NumPy as ``np``, which is imported when one of its names is first used.
 
-The import of NumPy takes half as long as that of the bindings, and programs that only allocate need no arrays. The
-modules that every program loads take ``np`` from here.
+The import of NumPy takes half as long as the import of the bindings, and programs that only allocate need no arrays. So
+modules that every program loads import ``np`` from here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ else:
     class _Numpy(ModuleType):
         def __getattr__(self, name: str) -> Any:
             if "numpy" not in sys.modules:
-                # On a thread of its own, where no signal handler runs: after an exception in its import, the process
-                # cannot import NumPy again.
+                # NumPy is imported on a thread of its own, where no signal handler runs: after an exception during the
+                # import, the process could not import NumPy again.
                 thread = threading.Thread(target=importlib.import_module, args=("numpy",))
                 thread.start()
                 thread.join()
             import numpy
 
-            # Stored, so that later uses find the name without this call.
+            # The object is stored, so that later uses find it without this call.
             found = self.__dict__[name] = getattr(numpy, name)
             return found
 

@@ -1,4 +1,4 @@
-"""Ranges of addresses, and the table that finds the range of an address."""
+"""Ranges of addresses, and a table that finds the range that contains an address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 
 class Extent:
-    """Range of addresses: the first one, and the number of bytes."""
+    """Range of addresses: the first address ``base``, and the number of bytes ``size``."""
 
     base: int
     size: int
@@ -24,15 +24,16 @@ E = TypeVar("E", bound=Extent)
 class RangeMap(Generic[E]):
     """Table of ranges that do not overlap. :meth:`find` returns the range that contains an address."""
 
-    # An exception of a signal handler in ``add`` or ``remove`` may leave a base without a range, which look-ups skip.
+    # An exception of a signal handler in `add` or `remove` may leave an entry of `_bases` without a range in `at`.
+    # Look-ups skip such an entry.
 
     def __init__(self) -> None:
         self.at: dict[int, E] = {}
-        """Ranges by first address; most look-ups use it."""
+        """Ranges by first address. Most look-ups need only this dict."""
         self._bases: list[int] = []
 
     def add(self, extent: E) -> E:
-        """Add a range, and return it. It replaces the range that begins at the same address."""
+        """Add ``extent``, and return it. A range that begins at the same address is replaced."""
         self.at[extent.base] = extent
         at = bisect_left(self._bases, extent.base)
         if self._bases[at : at + 1] != [extent.base]:
@@ -47,7 +48,7 @@ class RangeMap(Generic[E]):
             del self._bases[at]
 
     def find(self, address: int) -> E | None:
-        """Return the range that contains an address; None if there is none."""
+        """Return the range that contains ``address``; None if no range does."""
         found = self.at.get(address)
         if found is not None:
             return found
@@ -60,7 +61,9 @@ class RangeMap(Generic[E]):
         return None
 
     def overlapping(self, start: int, end: int) -> list[E]:
-        """Return the ranges that overlap the addresses from ``start`` to ``end``, in the order of their addresses."""
+        """Return a list of the ranges that overlap the addresses from ``start`` to ``end`` (exclusive), sorted by
+        address.
+        """
         first = self.find(start)
         bases = self._bases[bisect_right(self._bases, start) : bisect_left(self._bases, end)]
         later = [one for base in bases if (one := self.at.get(base)) is not None]

@@ -1,4 +1,6 @@
-"""Texts of sizes in bytes (:func:`size_text`) and of counts (:func:`counted`), and sizes of texts (:func:`size_in`)."""
+"""Conversion of sizes in bytes to text (:func:`size_text`) and back (:func:`size_in`), and of counts to text
+(:func:`counted`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ _SIZE = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*"
 
 
 def size_in(text: str) -> int:
-    """Return the bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or ``"4096"``.
+    """Return the number of bytes that a text gives, such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or
+    ``"4096"``.
 
     Raises ``ValueError`` for other texts.
     """
-    # Imported here, because at module level it would take a twentieth of the package's import time.
+    # These modules are imported here, because at module level they would take a twentieth of the package's import time.
     from fractions import Fraction
 
     found = re.fullmatch(_SIZE, text, re.ASCII | re.IGNORECASE)
@@ -28,12 +31,12 @@ def size_in(text: str) -> int:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with its noun: ``1 page``, ``2 pages``."""
+    """Return a number with the noun ``what``, which gets an "s" unless the number is 1: ``1 page``, ``2 pages``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size as text: ``64 MiB`` if it is a whole number of a unit, else ``1,234,567 bytes``."""
+    """Return a size as text: ``64 MiB`` if the size is a multiple of a unit, else ``1,234,567 bytes``."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"
