@@ -1,15 +1,15 @@
-"""A cache over a pool. It reuses freed memory without a driver call.
+"""A cache over a pool, which reuses freed memory without a driver call.
 
 *Size classes.* Each stream has a free list per size class. A request takes the smallest free block of its stream that
-fits, up to five times the size. A block is never split, and serves one stream: a block that is freed on another stream
-returns to its own after an event.
+fits and is at most five times as large. A block is never split, and serves only one stream. If it is freed on another
+stream, it returns to its own stream after an event.
 
 *An allowance.* The cache limits how far the pool grows. Before an allocation from the pool would make it grow, the
 cache compares the new size with the allowance: the sum of the peaks of all streams, times a factor. If the new size is
 larger, every free block returns to the pool, the pool serves the request from this memory, and the factor grows. An
-allocation from a free list needs no such check.
+allocation from a free list does not need this check.
 
-A cache that reserves hardly more than is in use is :class:`~streamalloc.vmm.ExpandableCache`.
+:class:`~streamalloc.vmm.ExpandableCache` is another cache, which reserves hardly more memory than is in use.
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
 
 _NOWHERE = object()
-"""Key under which no stream has free lists: with it, each allocation takes the checked way."""
+"""Key under which no stream has free lists. With this key, each allocation calls
+:meth:`CachingAllocator._allocate_checked`.
+"""
 _ADDRESSES = 1 << 48
-"""Bytes that addresses of 48 bits reach. A larger size takes the checked way, which refuses it or asks the pool."""
+"""Number of bytes that addresses of 48 bits can name. A larger size is checked, and is refused or requested from the
+pool.
+"""
 
 
 class CacheStatistics(NamedTuple):
@@ -65,15 +69,15 @@ class CacheStatistics(NamedTuple):
     reserved: int
     """Bytes of the device or host that the pool holds."""
     reserved_high: int
-    """Most bytes that it held since the last reset."""
+    """Most bytes that the pool held since :meth:`CachingAllocator.reset_peaks`."""
     used: int
-    """Bytes allocated from the pool, in use or cached; sizes are class sizes."""
+    """Bytes allocated from the pool, in use or cached. Each block counts with the size of its size class."""
     used_high: int
-    """Most bytes allocated since the last reset."""
+    """Most bytes allocated from the pool since :meth:`CachingAllocator.reset_peaks`."""
     in_use: int
     """Bytes allocated from the pool and not cached."""
     cached: int
-    """Bytes that were freed and can be reused."""
+    """Bytes that were freed and that the cache can reuse."""
     misses: int
     """Allocations that found no cached block and called the pool."""
 
@@ -81,45 +85,46 @@ class CacheStatistics(NamedTuple):
 class CachingAllocator(Allocator, Closes, Shown):
     """A cache of free memory over a pool, for programs that allocate and free often.
 
-    Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Freed or dropped memory is reused on its
-    stream without a driver call. This works on streams of :meth:`Device.create_stream`, on the legacy default stream,
-    on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and cuda.core. Memory that
-    is freed on another stream returns to its own stream after an event.
+    Use a cache like its pool: :meth:`allocate` returns a :class:`Buffer`. Memory of freed or dropped buffers is reused
+    on its stream without a driver call. This works on streams of :meth:`Device.create_stream`, on the legacy default
+    stream, on per-thread default streams, and on streams of PyTorch, CuPy, Numba and cuda.core. Memory that is freed on
+    another stream returns to its own stream after an event.
 
-    Other code may capture a stream that it knows: a library's stream, the per-thread default stream, and a stream whose
-    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). On such a stream each allocation
-    first asks whether the stream is being captured (``cuStreamIsCapturing``). A free does not ask, because no graph may
-    use memory after the program has freed it.
+    Other code may capture a library's stream, a per-thread default stream, and any stream whose handle it has
+    (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). On such a stream each allocation first asks whether
+    the stream is being captured (``cuStreamIsCapturing``). A free does not ask, because no graph may use memory after
+    the program has freed it.
 
-    Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two. From
-    4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
-    one, of up to five times the size. Blocks are never split or merged: the pool does that.
+    Sizes are rounded up to size classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two.
+    From 4 KiB on, at most a ninth of a block is wasted by the rounding. If a class has no free block, the request takes
+    the smallest larger free block, of up to five times the size. The cache never splits or merges blocks.
 
-    If the pool would grow beyond an allowance, all free blocks first return to it. The allowance is 1.05 times the sum
-    of the streams' peaks, in steps of 32 MiB. Each such release raises the factor by 1/32 for each stream, up to 2 for
-    one stream and 2.5 for several.
+    If the pool would grow beyond an allowance, all free blocks first return to the pool. The allowance is 1.05 times
+    the sum of the streams' peaks, rounded up to 32 MiB. Each such release raises the factor by 1/32 for each stream, up
+    to 2 for one stream and 2.5 for several.
 
     Not cached are:
 
     * allocations in captures, which become nodes of the graph;
-    * all memory of a driver of :func:`streamalloc.driver.checked`, which must record each allocation;
-    * a buffer that is shared with other processes: it leaves the cache for good, because its free waits for importers.
+    * all memory of a driver of :func:`streamalloc.driver.checked`, because the checker must record each allocation;
+    * buffers that are shared with other processes. Their memory leaves the cache for good, because its free waits for
+      the other processes.
 
-    All free blocks return to the pool when memory runs out; the allocation is then attempted again. The blocks of one
-    stream return when it is closed or dropped. Those of a per-thread default stream return when its thread ends, and
-    those of a library's stream when it is no longer among the 64 latest ones.
+    When memory runs out, all free blocks return to the pool, and the allocation is repeated. The blocks of one stream
+    return when the stream is closed or dropped. The blocks of a per-thread default stream return when its thread ends.
+    The blocks of a library's stream return when the stream is no longer among the 64 that were used last.
 
-    Threads may use one cache at the same time. Handles for other processes, access and attributes are those of
+    Threads may use one cache at the same time. For handles for other processes, access and attributes, use
     :attr:`pool`.
 
     Parameters
     ----------
     pool
-        The pool of the memory. Without a release threshold it releases memory to the device at every synchronisation.
-        Cached memory counts as used in the pool's figures.
+        The pool to allocate from. Without a release threshold, the pool releases its unused memory to the device at
+        every synchronisation. Cached memory counts as used in the pool's statistics.
     limit
-        The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
-        ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
+        The most bytes of the pool that may be allocated, cached memory included; 0 for no limit except the pool's
+        ``max_size``. Threads that allocate at the same moment may exceed the limit by the size of their requests.
 
     Raises
     ------
@@ -138,9 +143,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     __slots__ = ("_dropped", "_key", "_state", "limit", "pool")
 
     pool: MemoryPool
-    """The pool of the memory."""
+    """The pool that the cache allocates from."""
     limit: int
-    """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
+    """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. Can be assigned."""
 
     def __init__(self, pool: MemoryPool, *, limit: int | str = 0) -> None:
         checked_type("pool", pool, MemoryPool)
@@ -152,9 +157,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state = self._make_state()
         self.limit = most
         self._key = self._state.key
-        """Key of the free lists of this cache. Under any other key a stream has no lists."""
+        """Key of this cache's free lists in :attr:`Stream.free_lists`; ``_NOWHERE`` to make every allocation a checked
+        one.
+        """
         self._dropped: deque[CachedBlock] = self._state.dropped
-        """Blocks of dropped buffers; see :class:`CacheState`."""
+        """Blocks of dropped buffers, see :attr:`CacheState.dropped`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
@@ -169,25 +176,28 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self._state.closed
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate in stream order: from the cache if it has a block, otherwise as :meth:`MemoryPool.allocate` does.
+        """Allocate in stream order: from the cache if it has a free block, otherwise from the pool
+        (``cuMemAllocFromPoolAsync``).
 
         Parameters
         ----------
         nbytes
             Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
         stream
-            The stream that orders the allocation; :class:`CachingAllocator` lists the kinds with cached memory.
+            The stream that orders the allocation. :class:`CachingAllocator` lists the kinds of streams for which memory
+            is cached.
 
         Returns
         -------
         Buffer
-            Its memory returns to the cache when it is freed or dropped. While ``stream`` is being captured, the result
-            is a :class:`GraphBuffer`, which belongs to the graph.
+            A buffer whose memory returns to the cache when the buffer is freed or dropped. While ``stream`` is being
+            captured, the result is a :class:`GraphBuffer`, which belongs to the graph.
 
         Raises
         ------
         OutOfMemoryError
-            There is no memory even after the cache has returned all its free blocks, or the limit is reached.
+            There is no memory even after the cache has returned all its free blocks, or the allocation would exceed
+            :attr:`limit`.
         TypeError, ValueError
             The size is not an integer or out of range, or ``stream`` is not a stream or belongs to another driver.
         ClosedError
@@ -195,11 +205,12 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         lists = ordered.free_lists.get(self._key)
-        # The stream has no free lists yet, or is of another driver. The checked way refuses a stream of another driver:
-        # this driver would crash on its handle.
+        # The stream has no free lists yet, or is of another driver. `_allocate_checked` refuses a stream of another
+        # driver, because this driver would crash on the stream's handle.
         if lists is None:
             return self._allocate_checked(nbytes, stream)
-        # Memory of a free list needs no driver call, and so no context for a default stream.
+        # Memory of a free list needs no driver call. So it does not matter which context is current, even for a default
+        # stream.
         usable = ordered.ready(True) is not None if ordered.capturable else ordered.caller is True
         if usable and type(nbytes) is int:
             try:
@@ -226,7 +237,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         of misses. Raises ClosedError if the pool was closed.
         """
         self._state.collect_dropped()
-        # Read the pool first. That attempts deferred frees, which change the cached bytes.
+        # The pool is read first, because this read attempts deferred frees, which change the number of cached bytes.
         own = self.pool.statistics()
         cached = self._state.cached
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
@@ -237,10 +248,10 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def trim(self, keep: int | str = 0) -> int:
         """Return all cached memory to the pool (``cuMemFreeAsync``), and trim the pool down to ``keep`` bytes
-        (:meth:`MemoryPool.trim`). Returns the bytes released.
+        (:meth:`MemoryPool.trim`). Returns the number of bytes that the pool released.
 
-        The host waits for no stream. Frees on a stream with unfinished work are pending, and lead to a
-        :class:`PendingFreesWarning`: synchronise with the stream and trim again.
+        The host waits for no stream. If a stream has unfinished work, its frees are pending, their memory is not
+        released, and a :class:`PendingFreesWarning` is issued: synchronise with the stream and trim again.
         """
         checked_size("keep", keep)
         self._check_open()
@@ -250,24 +261,25 @@ class CachingAllocator(Allocator, Closes, Shown):
         return self.pool.trim(keep)
 
     def close(self) -> None:
-        """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching; idempotent. Live buffers stay
-        valid, and their frees return the memory to the pool.
+        """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching. Buffers in use stay valid, and
+        their frees return the memory to the pool. Idempotent.
         """
         if self._state.closed:
             return
         self._state.closed = True
-        # The item below is not attempted during a capture. Until then no stream has lists under the new key.
+        # During a capture the end below is deferred. With this key no allocation uses a free list until then.
         self._key = _NOWHERE
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
     def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
-        """Allocate if no free list serves the request directly. ``ready``: the stream as an object, if it is ready and
-        not captured; None: it is resolved and checked here.
+        """Allocate if no free list could serve the request without checks. ``ready`` is the :class:`Stream` if the
+        caller has found that this thread may use it now and that it is not captured; None if the stream must be checked
+        here.
         """
         state, ordered, cache = self._state, ready, None
         size = nbytes if type(nbytes) is int and 0 < nbytes < _ADDRESSES else 0
-        # A cache that was closed or is watched, or a forked child's, has another key.
+        # The key differs if the cache was closed or has watchers, and in a forked child.
         if size and ordered is not None and self._key is state.key and not self._dropped:
             cache = state.of(ordered)
         if ordered is None or cache is None:
@@ -295,26 +307,27 @@ class CachingAllocator(Allocator, Closes, Shown):
             return self._allocate_past(size, ordered, False)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, size, ordered)
         if cache.ended or state.watchers:
-            # Without a home the block takes the checked way, which notifies the watchers of its free.
+            # With `home` None, a free of the buffer calls `_free_cached`, which notifies the watchers.
             block.home = None
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, size, raw_handle(ordered))
         return buffer
 
     def _caches(self, nbytes: int, ordered: Stream) -> bool:
-        """Whether an allocation of ``nbytes`` bytes on ``ordered``, which is not being captured, is served from the
-        cache.
+        """Return whether an allocation of ``nbytes`` bytes on ``ordered``, which is not being captured, may be served
+        from the cache.
         """
-        # With cached memory, a checking driver could not tell which use belongs to which allocation.
+        # With cached memory, a checked driver could not tell which use belongs to which allocation.
         if not nbytes or self._state.session.listener is not None:
             return False
-        # Without an owner, the stream can end without notice, and the driver may give its handle to another stream.
+        # If no owner keeps a library's stream alive, the stream can end without notice, and the driver may give its
+        # handle to another stream.
         return not isinstance(ordered, LibraryStream) or ordered.owned
 
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
         """Allocate from the pool. If memory runs out, the pool makes the cache return its free blocks. Raises
-        OutOfMemoryError if the limit stays exceeded after the cache has returned them. ``captured``: the stream is
-        being captured, and the limit does not count.
+        OutOfMemoryError if :attr:`limit` would be exceeded even after the cache has returned its free blocks.
+        ``captured``: whether the stream is being captured; the limit does not apply then.
         """
         if not captured and not self._limit_allows(nbytes):
             self._state.flush()
@@ -339,9 +352,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     # -- frees that no free list takes directly ------------------------------------------------------------
 
     def _return_home(self, buffer: CachedBuffer, block: CachedBlock, stream: Stream) -> bool:
-        """Queue a block to return to its own stream, behind an event on the stream of the free.
+        """Have a block return to its own stream's free list after an event on ``stream``, the stream of the free.
 
-        Returns False if the block must be freed in another way.
+        Returns False if this is not possible, and the block must be freed in another way.
         """
         cache = block.size_class.owner
         if len(cache.returning) >= MAX_RETURNING:
@@ -351,21 +364,23 @@ class CachingAllocator(Allocator, Closes, Shown):
         event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
         if event is None:
             return False
-        # Only the first of two threads that free the buffer still finds the block in it.
+        # If two threads free the buffer, only the first still finds the block in the buffer.
         if buffer._ptr is block:
             buffer._ptr = None
             cache.put_behind(event, block)
         return True
 
     def _free_cached(self, buffer: CachedBuffer, ordered: Stream) -> None:
-        """Free a buffer on ``ordered``, a checked stream. On the block's own stream the block goes to the free list.
-        Otherwise it returns to its own stream behind an event of ``ordered``, or, if that is not possible, to the pool.
+        """Free a buffer on ``ordered``, a stream that was checked. If this is the block's own stream, the block goes to
+        the free list. Otherwise the block returns to its own stream after an event on ``ordered``; if this is not
+        possible, it returns to the pool.
         """
         state = self._state
         block, watchers = buffer._ptr, state.watchers
         cache: StreamCache = block.size_class.owner
         if not state.closed and state.of(ordered) is cache:
-            # First, because from ``put`` on a finaliser may free the block without a notification.
+            # Watchers are notified first, because after `put` another thread may allocate the block and a finaliser may
+            # free it again.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:
@@ -382,8 +397,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Move a buffer's memory out of the cache, to a buffer of the pool, and return that. A later free of ``buffer``
-        frees the pool's buffer.
+        """Move a buffer's memory out of the cache to a new buffer of the pool, and return the pool's buffer. A later
+        free of ``buffer`` frees the pool's buffer.
         """
         state = shared_state(buffer)
         if isinstance(state, SharedBehind):
@@ -424,7 +439,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     @property
     def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
+        """Whether the memory is managed: the driver migrates it between devices and host."""
         return self.pool.managed
 
     def _about(self) -> Iterator[Row]:

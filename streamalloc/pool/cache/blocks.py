@@ -1,9 +1,9 @@
 """Blocks of a cache, their size classes, and the buffers that hold them.
 
-A :class:`CachedBlock` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. If
-it were in two, two buffers would get the same memory. So each removal and each insertion is one atomic list or deque
-operation, and a buffer clears its pointer before its block is inserted elsewhere. An exception of a signal handler may
-lose the one block that is being moved; that block stays allocated until the pool ends.
+A :class:`CachedBlock` is always in exactly one container: in a free list, in a buffer, or in the queue ``returning`` of
+a stream. If it were in two, two buffers would get the same memory. So each removal and each insertion is one atomic
+list or deque operation, and a buffer clears its pointer before its block is inserted elsewhere. An exception of a
+signal handler may lose the one block that is being moved. This block stays allocated until the pool ends.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ else:
 B = TypeVar("B", bound=Buffer)
 
 UNIT = 512
-"""Bytes of which each block is a multiple. Pools align to this, so smaller blocks would save nothing."""
+"""The size of each block is a multiple of this number of bytes. Pools align addresses to it, so smaller steps would
+save nothing.
+"""
 _DEFER: StillImported = "defer"
 
 
 @functools.lru_cache(1 << 12)
 def class_size(nbytes: int, finer: int = 0) -> int:
-    """Return the block size in bytes for a request: rounded up to a multiple of 512, or above 8 KiB to a multiple of an
-    eighth of the power of two below it. Each unit of ``finer`` doubles the number of sizes: with 1, multiples of a
-    sixteenth above 16 KiB.
+    """Return the block size in bytes for a request of ``nbytes`` bytes. The size is rounded up to a multiple of 512;
+    above 8 KiB, to a multiple of an eighth of the next lower power of two. Each increment of ``finer`` doubles the
+    number of sizes: with 1, above 16 KiB, the step is a sixteenth.
     """
     bits = (nbytes - 1).bit_length() - 4 - finer
     step = 1 << bits if bits > 9 else UNIT
@@ -50,34 +52,38 @@ class SizeClass:
 
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
-        """The :class:`StreamCache` of the stream."""
+        """The :class:`StreamCache` of the stream that the blocks serve."""
         self.nbytes: int = nbytes
         self.free: list[CachedBlock] = []
-        """Free blocks; the last one freed is reused first."""
+        """Free blocks. The block that was freed last is reused first."""
         self.count: int = 0
-        """Number of blocks, free or in buffers. Concurrent updates may be lost."""
+        """Number of blocks, free or in buffers. May be inexact, because concurrent updates can be lost."""
         self.fitting: tuple[list[CachedBlock], ...] = ()
-        """Free lists that can serve this size, smallest first; empty until computed."""
+        """Free lists of this and larger sizes that can serve a request of this size, smallest first; empty until
+        computed.
+        """
 
 
 class CachedBlock(_Pointer):
-    """An allocation of the pool that a cache holds. It is a ``CUdeviceptr``, so the driver takes it as an address."""
+    """An allocation of the pool that a cache holds. The class is a subclass of ``CUdeviceptr``, so the driver accepts a
+    block as an address.
+    """
 
     __slots__ = ("address", "home", "size_class")
 
     address: int
     """Device address."""
     home: list[CachedBlock] | None
-    """Free list that takes the block after a free on its stream. None if watchers must be notified of the free, or the
-    stream cache has ended: the free then takes the checked way.
+    """Free list to which a free on the block's stream returns the block. None if watchers must be notified of the free,
+    or the stream cache has ended: :meth:`CachingAllocator._free_cached` then makes the free.
     """
     size_class: SizeClass
-    """Size class of the block, on the one stream that it serves."""
+    """Size class of the block on the stream that the block serves."""
 
 
 def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:
-    """Return a new buffer of class ``kind``, with its attributes set. It owns ``pointer``, a ``CUdeviceptr`` or a
-    block.
+    """Return a new buffer of class ``kind`` with these attributes. The buffer owns ``pointer``, a ``CUdeviceptr`` or a
+    :class:`CachedBlock`.
     """
     buffer: B = kind()
     buffer._nbytes = nbytes
@@ -107,7 +113,7 @@ class CachedBuffer(Buffer):
     def free(
         self, stream: StreamLike | None = None, still_imported: StillImported = _DEFER, timeout: float | None = None
     ) -> None:
-        """Free the memory in stream order. Earlier work may still use it, later work must not.
+        """Free the memory in stream order. Earlier work may still use the memory; later work must not.
 
         The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. A free
         does not ask whether the stream is being captured: the next allocation does.
@@ -119,8 +125,9 @@ class CachedBuffer(Buffer):
         block, own = self._ptr, self._stream
         if block is not None and still_imported is _DEFER and (stream is None or stream is own):
             home = block.home
-            # Not for the per-thread stream of another thread, whose work may come after this free. `_ptr` is read
-            # again, because another thread may have freed the buffer during the call of `get_ident`.
+            # A block of another thread's per-thread stream is not put into its list here: that thread's work may come
+            # after this free. `_ptr` is read again, because another thread may have freed the buffer during the call of
+            # `get_ident`.
             caller = own.caller
             if home is not None and (caller is True or (caller == get_ident() and self._ptr is block)):
                 self._ptr = None
@@ -154,8 +161,8 @@ CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
 
 
 class SharedBehind(SharedState):
-    """State of a cached buffer whose memory has left the cache: a free of it frees :attr:`behind`, the buffer that owns
-    the memory.
+    """State of a cached buffer whose memory has left the cache. A free of the cached buffer frees :attr:`behind`, the
+    pool's buffer that now owns the memory.
     """
 
     __slots__ = ("behind",)
@@ -171,4 +178,4 @@ class SharedBehind(SharedState):
                 buffer._shared = None
 
     def drop(self, buffer: Buffer) -> None:
-        """Do nothing: the other buffer has its own finaliser."""
+        """Do nothing, because :attr:`behind` has its own finaliser."""

@@ -1,19 +1,21 @@
-"""The state of a cache: the blocks of each stream, and the allowance.
+"""The state of a cache: the blocks of each stream, and the allowance, which limits how far the pool grows.
 
-**When memory may be handed out.** Memory of a free list is handed out without a driver call, so no driver would notice
-a mistake: two owners would write the same bytes. Memory is handed out:
+**When memory may be handed out.** Memory of a free list is handed out without a driver call, so the driver would not
+detect a mistake: two owners would write the same bytes. Memory is handed out:
 
-* on its stream alone, where the next work comes after the last owner's. A block that was freed on another stream is in
-  no free list until an event on that stream has completed (``returning``).
-* by the stream's thread alone, if it is a per-thread stream: on another thread its handle names another stream. Blocks
-  that were dropped elsewhere first wait for the legacy stream (:meth:`CacheState.collect_dropped`).
-* not in a capture. The graph would write the memory at each launch, also when it has another owner.
+* only on the block's own stream, where the next owner's work comes after the last owner's work. A block that was freed
+  on another stream is in no free list until an event on that stream has completed (``returning``).
+* only on the stream's own thread, if the stream is a per-thread default stream: on another thread its handle names
+  another stream. Blocks of buffers that were dropped on other threads first wait for the legacy stream
+  (:meth:`CacheState.collect_dropped`).
+* not in a capture. The graph would write the memory at each launch, also when the memory has another owner.
 * not after the stream has ended, because nothing can be ordered after its work then. All its blocks return to the pool:
-  before its end, or after its last event.
-* not while watchers, such as an observer, have to see each allocation.
+  before the stream's end, or after its last event.
+* not while watchers, such as an observer, must be notified of each allocation.
 
-A block is taken from a list and put into one by a single atomic step, so no lock is held, and a finaliser can put one.
-The state outlives the allocator until all blocks have returned to the pool.
+A block is taken from a list, and put into a list, by a single atomic step. So no lock is needed, and a finaliser can
+put a block into a list. The state exists until all blocks have returned to the pool, also after the end of the
+allocator.
 """
 
 from __future__ import annotations
@@ -63,64 +65,73 @@ from streamalloc.pool.cache.blocks import UNIT, CachedBlock, SizeClass, class_si
 from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
-"""A request may take a free block of up to five times its size."""
+"""A request may take a free block that is up to this many times as large as its size class."""
 _LARGEST_KEPT = 2
 """Limit for the size of a larger class's blocks, as a multiple of the request's class.
 
-Below it, the larger class's free list serves the next requests of the same size, too. From it on, the next request
-first searches its own class, if that has blocks, free or in use. Otherwise half-precision tensors would use up the
-blocks of full-precision ones, which are twice as large.
+If the block found is smaller than this limit, its free list also serves the next requests of the same size. If it is
+not, and the request's own class has blocks, free or in use, the next request first searches its own class. Otherwise
+half-precision tensors would use up the blocks of full-precision tensors, which are twice as large.
 """
 _MAX_SIZES = 1 << 14
-"""Number of requested sizes whose free list a stream remembers, in 1 MiB of dictionary."""
+"""Largest number of entries of :attr:`StreamCache.lists`, whose dict then has about 1 MiB."""
 MAX_RETURNING = 64
-"""Blocks per stream that may wait for an event; enough for data loaders."""
+"""Largest number of blocks of a stream that wait for an event; enough for data loaders."""
 _ALLOWANCE = 1.05
-"""Initial factor of the streams' peaks. A pool without a cache reserves about as much."""
+"""Initial factor by which the sum of the streams' peaks is multiplied. A pool without a cache reserves about as
+much.
+"""
 _ALLOWANCE_STEP = 1 / 32
-"""Growth of the factor at each release, for each stream. So even a program with many sizes comes to need no release."""
+"""Increase of the factor at each release of all free blocks, times the number of streams. So even a program with many
+sizes reaches a state without releases.
+"""
 _MAX_ALLOWANCE = 2.0
-"""Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
+"""Largest factor if the cache has one stream. For comparison, caches that split blocks reserve 1.2 to 2.5 times the
+peaks.
+"""
 _MAX_OF_SEVERAL = 2.5
-"""Largest factor for several streams. They share free memory through the pool only, and in pieces."""
+"""Largest factor if the cache has several streams, which share free memory only through the pool."""
 _QUERIES = 1 << 8
-"""Largest number of queries of the event behind the frees of a stream's free blocks: enough for an idle stream to reach
-the event. If a stream did not reach it in time, the next event is queried only once, because nobody waits for a busy
-stream.
+"""Largest number of queries of the event after the frees of a stream's free blocks: enough for an idle stream to reach
+the event. If a stream did not reach its event in time, the next event is queried only once, so that no time is lost on
+busy streams.
 """
 
 
 class StreamCache(Deferred):
-    """The size classes of one stream.
+    """The size classes of one stream, with its blocks.
 
-    It ends when the stream is closed or dropped, when the stream's thread ends or its library's object leaves the table
-    of library streams, or when the cache is closed.
+    A stream cache ends when its stream is closed or dropped, when the stream's thread ends, when a library's stream
+    leaves the table of library streams, or when the whole cache is closed.
     """
 
     def __init__(self, cache: CacheState, stream: Stream) -> None:
         self.cache: CacheState = cache
         self.device: Device = stream.device
         self.stream: weakref.ref[Stream] = weakref.ref(stream)
-        # Our own stream ends when it is dropped. Other streams are needed to order the return of the blocks.
+        # A stream of ours must be droppable, and leaves an event after its work. Other streams are kept alive, because
+        # the return of the blocks is ordered on them.
         self._kept = None if isinstance(stream, OwnStream) else stream
         self._last: Sequence[Event] = end_of(stream)
         self.per_thread: bool = isinstance(stream, PerThreadStream)
-        """Whether the stream is the per-thread default stream of a thread. On other threads its handle names another
-        stream.
+        """Whether the stream is the per-thread default stream of a thread, whose handle names another stream on other
+        threads.
         """
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
         self.lists: dict[int, list[CachedBlock]] = {}
-        """Free lists that serve direct calls, by requested size in units: the stream's ``free_lists`` of this cache."""
+        """Free lists that :meth:`CachingAllocator.allocate` uses without checks, by requested size in units of 512
+        bytes. Also stored in the stream's ``free_lists``.
+        """
         self.returning: deque[tuple[Event, CachedBlock]] = deque()
-        """Blocks freed on other streams, each behind the event after its last use."""
+        """Blocks that were freed on other streams, each with the event after its last use."""
         self.peak: int = 0
-        """Most bytes in use at any count, which :meth:`CacheState._allowance` makes."""
+        """Most bytes in use at any of the counts that :meth:`CacheState._allowance` makes."""
         end_with_stream(stream, self)
 
     def size_class(self, nbytes: int) -> SizeClass:
-        """Return the size class for a request of ``nbytes`` bytes, and make it if there is none."""
+        """Return the size class for a request of ``nbytes`` bytes. Make it if the stream has none."""
         size = class_size(nbytes, self.cache.finer)
         found = self.classes.get(size)
         if found is None:
@@ -130,8 +141,8 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
-        """Remove and return the smallest free block that fits ``wanted``; None if there is none. The free list that had
-        it then serves direct requests of ``nbytes`` bytes.
+        """Remove and return the smallest free block that fits ``wanted``; None if there is none. Later requests of
+        ``nbytes`` bytes take blocks from the same free list without a search (:meth:`serve`).
         """
         if self.returning:
             self.collect()
@@ -140,7 +151,7 @@ class StreamCache(Deferred):
             if free:
                 try:
                     block = free.pop()
-                except IndexError:  # Another thread has taken it.
+                except IndexError:  # Another thread has taken the block.
                     continue
                 served_from = free
                 break
@@ -150,8 +161,8 @@ class StreamCache(Deferred):
         return block
 
     def serve(self, nbytes: int, free: list[CachedBlock]) -> None:
-        """Have direct requests of ``nbytes`` bytes take blocks from the list ``free``. Nothing is done once the stream
-        cache has ended.
+        """Have later requests of ``nbytes`` bytes take blocks from the list ``free`` without a search. Do nothing if
+        the stream cache has ended.
         """
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
@@ -161,14 +172,14 @@ class StreamCache(Deferred):
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[CachedBlock], ...]:
         sizes = sorted(self.classes)
         some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
-        # The end of the stream on another thread removes the classes.
+        # If the stream ends on another thread meanwhile, its classes are removed: `get` then gives None.
         found = map(self.classes.get, some)
         wanted.fitting = tuple(one.free for one in found if one is not None)
         return wanted.fitting
 
     def collect(self) -> None:
-        """Move blocks that were freed on other streams to their free lists, up to the first whose event has not
-        completed (``cuEventQuery``).
+        """Move blocks that were freed on other streams to their free lists, in order, until an event has not completed
+        (``cuEventQuery``).
         """
         for entry in drained(self.returning.popleft):
             event, block = entry
@@ -184,15 +195,15 @@ class StreamCache(Deferred):
 
     def put_behind(self, event: Event, block: CachedBlock) -> None:
         """Have ``block`` put into the free list of its size class once ``event`` has completed. If this stream cache
-        has ended, a point of work releases the block.
+        has ended, the deferred queue returns the block to the pool.
         """
         self.returning.append((event, block))
         if self.ended:
             self.cache.queue.submit(self)
 
     def put(self, block: CachedBlock) -> None:
-        """Put a block into the free list of its size class. If this stream cache has ended, a point of work releases
-        the block.
+        """Put a block into the free list of its size class. If this stream cache has ended, the deferred queue returns
+        the block to the pool.
         """
         size_class = block.size_class
         if not (self.cache.closed or self.ended):
@@ -202,16 +213,16 @@ class StreamCache(Deferred):
             self.cache.queue.submit(self)
 
     def release(self, ordered: Stream) -> None:
-        """Return all free blocks to the pool in the order of ``ordered`` (``cuMemFreeAsync``).
+        """Return all free blocks to the pool in the order of stream ``ordered`` (``cuMemFreeAsync``).
 
-        The device waits for the events of blocks freed on other streams; the host does not.
+        The stream waits for the events of blocks that were freed on other streams; the host does not wait.
         """
         self.collect_behind(ordered)
         in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
 
     def collect_behind(self, ordered: Stream) -> None:
-        """Move all blocks that were freed on other streams to free lists, and have ``ordered`` wait for their events
-        (``cuStreamWaitEvent``). The blocks may then be used in the order of that stream.
+        """Move all blocks that were freed on other streams to their free lists, and have stream ``ordered`` wait for
+        the blocks' events (``cuStreamWaitEvent``). The blocks may then be used in the order of ``ordered``.
         """
         for entry in drained(self.returning.popleft):
             event, block = entry
@@ -235,13 +246,13 @@ class StreamCache(Deferred):
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
     def serve_no_more(self) -> None:
-        """End the stream cache: no new buffer gets a block of its free lists, and blocks of live buffers come back by
+        """End the stream cache: no new buffer gets a block of its free lists, and blocks of buffers in use return by
         :meth:`put`.
         """
         if not self.ended:
             self.ended = True
-            # Without a home, the block of a buffer comes back by :meth:`put` when the buffer is freed, and :meth:`put`
-            # submits this item again. Otherwise nobody would release the block.
+            # With `home` None, a freed buffer's block returns by `put`, which submits this item again. Otherwise
+            # nothing would return the block to the pool.
             for block in list(self.cache.blocks.values()):
                 if block.size_class.owner is self:
                     block.home = None
@@ -260,19 +271,19 @@ class StreamCache(Deferred):
             leave_stream(stream, self.cache.key, self)
         if self.finished:
             self._last, self._kept = (), None
-            # Each size class refers to this object. That cycle would keep the cache and its pool until a garbage
-            # collection.
+            # Each size class refers to this object. This reference cycle would keep the cache and its pool alive until
+            # a garbage collection.
             self.classes.clear()
         return True
 
     @property
     def finished(self) -> bool:
-        """Whether this cache has ended and has no block, free or in a buffer."""
+        """Whether this stream cache has ended and has no block left, free or in a buffer."""
         return self.ended and not any(one.count for one in list(self.classes.values()))
 
     def ordered(self, act: Callable[[Stream], object]) -> None:
-        """Call ``act`` with the stream or, after the stream's end, with a new stream that is ordered after its work. No
-        other thread can close the stream meanwhile. Raises CaptureError, NotReadyError.
+        """Call ``act`` with the stream. After the stream's end, call ``act`` with a new stream that is ordered after
+        its work. While ``act`` runs, no other thread closes the stream. Raises CaptureError, NotReadyError.
         """
         stream = self.stream()
         if stream is None:
@@ -282,16 +293,18 @@ class StreamCache(Deferred):
 
 
 class CacheState(Deferred):
-    """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
+    """The blocks and streams of a cache. The state exists until all blocks have returned to the pool, also after the
+    end of the allocator.
+    """
 
     kind: type[StreamCache] = StreamCache
     """Class of the stream caches."""
     finer: int = 0
-    """Doublings of the number of size classes, see :func:`class_size`."""
+    """How many times the number of size classes is doubled, see :func:`class_size`."""
 
     def __init__(self, pool: MemoryPool) -> None:
-        # A weak reference: the queue keeps this item, and through the pool it would keep the pool's `on_oom` function
-        # and all that this refers to, perhaps the cache itself.
+        # The reference is weak: the deferred queue keeps this item alive. A strong reference would also keep the pool,
+        # its `on_oom` function, and perhaps through this function the cache itself.
         self._pool = weakref.ref(pool)
         self._pool_free: Any = free_function(pool)
         self.session: Session = session_of(pool)
@@ -299,23 +312,27 @@ class CacheState(Deferred):
         self.key: object = object()
         """Key of this cache in the ``free_lists`` of streams."""
         self.watchers: tuple[Watcher, ...] = ()
-        """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
+        """Watchers that are notified of allocations and frees (:mod:`streamalloc.core.allocation_hooks`)."""
         self.blocks: dict[int, CachedBlock] = {}
-        """Blocks by address, free or in buffers."""
+        """All blocks of the cache by address, free or in buffers."""
         self.stream_caches: dict[int, StreamCache] = {}
-        """Stream caches by ``id`` of the stream. A later stream may have the ``id`` of an ended one."""
+        """Stream caches by ``id`` of the stream. A new stream may have the same ``id`` as a stream that has ended."""
         self.dropped: deque[CachedBlock] = deque()
-        """Blocks of buffers that were dropped while their streams were not ready."""
+        """Blocks of dropped buffers whose finalisers could not put them into a free list: the stream had ended, or was
+        another thread's.
+        """
         self.closed: bool = False
         self.misses: int = 0
         self._opening = RLock()
-        """Held while a stream is opened. No finaliser takes it."""
+        """Lock held while a stream cache is made. No finaliser takes this lock."""
         self._reserved = 0
-        """Bytes that the pool would reserve, as computed at the last query."""
+        """Bytes that the pool was expected to reserve after the last query of the pool."""
         self._room = POOL_STEP
-        """Bytes to allocate before the next query of the pool."""
+        """Bytes that the cache may still allocate from the pool before the next query of the pool."""
         self._releases = 0
-        """Number of releases of all free blocks since the last reset of the peaks. Each makes the allowance grow."""
+        """Number of releases of all free blocks since the last reset of the peaks. Each release increases the
+        allowance.
+        """
         self._queries = _QUERIES
 
     def attempt(self) -> bool:
@@ -324,7 +341,8 @@ class CacheState(Deferred):
             block.home = None
         self.collect_dropped()
         for one in list(self.stream_caches.values()):
-            # Also those that have ended: buffers may have been dropped since, and their blocks are free now.
+            # Stream caches that have ended are included: buffers may have been dropped since, and their blocks are free
+            # now.
             self.queue.end(one)
         if self.blocks:
             return False
@@ -334,12 +352,12 @@ class CacheState(Deferred):
     # -- streams ---------------------------------------------------------------------------------------------
 
     def of(self, stream: Stream) -> StreamCache | None:
-        """Return the stream cache of a stream; None if there is none, or if it has ended."""
+        """Return the stream cache of ``stream``; None if there is none, or if it has ended."""
         found = self.stream_caches.get(id(stream))
         return found if found is not None and not found.ended and found.stream() is stream else None
 
     def open(self, stream: Stream) -> StreamCache:
-        """Return the stream cache of a stream, and make it if there is none."""
+        """Return the stream cache of ``stream``. Make it if there is none."""
         self.session.check_process()
         with self._opening:
             found = self.of(stream)
@@ -351,14 +369,13 @@ class CacheState(Deferred):
         return found
 
     def _forget_ended(self, before: StreamCache | None) -> None:
-        """Remove the stream caches that have ended and have no block. Submit those that have ended and have free
-        blocks, so that the queue releases the blocks.
+        """Remove stream caches that have ended and have no block. Submit stream caches that have ended and have free
+        blocks, so that the deferred queue returns the blocks to the pool.
 
-        ``before``: the stream cache of an earlier stream that had the ``id`` of the new one; None if there is
-        none.
+        ``before`` is the stream cache of an ended stream that had the same ``id`` as a new stream, or None.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-            if one.ended and one.free_bytes:  # A buffer was freed after the end, so the item releases its block.
+            if one.ended and one.free_bytes:  # A buffer was freed after the end.
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
@@ -369,15 +386,17 @@ class CacheState(Deferred):
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
-        """Allocate a block of the size class ``wanted`` from ``upstream`` on ``stream`` (``cuMemAllocFromPoolAsync``);
-        return None if there is no memory. Raises CudaError for other refusals.
+        """Allocate a block of the size class ``wanted`` from the pool ``upstream`` on ``stream``
+        (``cuMemAllocFromPoolAsync``). Return None if there is no memory. Raises CudaError for other errors of the
+        driver.
         """
         self._pool_free = free_function(upstream)
         alloc = without_notifying(upstream._alloc, self.watchers)
         bought: list[CachedBlock] = []
 
         def buy_here(handle: Any) -> Any:
-            # The cache lists the block before the context is restored, because the driver may refuse that.
+            # The block is added to the cache before the caller's context is restored: the driver may refuse to restore
+            # the context, and the block would be lost.
             result, pointer = alloc(wanted.nbytes, upstream._raw, handle)
             if not result:
                 bought.append(self._new_block(int(pointer), wanted))
@@ -385,10 +404,10 @@ class CacheState(Deferred):
 
         try:
             result = in_context(stream, buy_here, raw_handle(stream))
-        except OutOfMemoryError:  # A watcher of the pool refused, because its limit was reached.
+        except OutOfMemoryError:  # A watcher, such as an observer with a limit, refused.
             return None
         except CudaError:
-            # The memory was allocated, and then the driver failed to restore the context: keep the block.
+            # If the memory was allocated, and then the context could not be restored, the block is kept as a free one.
             wanted.free += bought
             raise
         if result and result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -411,10 +430,10 @@ class CacheState(Deferred):
         Raises
         ------
         CudaError
-            The driver refused. The block is in its free list again, unless other code has freed its memory.
+            The driver refused the free. The block is put back into its free list, unless its memory no longer exists.
         """
         address = block.address
-        # Before the call, because another thread may get the address right after it.
+        # Removed before the driver call, because another thread may get the same address right after the call.
         self.blocks.pop(address, None)
         pool = self._pool()
         free = self._pool_free if pool is None else free_function(pool)
@@ -429,8 +448,8 @@ class CacheState(Deferred):
             raise free_refused(refused, ordered)
 
     def collect_dropped(self) -> None:
-        """Move blocks of dropped buffers to their free lists. Blocks of a per-thread stream first wait for an event on
-        the legacy stream, which is ordered after the work of all threads.
+        """Move blocks of dropped buffers (:attr:`dropped`) to their free lists. Blocks of a per-thread default stream
+        first wait for an event on the legacy stream, which is ordered after the per-thread streams of all threads.
         """
         for block in drained(self.dropped.popleft):
             cache: StreamCache = block.size_class.owner
@@ -439,7 +458,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # A later point of work tries again with this block.
+                except CudaError:  # A later call tries again with this block.
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:
@@ -448,18 +467,18 @@ class CacheState(Deferred):
 
     @property
     def cached(self) -> int:
-        """Bytes of free blocks of all streams, including those that wait for an event."""
+        """Bytes of free blocks of all streams, including blocks that wait for an event."""
         return sum(one.free_bytes for one in self.live())
 
     # -- the allowance ---------------------------------------------------------------------------------------
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Return all free blocks to the pool if a block of the class ``wanted`` would make it grow beyond the
-        allowance, and trim the pool to the allowance (``cuMemPoolTrimTo``).
+        """If a new block of the class ``wanted`` would make the pool grow beyond the allowance, return all free blocks
+        to the pool, and trim the pool to the allowance (``cuMemPoolTrimTo``).
 
-        The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as were free at
-        the last query, 32 MiB at most. During a capture of this package nothing is released. A capture by other code
-        stays valid, because the thread is in relaxed capture mode (``cuThreadExchangeStreamCaptureMode``).
+        The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as the pool had
+        unused at the last query, at most 32 MiB. During a capture of this package nothing is released. A capture by
+        other code stays valid, because the thread is in relaxed capture mode (``cuThreadExchangeStreamCaptureMode``).
         """
         self._room -= wanted.nbytes
         if self._room >= 0 or self.queue.paused:
@@ -467,8 +486,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            # The allowance is computed only if the pool would grow, because it counts the bytes in use of each size
-            # class of each stream.
+            # The allowance is computed only if the pool would grow, because the computation reads each size class of
+            # each stream.
             if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()
@@ -478,8 +497,8 @@ class CacheState(Deferred):
             self._reserved, self._room = grown, min(grown - needed, POOL_STEP)
 
     def _allowance(self, wanted: SizeClass) -> int:
-        """Return the bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth
-        steps. A block of the class ``wanted`` counts as in use.
+        """Return the number of bytes that the pool may reserve: the sum of the streams' peaks times the factor, rounded
+        up to :data:`POOL_STEP`. A new block of the class ``wanted`` counts as in use.
         """
         peaks, streams = 0, self.live()
         for one in streams:
@@ -491,16 +510,17 @@ class CacheState(Deferred):
         return _whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
-        """Reset the peaks and the factor, so that the next allowance depends on the bytes in use then."""
+        """Reset the peaks and the factor, so that the next allowance depends on the bytes that are in use then."""
         self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
 
     def flush(self) -> bool:
-        """Return all free blocks to the pool. Returns whether any were released; during a capture none are.
+        """Return all free blocks to the pool. Returns whether any block was returned; during a capture of this package
+        none is.
 
-        The host does not wait for pending work. If the frees of a stream have run already, the host also synchronises
-        with them, so that the driver reuses their memory on any stream.
+        The host does not wait for pending work. If the frees of a stream have already run, the host also synchronises
+        with an event after the frees, so that the driver can reuse the memory on any stream.
         """
         if self.queue.paused:
             return False
@@ -518,10 +538,10 @@ class CacheState(Deferred):
                 if one.free_bytes:
                     stream = one.stream()
                     if stream is not None and stream.closed:
-                        # This stream cache ends by an item of the queue, which may have to wait until the device is
+                        # The deferred queue returns the blocks of a closed stream, perhaps only when the device is
                         # idle.
                         continue
-                    # The blocks of a captured or closed stream stay.
+                    # Blocks of a stream that is captured, or closed meanwhile, are kept.
                     with contextlib.suppress(CaptureError, ClosedError):
                         one.ordered(functools.partial(release, one))
             for event in frees:
@@ -534,8 +554,8 @@ class CacheState(Deferred):
 
 
 def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
-    """Return three numbers of bytes of a pool (``cuMemPoolGetAttribute``): those reserved now, those needed with one
-    more block of the class ``wanted``, and those reserved then.
+    """Return three numbers of bytes of a pool (``cuMemPoolGetAttribute``): the bytes reserved now, the bytes used with
+    one more block of the class ``wanted``, and the bytes reserved with this block.
     """
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
     return reserved, needed, max(reserved, _whole_steps(needed))
