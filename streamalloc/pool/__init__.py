@@ -1,6 +1,6 @@
-"""Stream-ordered memory pools: create, tune, measure, trim, and choose the pool that other code allocates from.
+"""Stream-ordered memory pools: create, tune, measure and trim pools, and choose the current pool of a device.
 
-Caches and other sources of memory are imported from their files, so that the import of a pool takes no time for them.
+This module does not import caches and other sources of memory, so that programs without them start faster.
 """
 
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics

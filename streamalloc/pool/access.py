@@ -11,12 +11,12 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, M
 
 
 class GrantsAccess(Allocator):
-    """The methods of :class:`MemoryPool` that read and set which devices have access to its memory."""
+    """Base class with the methods of :class:`MemoryPool` that read and set which devices have access to its memory."""
 
     __slots__ = ("closed",)
 
     closed: bool
-    """Whether it was closed."""
+    """Whether the pool was closed."""
 
     def _checked_raw(self) -> Any:
         if self.closed:
@@ -31,10 +31,10 @@ class GrantsAccess(Allocator):
 
     @property
     def peers(self) -> frozenset[Device]:
-        """Devices with access to the pool's memory, beside the device that has it (``cuMemPoolGetAccess``).
+        """Devices with access to the pool's memory, without the device that the memory is on (``cuMemPoolGetAccess``).
 
-        Assign devices to grant access to these, and to revoke that of all others (``cuMemPoolSetAccess``). Errors as
-        for :meth:`set_access`.
+        Assign devices or ordinals to grant access to exactly these devices, and to revoke the access of all others
+        (``cuMemPoolSetAccess``). Errors as for :meth:`set_access`.
         """
         others = (one for one in Device.all(self._session.driver) if one.location != self.location)
         return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
@@ -53,19 +53,20 @@ class GrantsAccess(Allocator):
     ) -> None:
         """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
 
-        Grant it once and keep it as long as the pool: NVIDIA advises against frequent changes.
+        Grant access once and keep it as long as the pool exists, because NVIDIA advises against frequent changes.
 
         Parameters
         ----------
         who
-            One or several devices, their ordinals, or locations. The peer access of each device is checked first.
+            One or several devices, their ordinals, or locations. First ``cuDeviceCanAccessPeer`` is called for each
+            device.
         access
-            READWRITE or NONE; drivers refuse READ for pools.
+            READWRITE or NONE. Drivers refuse READ for pools.
 
         Raises
         ------
         PeerAccessError
-            A device cannot reach the memory of the pool's device.
+            A device cannot access the memory of the pool's device.
         NotSupportedError
             The driver does not grant this access: READ, or the host on device memory.
         """
@@ -77,8 +78,8 @@ class GrantsAccess(Allocator):
         self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
     def access(self, who: Device | MemLocation | int) -> MemAccess:
-        """Return the permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``). Raises
-        ClosedError, and TypeError or ValueError if ``who`` is no location of the driver.
+        """Return the permission of ``who``, a device or the host, to use the pool's memory (``cuMemPoolGetAccess``).
+        Raises ClosedError, and TypeError or ValueError if ``who`` is no location of the driver.
         """
         self._checked_raw()
         location = self._location_of(who, check_peer=False)
@@ -87,14 +88,14 @@ class GrantsAccess(Allocator):
     def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
-        # The handle of a closed pool stays valid while buffers of it live.
+        # The handle of a closed pool stays valid while the pool has buffers.
         with self._session.relaxed():
             flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
-        """Return the location that ``who`` names. ``check_peer``: raise :class:`PeerAccessError` if its device cannot
-        reach the memory of the pool's device.
+        """Return the location of ``who``. With ``check_peer``, raise :class:`PeerAccessError` if this location is a
+        device that cannot access the memory of the pool's device.
         """
         session, own = self._session, self.location
         location = known_location(session, "who", who)

@@ -1,6 +1,7 @@
-"""Live attributes of a pool: reading one queries the driver, assigning one sets it.
+"""Attributes of a pool: each read queries the driver, and each assignment sets the attribute in the driver.
 
-Each attribute of :class:`PoolAttributes` has the driver's name, a reader for its value, and whether it can be set.
+An attribute of :class:`PoolAttributes` has the driver's name, and a function that converts the driver's value. Only
+:class:`Switch` and :class:`Size` can be set.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class PoolStatistics(NamedTuple):
-    """Bytes that a pool has reserved and that are allocated from it, at one moment.
+    """Bytes that a pool has reserved, and bytes that are allocated from the pool, at one moment.
 
     :meth:`MemoryPool.statistics` returns it.
     """
@@ -34,11 +35,11 @@ class PoolStatistics(NamedTuple):
     reserved: int
     """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""
     reserved_high: int
-    """Most bytes reserved since the last reset (``RESERVED_MEM_HIGH``)."""
+    """Most bytes reserved since :meth:`MemoryPool.reset_peaks` (``RESERVED_MEM_HIGH``)."""
     used: int
-    """Bytes allocated, as they were requested (``USED_MEM_CURRENT``)."""
+    """Bytes allocated from the pool, as requested (``USED_MEM_CURRENT``)."""
     used_high: int
-    """Most bytes allocated since the last reset (``USED_MEM_HIGH``)."""
+    """Most bytes allocated since :meth:`MemoryPool.reset_peaks` (``USED_MEM_HIGH``)."""
 
     def _repr_html_(self) -> str:
         top = self.reserved_high
@@ -46,12 +47,14 @@ class PoolStatistics(NamedTuple):
 
 
 class Attribute(Generic[T]):
-    """One attribute of a pool: a reader for its value, and the CUDA version that added it."""
+    """One attribute of a pool. ``read`` converts the driver's integer, and ``since`` is the CUDA version that added the
+    attribute.
+    """
 
     name: str
-    """Name in :class:`PoolAttributes`."""
+    """Name of the attribute in :class:`PoolAttributes`."""
     driver_name: str
-    """Member of ``CUmemPool_attribute``."""
+    """Name of the member of ``CUmemPool_attribute``."""
 
     def __init__(self, read: Callable[[int], T], since: str = "11.2") -> None:
         self.read = read
@@ -65,14 +68,14 @@ class Attribute(Generic[T]):
 
 
 class Switch(Attribute[bool]):
-    """An attribute that can be set to True or False."""
+    """An attribute of a pool that can be set to True or False."""
 
     def __set__(self, attributes: PoolAttributes, value: bool | np.bool_) -> None:
         attributes._set(self, int(checked_type(self.name, bool(value) if isinstance(value, np.bool_) else value, bool)))
 
 
 class Size(Attribute[int]):
-    """A number of bytes that can be set."""
+    """An attribute of a pool that is a number of bytes and can be set."""
 
     def __set__(self, attributes: PoolAttributes, value: int | str) -> None:
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
@@ -81,8 +84,8 @@ class Size(Attribute[int]):
 class PoolAttributes:
     """The attributes of one pool (``cuMemPoolGetAttribute``, ``cuMemPoolSetAttribute``).
 
-    Reading an attribute that these bindings or this driver do not know raises :class:`NotSupportedError`, which says
-    what is needed. Iterating gives the name and value of every attribute that can be read.
+    If the installed bindings or the driver do not have an attribute, a read raises :class:`NotSupportedError`, which
+    says what is needed. Iteration yields the name and value of every attribute that can be read.
     """
 
     __slots__ = ("_pool",)
@@ -91,46 +94,46 @@ class PoolAttributes:
         self._pool = pool
 
     reuse_follow_event_dependencies: Switch = Switch(bool)
-    """Whether memory freed in another stream is reused where an event orders the allocation after the free."""
+    """Whether memory freed on another stream is reused if an event orders the allocation after the free."""
     reuse_allow_opportunistic: Switch = Switch(bool)
-    """Whether memory freed in another stream is reused once the free has run, without an ordering. What is reused then
-    depends on timing.
+    """Whether memory freed on another stream is reused once the free has run, even if nothing orders the allocation
+    after the free. The addresses of allocations then depend on timing.
     """
     reuse_allow_internal_dependencies: Switch = Switch(bool)
-    """Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream."""
+    """Whether the driver makes the allocating stream wait for a free on another stream if the pool cannot grow."""
     release_threshold: Size = Size(int)
-    """Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the
-    largest value, ``2**64 - 1``, keeps everything.
+    """Bytes that the pool keeps when the host synchronises. The pool then releases unused memory above this number. The
+    driver's default is 0; the largest value, ``2**64 - 1``, keeps everything.
     """
     reserved_mem_current: Attribute[int] = Attribute(int)
-    """Bytes that the pool holds."""
+    """Bytes of the device or host that the pool holds."""
     reserved_mem_high: Attribute[int] = Attribute(int)
     """Most bytes held since :meth:`MemoryPool.reset_peaks`."""
     used_mem_current: Attribute[int] = Attribute(int)
-    """Bytes that are allocated, as they were requested."""
+    """Bytes that are allocated from the pool, as requested."""
     used_mem_high: Attribute[int] = Attribute(int)
     """Most bytes allocated since :meth:`MemoryPool.reset_peaks`."""
     allocation_type: Attribute[MemAllocationType] = Attribute(MemAllocationType, since="13.1")
-    """Pinned or managed, as the driver reports it."""
+    """Kind of the pool's memory, pinned or managed, as the driver reports it."""
     export_handle_types: Attribute[MemHandleType] = Attribute(MemHandleType, since="13.1")
-    """Kinds of handles by which the pool can be shared, as the driver reports them."""
+    """Kinds of handles with which the pool can be shared, as the driver reports them."""
     location_id: Attribute[int] = Attribute(int, since="13.1")
-    """Device ordinal or NUMA node, as the driver reports it."""
+    """Device ordinal or NUMA node of the pool's memory, as the driver reports it."""
     location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
-    """Kind of the memory's location, as the driver reports it."""
+    """Kind of location of the pool's memory, as the driver reports it."""
     max_pool_size: Attribute[int] = Attribute(int, since="13.1")
-    """Limit for the bytes that the pool holds, as the driver reports it."""
+    """Largest number of bytes that the pool may hold, as the driver reports it."""
     hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
-    """Whether the decompression engine can use the memory."""
+    """Whether the device's decompression engine can use the pool's memory."""
     locality_domain_id: Attribute[int] = Attribute(int, since="13.4")
-    """Locality domain of the device with the memory."""
+    """Number of the device's locality domain that the pool's memory is in."""
 
     def _get(self, attribute: Attribute[T]) -> T:
         member = bindings_member("CUmemPool_attribute", attribute.driver_name)
         try:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
-            # Bindings 13.1 to 13.4.2 list some attributes without the code to read them.
+            # Bindings 13.1 to 13.4.2 define some attributes without the code to read their values.
             needed = f"cuda-bindings {version_that_added(attribute.driver_name)}"
             raise unsupported(attribute.driver_name, needed, f"cuda-bindings {BINDINGS_VERSION}") from error
         except InvalidValueError as error:
@@ -163,4 +166,4 @@ class PoolAttributes:
 ATTRIBUTES: dict[str, Attribute[Any]] = {
     name: attribute for name, attribute in vars(PoolAttributes).items() if isinstance(attribute, Attribute)
 }
-"""The attributes by name."""
+"""The attributes of :class:`PoolAttributes` by name."""

@@ -1,10 +1,10 @@
-"""End of a pool: the condition under which its driver handle can be destroyed.
+"""End of a pool: the conditions for the destruction of its driver handle.
 
-The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 crashed in
-later calls of a process that did so. So a pool is destroyed only once it has no allocations and every free has run. The
-test for this is a trim: it releases all memory if the host has synchronised with every free. This module synchronises
-with the frees of all known streams without waiting (:class:`Fence`). Until then a closed pool is an item of the
-deferred queue.
+By the driver's documentation, a pool may be destroyed while it has allocations or pending frees. With driver 580.159,
+later calls of a process that did so crashed. So a pool is destroyed only once it has no allocations and every free has
+run. The test for this is a trim, which releases all memory of the pool if the host has synchronised with every free.
+This module synchronises with the frees on all known streams without waiting (:class:`Fence`). Until the pool can be
+destroyed, its end is an item of the deferred queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ATTRIBUTES = cuda.CUmemPool_attribute
 
 
 class PoolCache(Protocol):
-    """Cache that holds memory of a pool, and releases it before the pool ends."""
+    """Type of a cache that holds memory of a pool, and returns the memory before the pool ends."""
 
     @property
     def pool(self) -> Allocator: ...
@@ -37,36 +37,38 @@ class PoolCache(Protocol):
 
 
 class KnownPools:
-    """The pools of one driver that this process knows: ``pools_of(session)``."""
+    """The pools of one driver with an object in this process, and the caches over them. ``pools_of(session)`` returns
+    it.
+    """
 
     def __init__(self, _: Session) -> None:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """Pool objects by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
-        """Allocators of the current pool, by device ordinal."""
+        """Allocators that use the current pool of a device, by device ordinal."""
         self.caches: weakref.WeakSet[PoolCache] = weakref.WeakSet()
         """Caches over any of the pools."""
         self.closed: set[int] = set()
-        """Driver handles of closed pools that the driver has not destroyed yet."""
+        """Driver handles of closed pools that are not destroyed yet."""
 
 
 pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
 
 
 class PoolEnd(HandleEnd):
-    """The end of a pool that was made here. This item owns the pool's handle from the start."""
+    """Queue item that destroys a pool of this process. It owns the pool's handle from the creation of the pool."""
 
     def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
         super().__init__(session, "cuMemPoolDestroy", None)
         self._place = (location, allocation_type)
         self._resigned = False
         self._frees: Fence | None = None
-        """Fence behind the last frees; None if it was not recorded."""
+        """Fence after all frees that were queued when it was made; None if no fence was made."""
         self.readers: int = 0
-        """Number of threads that read statistics; the pool is not destroyed meanwhile."""
+        """Number of threads that are reading statistics of the pool. While it is not 0, the pool is not destroyed."""
 
     def close(self) -> None:
-        """List the pool as closed. If it is current, make the default pool of its location current
+        """List the pool as closed. If it is the current pool, make the default pool of its location current
         (``cuDeviceSetMemPool``, ``cuMemSetMemPool``). Raises CudaError.
         """
         if self._raw is not None:
@@ -75,7 +77,7 @@ class PoolEnd(HandleEnd):
 
     def attempt(self) -> bool:
         """Destroy the pool (``cuMemPoolDestroy``) if it has no allocation, no pending free and no reader. Returns
-        whether it is destroyed. Raises CudaError.
+        whether the pool is destroyed. Raises CudaError.
         """
         raw = self._raw
         if raw is None:
@@ -85,13 +87,14 @@ class PoolEnd(HandleEnd):
         self._resign()
         if self.readers or not self._unused():
             return False
-        # Before the pool is destroyed, because the driver may give its handle to a new pool at once.
+        # The handle is removed before the pool is destroyed, because the driver may give the handle to a new pool at
+        # once.
         closed.discard(int(raw))
         pool_locations(self._session).pop(int(raw), None)
         try:
             return super().attempt()
         except CudaError:
-            if self._raw is not None:  # None: the pool is gone, and a new pool may get its handle.
+            if self._raw is not None:  # With None, a new pool may have the handle.
                 closed.add(int(raw))
             raise
 
@@ -102,10 +105,10 @@ class PoolEnd(HandleEnd):
         self._raw = None
 
     def _resign(self) -> None:
-        """Make the default pool current if this pool is current.
+        """Make the location's default pool current if this pool is the current pool.
 
-        The driver does this when it destroys the pool, which may happen later. For locations other than a device,
-        driver 580 left neither pool current.
+        The driver does this only when it destroys the pool, which may be later. For locations other than a device,
+        driver 580 then left no pool current.
         """
         if self._resigned or self._raw is None:
             return
@@ -123,13 +126,13 @@ class PoolEnd(HandleEnd):
         if self._frees is None:
             self._frees = Fence(self._session)
         if self._frees.done():
-            # If the pool is still not empty below, a free was made on an unknown stream or after the fence: the next
-            # attempt makes a new fence.
+            # If the pool is still not empty below, a free was queued on an unknown stream or after the fence was made.
+            # The next attempt makes a new fence.
             self._frees = None
         return self._is_empty()
 
     def _is_empty(self) -> bool:
-        """Whether a trim releases all memory of the pool, which proves that no free is pending."""
+        """Trim the pool, and return whether this released all its memory, which proves that no free is pending."""
         self._session.call("cuMemPoolTrimTo", self._raw, 0)
         return not self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 

@@ -1,4 +1,4 @@
-"""Names of ``pool``, beside the public ones, that the areas above use."""
+"""Private names of ``pool`` that other areas of the package may import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 
 
 def raw_pool(pool: MemoryPool) -> Any:
-    """Return the driver's ``CUmemoryPool``, for calls that do not allocate.
+    """Return the pool's ``CUmemoryPool``, for driver calls that do not allocate.
 
     Raises
     ------
@@ -35,10 +35,12 @@ def raw_pool(pool: MemoryPool) -> Any:
 
 
 def reachable_from(pool: MemoryPool, device: Device) -> bool:
-    """Whether a device may use a pool's memory (``cuMemPoolGetAccess``)."""
+    """Return whether ``device`` has access to a pool's memory (``cuMemPoolGetAccess``)."""
     return pool._reachable_from(device)
 
 
 def collect_dropped(cache: CachingAllocator) -> None:
-    """Put the blocks of dropped buffers into the free lists of ``cache``; otherwise the next miss does so."""
+    """Put the blocks of dropped buffers into the free lists of ``cache`` now rather than at the next allocation without
+    a free block.
+    """
     cache._state.collect_dropped()

@@ -1,5 +1,5 @@
-"""Locations of memory, as the driver reports them: of an address, of a pool, also those of other code; and the default
-and current pools of a location.
+"""Locations of addresses and of pools, also of those that other code allocated, and the default and current pools of a
+location.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 class Address(NamedTuple):
-    """Reader of the attributes of one address; an attribute that the driver refuses is 0."""
+    """The attributes of one address. An attribute that the driver refuses to read is 0."""
 
     session: Session
     number: int
 
     def value(self, name: str) -> Any:
         """Return the value of the attribute ``CU_POINTER_ATTRIBUTE_<name>`` (``cuPointerGetAttribute``); 0 if the
-        driver refuses it.
+        driver refuses to read it.
         """
         attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
         try:
@@ -35,18 +35,18 @@ class Address(NamedTuple):
             return 0
 
     def integer(self, name: str) -> int:
-        """Return the value of the attribute ``CU_POINTER_ATTRIBUTE_<name>`` as an integer; 0 if the driver
-        refuses it.
+        """Return the value of the attribute ``CU_POINTER_ATTRIBUTE_<name>`` as an int; 0 if the driver refuses to read
+        it.
         """
         return int(self.value(name))
 
 
 def residence_of(session: Session, address: int) -> Residence | None:
-    """Return the location of the memory at an address. Return None for pageable host memory, freed memory, and
-    addresses without memory.
+    """Return the location of the memory at ``address``, and whether it is managed. Return None for pageable host
+    memory, freed memory, and addresses without memory.
 
-    The location is that of the address's pool, context or mapped allocation. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is
-    not used: bindings 13.3 read 0 for every device there. Captures stay valid.
+    The location is found by the memory's pool, context or mapped allocation. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is
+    not used, because bindings 13.3 return 0 for every device. Captures stay valid.
     """
     with session.relaxed():
         ask = Address(session, address)
@@ -66,7 +66,9 @@ def residence_of(session: Session, address: int) -> Residence | None:
 
 
 def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
-    """Return the location of virtual memory (``cuMemRetainAllocationHandle``); None for memory of graphs."""
+    """Return the location of mapped physical memory at ``address`` (``cuMemRetainAllocationHandle``); None for other
+    memory, such as memory of graphs, and for multicast objects.
+    """
     try:
         raw = session.call("cuMemRetainAllocationHandle", address)
     except CudaError:
@@ -83,15 +85,16 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
 def location_of_pool(
     session: Session, raw: Any, on_host: bool, allocation_type: MemAllocationType
 ) -> MemLocation | None:
-    """Return the location of the pool ``raw`` (``CUmemoryPool``); None if the pool has no object here and its location
-    cannot be found. ``on_host`` and ``allocation_type`` are those of its memory.
+    """Return the location of the pool ``raw`` (``CUmemoryPool``); None if the location cannot be found. ``on_host`` and
+    ``allocation_type`` describe the pool's memory.
 
-    Not all bindings can read the location from the driver. So it is inferred:
+    Not all bindings can read the location from the driver. If the pool has no object in this process, the location is
+    inferred:
 
-    * Device memory is that of the only device with access (``cuMemPoolGetAccess``): a device always has access to its
-      own pool.
+    * Device memory is on the only device with access (``cuMemPoolGetAccess``), because a device always has access to
+      its own pools.
     * A pool that is the default or the current pool of a location is in that location.
-    * Other host memory counts as that of any NUMA node.
+    * Other host memory counts as host memory without a NUMA node.
     """
     known = pool_locations(session).get(int(raw))
     if known is not None:
@@ -115,8 +118,8 @@ def location_of_pool(
 
 
 def _named_pools(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> list[int]:
-    """Return the handles of the default and the current pool of a location; none if the driver or the
-    bindings refuse.
+    """Return the handles of the default and the current pool of a location as ints; an empty list if the driver or the
+    bindings refuse the queries.
     """
     try:
         return [int(existing_pool(session, which, location, allocation_type)) for which in ("Default", "")]
@@ -125,8 +128,8 @@ def _named_pools(session: Session, location: MemLocation, allocation_type: MemAl
 
 
 def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
-    """Whether ``device`` has access to the memory of the pool ``raw`` (``cuMemPoolGetAccess``); False if the driver
-    refuses to say.
+    """Return whether ``device`` has access to the memory of the pool ``raw`` (``cuMemPoolGetAccess``); False if the
+    driver refuses the query.
     """
     try:
         flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
@@ -149,7 +152,7 @@ def existing_pool(session: Session, which: str, location: MemLocation, allocatio
 
 
 def set_current_pool(session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
-    """Make the pool ``raw`` (``CUmemoryPool``) the current one of a location and kind of memory
+    """Make the pool ``raw`` (``CUmemoryPool``) the current pool of a location and allocation type
     (``cuDeviceSetMemPool``, ``cuMemSetMemPool``). Raises CudaError.
     """
     if has_calls_of_its_own(location, allocation_type):
@@ -159,7 +162,9 @@ def set_current_pool(session: Session, raw: Any, location: MemLocation, allocati
 
 
 def has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
-    """Whether the ``cuDevice*`` calls serve this location. All bindings have them; other locations need ``cuMem*``."""
+    """Return whether the functions ``cuDevice*MemPool``, which all bindings have, serve this location. Other locations
+    need ``cuMem*MemPool``.
+    """
     return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
 
 

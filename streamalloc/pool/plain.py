@@ -1,7 +1,8 @@
-"""Memory that is of no pool: of other code, of ``cuMemAlloc`` and its like, and of Python functions.
+"""Memory without a pool of this package: memory of other code, of ``cuMemAlloc`` and similar calls, and of Python
+functions.
 
-The caller says who owns a handle; that is never inferred. Kind, device and size of memory are those that the driver
-reports.
+The caller says who owns the memory; the owner is never inferred. The driver is asked for kind, device and size of the
+memory.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
 _TRIES = 5
-"""Largest number of attempts of a call of :class:`OnceIdle`, after refusals by the driver."""
+"""Largest number of times that :class:`OnceIdle` repeats its call if the driver refuses it."""
 _IDLE_PAUSE = 0.02
-"""Shortest time in seconds between two threads that :class:`OnceIdle` starts while a device is busy. Without it, each
-point of work would start a thread.
+"""Shortest time in seconds between two threads that one :class:`OnceIdle` starts while a device is busy. Without it,
+each attempt of the item would start a thread.
 """
 _QUERIES = (0.0, 0.00005, 0.0002)
-"""Seconds before each query of the devices' work. There are few queries, because a later point of work starts another
-thread.
+"""Seconds to sleep before each of the three queries of the devices' work. Three are enough, because a later attempt of
+the item starts another thread.
 """
 THIS = "this"
-"""Value of ``owner`` for a handle that its new object ends."""
+"""Value of ``owner`` that makes the new object the owner of the memory or handle."""
 Allocate: TypeAlias = "Callable[[int, Stream], Memory | int]"
 Free: TypeAlias = Callable[[int, int, Stream], object]
 
@@ -68,7 +69,9 @@ _PORTABLE, _WRITE_COMBINED = 0x1, 0x4  # CU_MEMHOSTALLOC_*
 
 
 def is_ours(owner: object) -> bool:
-    """Whether ``owner`` is ``"this"``: the new object ends the handle. Raises ``ValueError`` for another string."""
+    """Return whether ``owner`` is ``"this"``, so that the new object ends the handle. Raises ``ValueError`` for another
+    string.
+    """
     if isinstance(owner, str) and owner != THIS:
         raise ValueError(
             f"owner={owner!r}: allowed are the object that owns the handle, None if code without such an object does, "
@@ -78,12 +81,12 @@ def is_ours(owner: object) -> bool:
 
 
 def refuse_second_owner(known: object) -> ValueError:
-    """Return the error for a handle that an object of this process already ends."""
+    """Return the error for a handle that is already owned by ``known``, an object of this process."""
     return ValueError(f"owner={THIS!r}: {known!r} owns this handle already, and would end it a second time")
 
 
 def number_of_handle(name: str, value: Any, kind: type) -> int:
-    """Return a driver handle as a number. ``value`` is an integer, a ctypes object, or an object of the bindings' class
+    """Return a driver handle as an int. ``value`` is an integer, a ctypes pointer, or an object of the bindings' class
     ``kind``. Raises TypeError, ValueError with the argument's ``name``.
     """
     value = value.value if isinstance(value, ctypes.c_void_p) else value
@@ -97,11 +100,12 @@ def number_of_handle(name: str, value: Any, kind: type) -> int:
 
 
 def check_handle(session: Session, name: str, value: Any, kind: type) -> int:
-    """Return ``value``, a handle of the class ``kind``, as a number. Refuse a handle that would crash the driver.
+    """Return ``value``, a handle of the bindings' class ``kind``, as an int. Refuse a handle that would crash the
+    driver.
 
-    Handles of driver 580 are addresses of this process, which the driver reads unchecked. If the handle of the primary
-    context is a readable address, the driver is such a one, and ``value`` must be a readable address, too. ``name``:
-    the argument's name, for errors.
+    In driver 580, handles are addresses of this process, which the driver reads without a check. If the handle of the
+    primary context is a readable address, the driver uses such handles, and ``value`` must be a readable address, too.
+    ``name``: the argument's name, for errors.
 
     Raises
     ------
@@ -124,11 +128,10 @@ def _is_readable(address: int) -> bool:
 
 
 class OnceIdle(Deferred):
-    """A driver call that waits for the devices, made on a thread of its own once they are idle.
+    """Queue item for a driver call that waits for the devices. Once they are idle, a new thread makes the call.
 
-    While such a call waits, driver 580 blocks all other threads that need the context. If the device then waits for an
-    act of one of these threads, none of them would ever continue. ``call`` may run twice, so a second run must do
-    nothing.
+    While such a call waits, driver 580 blocks all other threads that need the context. If the device were waiting for
+    one of these threads, no thread would ever continue. ``call`` may run twice, so a second run must do nothing.
     """
 
     __slots__ = ("_call", "_not_before", "_session")
@@ -139,7 +142,9 @@ class OnceIdle(Deferred):
         self._not_before = 0.0
 
     def attempt(self) -> bool:
-        """Start the thread. It submits this item again if a device is busy."""
+        """Start the thread and return True. If a device is busy, the thread submits this item again. Returns False if
+        the last thread was started less than 20 ms ago.
+        """
         if time.monotonic() < self._not_before:
             return False
         self._not_before = time.monotonic() + _IDLE_PAUSE
@@ -148,7 +153,7 @@ class OnceIdle(Deferred):
 
     def _run(self) -> None:
         for _ in range(_TRIES):
-            # An error of a lost context goes on to the call: there is no work to wait for.
+            # After an error of a lost context the call is made, because there is no work to wait for.
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if not self._idle():
                     deferred_queue(self._session).submit(self)
@@ -158,7 +163,7 @@ class OnceIdle(Deferred):
                 return
 
     def _idle(self) -> bool:
-        """Whether the work that is queued now on known streams completes within a few short queries."""
+        """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""
         queued = Fence(self._session)
         for pause in _QUERIES:
             time.sleep(pause)
@@ -168,15 +173,15 @@ class OnceIdle(Deferred):
 
 
 class PlainEnd(HandleEnd):
-    """The end of memory after the work of a stream: a call of the driver that waits, or the release of a reference to
-    the owner.
+    """Queue item that ends the use of memory after the work of a stream: by a driver call that waits, or by dropping
+    the reference to the memory's owner.
     """
 
     __slots__ = ("_use", "owner", "source", "stream")
 
     def __init__(self, source: Any, call: str, address: int | None, stream: Stream, owner: object) -> None:
-        """Make the item. ``call``: the driver function that frees the memory at ``address``; empty if ``owner`` frees
-        it. ``source``: the allocator. ``stream``: the stream whose work comes first.
+        """Make the item. ``call`` is the name of the driver function that frees the memory at ``address``; empty if
+        ``owner`` frees the memory. ``source`` is the allocator, and ``stream`` the stream whose work comes first.
         """
         super().__init__(session_of(source), call, address)
         self.source = source
@@ -190,11 +195,12 @@ class PlainEnd(HandleEnd):
         return int(self._raw or 0)
 
     def end(self) -> None:
-        """End the memory now if a driver call frees it: the host waits for the stream first. Otherwise drop the
-        reference to the owner once the stream's work is done. Raises CudaError; an item then ends the memory later.
+        """If a driver call frees the memory, have the host wait for the stream, and make the call. Otherwise drop the
+        reference to the owner once the stream's work is done. Raises CudaError; the deferred queue then tries again
+        later.
         """
         if self._call:
-            # The stream of a dropped buffer may be closed. Its work is done then, so there is nothing to wait for.
+            # The stream of a dropped buffer may be closed. `OnceIdle` has then waited for its work.
             if not self.stream.closed:
                 self.stream.synchronize()
             self._session.release(self, self._call)
@@ -205,7 +211,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # The call waits, which an attempt must not. So a thread makes it once the devices are idle.
+        if self._call:  # The call waits, but an attempt must not.
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
@@ -221,17 +227,17 @@ class PlainEnd(HandleEnd):
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
-    """End memory (:meth:`PlainEnd.end`). Allocators call this in place of ``cuMemFreeAsync``, so it has the arguments
-    and the answer of that function.
+    """Call :meth:`PlainEnd.end`. Allocators call this function in place of ``cuMemFreeAsync``, so it has the arguments
+    and the result of ``cuMemFreeAsync``.
     """
     end.end()
     return (cuda.CUresult.CUDA_SUCCESS,)
 
 
 def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
-    """Return a source with the location of ``nbytes`` bytes at ``address`` (``cuPointerGetAttribute``), and the driver
-    function that frees them; ``""`` unless ``ours``: the new buffer is to free them. Raises ValueError as
-    :meth:`Buffer.from_handle` does.
+    """Return a source for a buffer of ``nbytes`` bytes at ``address``, and the name of the driver function that frees
+    the memory (``cuPointerGetAttribute``). Unless ``ours``, the new buffer does not free the memory, and the name is
+    ``""``. Raises ValueError as :meth:`Buffer.from_handle` does.
     """
     ask = Address(session, address)
     place = residence_of(session, address)
@@ -243,7 +249,7 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
     with session.relaxed():
         start, size = ask.integer("RANGE_START_ADDR"), ask.integer("RANGE_SIZE")
         stop = start + size
-        # Adjacent mappings count as memory, too. The driver reports no start for host memory without access.
+        # Adjacent mappings count as one memory. The driver reports no start address for host memory without access.
         while start and stop < address + nbytes and not ours and residence_of(session, stop) is not None:
             stop += Address(session, stop).integer("RANGE_SIZE")
         if start and address + nbytes > stop:
@@ -272,15 +278,15 @@ def _free_call(ask: Address, place: Residence) -> str:
 
 
 class PlainBuffer(Buffer):
-    """A :class:`Buffer` of memory that is of no pool, or that other code owns. Its :class:`PlainEnd` ends the memory
-    after the work of the buffer's stream.
+    """A :class:`Buffer` of memory without a pool, or of memory that other code owns. Its :class:`PlainEnd` ends the
+    memory after the work of the buffer's stream.
     """
 
     __slots__ = ("_end",)
 
     @property
     def _stream(self) -> Stream:
-        """Stream after whose work the memory ends."""
+        """Stream whose work must finish before the memory ends."""
         return self._end.stream
 
     @_stream.setter
@@ -295,14 +301,14 @@ class PlainBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """Object that owns the memory, or the allocator that made it. None if there is no such object, and after the
-        memory was released.
+        """Object that owns the memory, or the allocator that allocated it. None if there is no such object, and after
+        the memory was released.
         """
         return self._end.owner
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
+        """Whether the stream's device has access to the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
         ``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``).
         """
         device = self._stream.device
@@ -316,8 +322,8 @@ class PlainBuffer(Buffer):
     def free(
         self, stream: StreamLike | None = None, still_imported: StillImported = "defer", timeout: float | None = None
     ) -> None:
-        """End the use of the memory after the work of ``stream``, by default the buffer's own: free it if this buffer
-        owns it, otherwise let its owner go (:meth:`Buffer.from_handle`). Errors as for :meth:`Buffer.free`.
+        """End the use of the memory after the work of ``stream`` (default: the buffer's own). If this buffer owns the
+        memory, the memory is freed; otherwise the reference to the owner is dropped. Errors as for :meth:`Buffer.free`.
         """
         self._free_checked(stream, still_imported, timeout)
 
@@ -338,7 +344,7 @@ class PlainBuffer(Buffer):
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
 
 _taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _: weakref.WeakValueDictionary())
-"""Buffers that have taken over memory of other code, by address."""
+"""Buffers that own memory which other code allocated (``owner="this"``), by address."""
 
 
 def buffer_from_handle(
@@ -367,7 +373,7 @@ def buffer_from_handle(
 
 
 class _Source(Allocator):
-    """Base of allocators that do not free by ``cuMemFreeAsync``: each buffer has a :class:`PlainEnd`."""
+    """Base class of allocators that do not free with ``cuMemFreeAsync``: each buffer has a :class:`PlainEnd`."""
 
     def __init__(self, where: Device | MemLocation, managed: bool, driver: Driver | None) -> None:
         self.location = location_of("where", where)
@@ -377,14 +383,14 @@ class _Source(Allocator):
         self._bind(session, _obtain, None, end_plain)
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate memory at once. ``stream`` orders only the end of the memory, and operations that name no stream.
+        """Allocate memory that can be used at once, on any stream. ``stream`` only orders the end of the memory.
 
         Parameters
         ----------
         nbytes
             Size in bytes, at least 1.
         stream
-            The stream of operations that name no other, and after whose work the memory ends.
+            The stream after whose work the memory ends, and of operations for which the caller names no stream.
 
         Raises
         ------
@@ -405,14 +411,14 @@ class _Source(Allocator):
         return PlainBuffer(end, nbytes)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:
-        """Obtain ``nbytes`` bytes, and return the item that ends them after the work of ``stream``. Raises
-        OutOfMemoryError, or what the function of a :class:`CallbackAllocator` raises.
+        """Allocate ``nbytes`` bytes, and return the item that ends the memory after the work of ``stream``. Raises
+        OutOfMemoryError, and any error of the function of a :class:`CallbackAllocator`.
         """
         raise NotImplementedError
 
     @property
     def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
+        """Whether the memory is managed: the driver migrates it between devices and host."""
         return self._managed
 
     def _pool_of(self, buffer: Buffer) -> object:
@@ -426,10 +432,10 @@ class _Source(Allocator):
 
 
 def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[Any, PlainEnd]:
-    """Obtain memory, in place of ``cuMemAllocFromPoolAsync`` and with its arguments and answer. ``request``, in place
-    of the pool's handle: the allocator and the stream.
+    """Allocate memory in place of ``cuMemAllocFromPoolAsync``, with similar arguments and results. ``request`` replaces
+    the pool's handle: the allocator and the stream. In place of a pointer, return the item that ends the memory.
 
-    This is not a method: the allocator keeps the function, and a bound method would form a cycle with the
+    This is not a method: the allocator refers to the function, and a bound method would form a reference cycle with the
     allocator.
     """
     source, stream = request
@@ -437,33 +443,34 @@ def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[An
 
 
 class PlainMemory(_Source):
-    """Memory that is allocated at once and freed after the host has waited: ``cuMemAlloc``, ``cuMemAllocManaged``,
-    ``cuMemHostAlloc``.
+    """Allocator of memory outside of pools (``cuMemAlloc``, ``cuMemAllocManaged``, ``cuMemHostAlloc``). The memory can
+    be used at once, and is freed after the host has waited.
 
-    For code that needs such memory: legacy sharing (``cuIpcGetMemHandle``), registration that takes no memory of pools,
-    and managed memory if there are no managed pools. Otherwise take a :class:`MemoryPool`, which does not wait. ::
+    Use it for code that needs such memory: legacy sharing (``cuIpcGetMemHandle``), registration that refuses memory of
+    pools, and managed memory if there are no managed pools. Otherwise use a :class:`MemoryPool`, which does not wait.
+    ::
 
         with sa.PlainMemory(device).allocate(2 << 20, stream) as buffer:
             buffer.fill(0)
 
-    ``buffer.free()`` waits for the stream (``cuMemFree``, ``cuMemFreeHost``). A dropped buffer is freed once the
-    devices are idle.
+    ``buffer.free()`` blocks the host until the stream's work is done (``cuMemFree``, ``cuMemFreeHost``). A dropped
+    buffer is freed later, once the devices are idle.
 
     Parameters
     ----------
     where
-        A device, or ``MemLocation.host()`` for pinned memory that every device may use.
+        A device, or ``MemLocation.host()`` for pinned host memory that every device can access.
     managed
         Whether the memory migrates between the devices and the host.
     write_combined
-        For host memory: whether it is write-combined, which is fast for the CPU to write and slow to read.
+        Whether host memory is write-combined: fast for the CPU to write, and slow to read.
     driver
         The driver to use if ``where`` is not a device.
 
     Raises
     ------
     TypeError, ValueError
-        ``where`` is another location, or an option does not go with it.
+        ``where`` is another location, or ``managed`` or ``write_combined`` is not possible there.
     """
 
     def __init__(
@@ -489,12 +496,12 @@ class PlainMemory(_Source):
         return self._create(stream, name, nbytes, *more)[0]
 
     def _create(self, stream: Stream, name: str, *args: int) -> tuple[PlainEnd, int]:
-        """Call driver function ``name``, which allocates; return the item that ends the memory, and the pitch in bytes,
-        0 if there is none. Raises OutOfMemoryError, CudaError.
+        """Call driver function ``name``, which allocates. Return the item that ends the memory, and the pitch in bytes;
+        0 if the function returns no pitch. Raises OutOfMemoryError, CudaError.
         """
         session, on_host, pitch = self._session, self.location.on_host, 0
         end = PlainEnd(self, "cuMemFreeHost" if on_host else "cuMemFree", None, stream, self)
-        # If the context cannot be restored, the memory is freed all the same.
+        # If the caller's context cannot be restored after the allocation, the memory is freed again.
         ordinal, queue = stream.device.ordinal if on_host else self.location.id, deferred_queue(session)
         with undoing(lambda: queue.end(HandleEnd(session, end._call, end._raw))), session.current(ordinal):
             given = session.call(name, *args)
@@ -507,7 +514,7 @@ class PlainMemory(_Source):
         Parameters
         ----------
         width, height
-            Bytes of a row, and the number of rows.
+            Size of a row in bytes, and the number of rows.
         stream
             As for :meth:`allocate`.
         element
@@ -531,7 +538,7 @@ class PlainMemory(_Source):
 
 
 class _GivenEnd(PlainEnd):
-    """The end of memory that the function of a :class:`CallbackAllocator` returned."""
+    """Queue item that ends memory which the function of a :class:`CallbackAllocator` returned."""
 
     __slots__ = ("_memory", "_nbytes")
 
@@ -560,10 +567,10 @@ class _GivenEnd(PlainEnd):
 
 
 class CallbackAllocator(_Source):
-    """Allocator whose memory comes from a Python function, as RMM's ``CallbackMemoryResource``.
+    """Allocator that calls a Python function for its memory, like RMM's ``CallbackMemoryResource``.
 
-    The function can combine other allocators: choose one by size, prefetch, or try a second one. Observers with limits,
-    logs and statistics accept it as they accept a pool. ::
+    The function can combine other allocators: it can choose one by size, prefetch, or try a second allocator. Observers
+    record and limit the allocations as they do for a pool. ::
 
         small, large = sa.CachingAllocator(pool), sa.MemoryPool(device)
 
@@ -577,14 +584,14 @@ class CallbackAllocator(_Source):
     Parameters
     ----------
     allocate
-        Called with the size in bytes and the :class:`Stream`; returns memory of this package, or an address. Its errors
-        go to the caller of the allocation.
+        Function that is called with the size in bytes and the :class:`Stream`. It returns memory of this package, or an
+        address. Its errors go to the caller of the allocation.
     free
-        Called once with the address, the size and the stream after whose queued work the memory is free, also for
-        dropped buffers, then at a point of work of any thread. Default: ``free(stream)`` or ``close()`` of the memory
-        that ``allocate`` returned.
+        Function that is called once per buffer with the address, the size in bytes, and the stream after whose queued
+        work the memory is free. For a dropped buffer, any thread may call it later. By default the memory that
+        ``allocate`` returned is freed by its ``free(stream)`` or ``close(stream)``.
     where
-        The location of the memory.
+        The location of the memory that ``allocate`` returns.
     managed
         Whether the driver migrates the memory between devices and host.
     driver
@@ -611,7 +618,7 @@ class CallbackAllocator(_Source):
         self.take: Allocate = allocate
         """Function that returns new memory."""
         self.free: Free | None = free
-        """Function that takes memory back; None if no function is to be called."""
+        """Function that frees memory; None if the memory's own ``free`` or ``close`` is called."""
         super().__init__(where, managed, driver)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:

@@ -1,4 +1,6 @@
-"""Attributes that the driver reports for an address: kind, range, device, pool, and ways to share it."""
+"""Attributes that the driver reports for an address: kind, range, device and pool of the memory, and ways to share
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class MemoryKind(enum.Enum):
     """
 
     UNKNOWN = "unknown"
-    """Unknown to the driver: ordinary host memory, freed memory, or no memory."""
+    """Memory that the driver does not know: pageable host memory, freed memory, or an address without memory."""
     DEVICE = "device"
     HOST = "host"
     MANAGED = "managed"
@@ -32,28 +34,28 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PointerAttributes:
-    """The answer of :func:`pointer_attributes`.
+    """Attributes of the memory at an address. :func:`pointer_attributes` returns them.
 
     Attributes
     ----------
     address
         The queried address.
     kind
-        Device, host, managed, or unknown to the driver.
+        Kind of the memory: device, host, managed, or unknown to the driver.
     device
-        The device of the memory, or of the context that pinned host memory; None if unknown.
+        The device of the memory, or of the context that pinned the host memory; None if not known.
     base, nbytes
-        Start address and size of the allocation, in bytes; 0 if unknown.
+        Start address of the allocation, and its size in bytes; 0 if not known.
     pool
-        The pool it was allocated from, or None.
+        The pool that the memory was allocated from, or None.
     device_address, host_address
-        The address to use on the device and on the host; None where it is not accessible there.
+        The addresses of the memory for the device and for the host; None if the memory is not accessible there.
     handle_types
-        The operating-system handles that the allocation, or its pool, can be exported as.
+        Kinds of operating-system handles with which the allocation or its pool can be exported.
     legacy_ipc
-        Whether ``cuIpcGetMemHandle`` can share it.
+        Whether ``cuIpcGetMemHandle`` can share the memory.
     gpu_direct_rdma
-        Whether other PCIe devices can reach it.
+        Whether other PCIe devices can access the memory (GPUDirect RDMA).
     """
 
     address: int
@@ -77,8 +79,8 @@ class PointerAttributes:
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
     """Return the attributes of an address (``cuPointerGetAttribute``).
 
-    An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory the driver
-    documents no answer; drivers so far report it as unknown.
+    An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory no result
+    is documented; drivers up to 580 report it as unknown.
 
     Raises
     ------
@@ -106,14 +108,14 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     handle_types = MemHandleType(ask.integer("ALLOWED_HANDLE_TYPES"))
     if pool is not None and pool.properties is not None:
         handle_types |= pool.properties.handle_types
-    # The query of a device address needs a context, any context.
+    # The query of the device address needs a current context, of any device.
     with (device or Device(0, driver=session.driver)).current():
         device_address = ask.integer("DEVICE_POINTER")
     return PointerAttributes(
         address=address,
         kind=kind,
         device=device,
-        # The driver reports a size but no start for host pool memory that no device may use.
+        # For host memory of a pool that no device has access to, the driver reports a size but no start address.
         base=ask.integer("RANGE_START_ADDR"),
         nbytes=ask.integer("RANGE_SIZE"),
         pool=pool,
@@ -145,10 +147,10 @@ def _pool_at(session: Session, ask: Address, kind: MemoryKind) -> MemoryPool | N
 
 
 def _device_at(session: Session, ask: Address, pool: MemoryPool | None) -> Device | None:
-    """Return the device of an address; None for host memory of a pool and for memory without a context.
+    """Return the device of the memory at an address; None for host memory of a pool and for memory without a context.
 
-    It is that of the pool or the context. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is not used: bindings 13.3 read 0 for
-    every device there.
+    The device is that of the memory's pool or context. ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` is not used, because
+    bindings 13.3 return 0 for every device.
     """
     if pool is not None:
         return None if pool.location.on_host else Device(pool.location.id, driver=session.driver)
