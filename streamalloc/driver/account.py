@@ -90,7 +90,7 @@ class HandleCounts:
                 if self._live[kind, handle] > 1:
                     self._live[kind, handle] -= 1
                     break
-                if self._live.pop((kind, handle), 0):  # Each unmap looks at all keys, so none of the past stays.
+                if self._live.pop((kind, handle), 0):  # Each unmap reads all keys, so old ones go.
                     break
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))

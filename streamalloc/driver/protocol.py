@@ -205,9 +205,11 @@ class MemoryListener(Protocol):
     """
 
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record that a kernel on ``stream`` uses ``nbytes`` bytes at ``address``; None: the host uses them now.
+        """Record that a kernel on ``stream`` uses ``nbytes`` bytes at ``address``; without a stream, that the host uses
+        them now.
 
-        ``write``: the use writes. ``atomic``: by atomic operations, which do not race with each other.
+        ``write``: whether the use writes. ``atomic``: whether it consists of atomic operations, which do not race with
+        each other.
         """
 
     def lent(self, stream: Any, used: bool) -> None:
