@@ -348,23 +348,28 @@ class Scheduler:
         return ALL if found is None else found.known
 
     def outlived(self, stream: int) -> int:
-        """Return :data:`ALL` for a removed stream, whose frees count as run (H200: test_reuse); 0 for all others."""
+        """Return :data:`ALL` for a stream that was removed, because its frees count as run (observed on H200:
+        test_reuse); 0 for every other stream.
+        """
         return 0 if stream in self.streams else ALL
 
     def retire(self, stream: Queue) -> None:
-        """Remove a destroyed stream once it is idle."""
+        """Record that a stream was destroyed, and remove it once it is idle."""
         stream.destroyed = True
         if not stream.operations:
             self._forget(stream)
 
     def _forget(self, stream: Queue) -> None:
-        """Remove an idle stream. Clocks need no entry for it, because all its operations count as done."""
+        """Remove an idle stream. Clocks need no entry for this stream any more, because all its operations count as
+        done.
+        """
         self.streams.pop(stream.id, None)
         rank = self.ranks.pop(stream.id, None)
         if rank is not None:
             heapq.heappush(self._free_ranks, rank)
         self._gone.add(stream.id)
-        if len(self._gone) > len(self.streams) + 8:  # only occasionally: the time grows with the number of streams
+        # Only now and then, because the time for this grows with the number of streams.
+        if len(self._gone) > len(self.streams) + 8:
             for clock in (self.host, *(other.clock for other in self.streams.values())):
                 for number in [number for number in clock if number in self._gone]:
                     del clock[number]
@@ -373,22 +378,22 @@ class Scheduler:
     # -- progress --------------------------------------------------------------------------------------------
 
     def add_busy(self, stream: Queue) -> None:
-        """Let the worker run the queued operations of a stream. Starts the worker if none runs."""
+        """Have the worker thread run the queued operations of a stream. The thread is started if none runs."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # The thread refers only to the scheduler, so that the program's last reference still ends the driver.
+            # The thread refers only to the scheduler, so that the driver ends with the program's last reference to it.
             self._worker = start_thread(self._work, "streamalloc simulated device")
         else:
             self.announce()
 
     def announce(self) -> None:
-        """Wake the worker and all waiting threads."""
+        """Wake the worker thread and all threads that wait."""
         asleep, self._asleep = self._asleep, []
         for one in asleep:
             one.release()
 
     def _sleep(self, seconds: float) -> None:
-        """Release the lock until the next :meth:`announce`, or until the time is over."""
+        """Release the call lock until the next :meth:`announce`, for ``seconds`` at most."""
         woken = _thread.allocate_lock()
         woken.acquire()
         self._asleep.append(woken)
@@ -399,8 +404,8 @@ class Scheduler:
     def pump(self, heavy: bool = False) -> bool:
         """Run the operations that can run now. Returns whether there were any.
 
-        With ``heavy``, make only one pass, with one step of each heavy operation; without it, leave these operations to
-        the worker.
+        ``heavy``: make only one pass, with one step of each heavy operation. Otherwise heavy operations are left to the
+        worker thread.
         """
         progress = False
         again = True
@@ -417,7 +422,7 @@ class Scheduler:
     def run_down(self) -> None:
         """Release the lock and wait until no queued operation can run.
 
-        With a seed, wait only for operations that run already.
+        With a seed, it waits only for operations that are running already.
         """
 
         def is_down() -> bool:
