@@ -47,20 +47,21 @@ class Judge:
         """Function that returns whether the checker has seen all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
-        """Record a wait of ``actor`` for an event, so that a report can say why the wait gives no order."""
+        """Record a wait of ``actor`` for an event, so that a report can explain why the wait gives no order."""
         (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
 
     def missing_order(self, before: RecordedOperation, later: Actor) -> str:
-        """Return advice on how to order the actor ``later`` after an operation. It names a wait that had no effect."""
+        """Return advice on how to order the actor ``later`` after the operation ``before``. The advice names a wait
+        that had no effect, if there is one.
+        """
         waiting = later if later.within is None else later.within
         waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
         vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
         return next(filter(None, vain), "") or _missing_order(before, later)
 
     def _is_open(self, range_: Range, before: RecordedOperation) -> bool:
-        """Whether another process may have ordered later work after an operation, unseen by the checker.
-
-        If so, note it.
+        """Whether another process may have ordered later work after the operation ``before``, by calls that this
+        checker does not see. If so, a note is added.
         """
         found = range_.bytes.shared and self._published.after(before.actor.number, before.time)
         if found:
@@ -70,7 +71,7 @@ class Judge:
     # -- allocation and free ---------------------------------------------------------------------------------
 
     def allocate(self, made: Range, stream: TrackedStream) -> None:
-        """Record an allocation at the moment when its stream runs it."""
+        """Record an allocation at the time when its stream runs it."""
         made.born = RecordedOperation(stream, "allocation", made.stack)
         made.pending = False
         for previous in made.previous:
@@ -78,16 +79,17 @@ class Judge:
             if ended is None or ended.actor is stream:
                 continue
             if not stream.clock.after(ended.actor.number, ended.time):
-                # The driver reuses memory only after its free, so later work comes after the free.
+                # The driver reuses memory only after its free, so work with the new allocation comes after that free.
                 self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
 
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free, or the unmap or release named by ``ending``; report operations that may yet use the memory.
+        """Record a free of ``range_``, and report operations that may still use the memory. ``ending``: ``"unmap"`` or
+        ``"release"`` if the call is no free.
 
-        ``clock``: what precedes the free. ``what``, ``stack``: the call and its place. The returned function undoes the
-        record, for a free that the driver refused.
+        ``clock``: clock of the operations that precede the free. ``what``, ``stack``: the call and its place. Returns a
+        function that undoes the record, for a free that the driver refuses.
         """
         order, before = self.timeline.order, (range_.ended, range_.freed_after)
 
@@ -136,10 +138,11 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or write of addresses, and report missing orders. ``clock``: what precedes the use.
+        """Record a read or a write of ``pieces``, and report missing orders. ``clock``: clock of the operations that
+        precede the use.
 
-        ``device``: check its access, which the driver does not check for kernels. ``races`` is False for a use that a
-        waited-for value orders with other uses.
+        ``device``: the device whose access rights are checked, which the driver does not do for kernels; None: no
+        check. ``races``: False for the use of a value in memory by which streams order themselves.
         """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:
@@ -172,9 +175,10 @@ class Judge:
                         self._race(range_, before, access, ordered)
 
     def _rights(self, range_: Range, device: int) -> int:
-        """Return the access of a device: 0 none, 1 read, 3 read and write.
+        """Return the access of a device to a range: 0 none, 1 read, 3 read and write.
 
-        If another library may have granted access unseen, that is 3, with a note.
+        If another library may have granted access by a call that the checker did not see, 3 is returned, and a note is
+        added.
         """
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
         if rights < 3 and (self.timeline.foreign if range_.context else not self.sees_grants()):
@@ -183,7 +187,9 @@ class Judge:
         return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins inside a range and ends at ``end``, an address beyond the range."""
+        """Report a use that begins inside a range and goes beyond its end. ``end``: the address at which the use
+        ends.
+        """
         range_, start, last = piece
         if range_.ended is None:
             what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
@@ -194,10 +200,10 @@ class Judge:
     def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
         """Report a read of bytes that were never written.
 
-        ``unseen_upto``: highest number of the memory that a kernel may have written unseen.
+        ``unseen_upto``: highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written.
         """
         range_, low, high = piece
-        # The host may have written viewed memory through a NumPy array, which the checker does not see.
+        # The host may have written the memory through a NumPy array over it, which the checker does not see.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):
@@ -219,14 +225,15 @@ class Judge:
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
             return
         if access.actor in self.timeline.foreign:
-            self.timeline.notes.add("shared", str(range_))  # another library has the stream, and may have made it wait
+            # Another library has the stream, and may have made it wait for the other process.
+            self.timeline.notes.add("shared", str(range_))
             return
         did = "writes" if contents.written else "reads"
         what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove uses that the host has waited for from a table. All later work comes after them."""
+        """Remove from a table the uses for which the host has waited. All later work comes after these uses."""
         for number, use in tuple(uses.items()):
             if self.timeline.may_be_known(number, use.time):
                 del uses[number]
@@ -247,7 +254,7 @@ class Judge:
         assert ended is not None
         queued = range_.last.pop(actor.number, None)
         if queued is not None and queued.time == NEVER:
-            return  # Judge.free has reported this use already
+            return  # Judge.free has already reported this use, which was queued at the free.
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
             kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."
@@ -278,11 +285,10 @@ class Judge:
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
     ) -> None:
-        """Report a hazard of a range.
+        """Report a hazard of ``range_``. ``kind``, ``what``, ``remedy``: its kind, description and advice.
 
-        ``call``: the place of the operation. ``places``: further places by their titles.
-
-        ``ordered``: the order that its operations have in this run nevertheless, a constant of :mod:`.clocks`.
+        ``call``: place of the operation. ``places``: further places by title. ``ordered``: order that the two
+        operations have in this run all the same, a constant of :mod:`.clocks`.
         """
         made = "imported" if range_.kind.startswith("import") else "allocated"
         shown: list[tuple[str, Stack]] = []
@@ -294,9 +300,8 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """Describe the range that had the addresses before.
-
-    Returns the end of a sentence, and places by their titles; both empty if there was none.
+    """Describe the range that had the addresses before. Returns the end of a sentence, and places by title; both are
+    empty if there was no such range.
     """
     for one in range_.previous:
         if one.ended is not None:
@@ -306,7 +311,9 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
 
 
 def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
-    """Return advice if a wait should have ordered ``waiting`` after ``before`` but did not; else an empty text."""
+    """Return advice if ``wait`` should have ordered ``waiting`` after ``before`` and did not; otherwise an empty
+    text.
+    """
     operation = f"the {_bare(before)} of {place_of(before.stack)}"
     waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
     if not wait.recordings:
@@ -328,7 +335,7 @@ def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
 
 
 def _bare(operation: RecordedOperation) -> str:
-    """Return the name of an operation without its article."""
+    """Return the name of an operation for reports, without its article."""
     return operation.call.removeprefix("a ").removeprefix("an ")
 
 

@@ -1,9 +1,9 @@
 """Address ranges, the physical bytes behind them, and the latest uses of each byte. Pure Python, no driver.
 
-A :class:`Range` is an allocation, a mapping or an import, from its allocation to its free. It refers to physical
-:class:`Bytes`. Several ranges can refer to the same bytes: mappings of one handle, imports in the exporting process,
-and replicas of a multicast object. The bytes record their uses as intervals, so that uses by different ranges are
-compared.
+A :class:`Range` is an allocation, a mapping or an import, from its start to its free, unmap or close. A range refers to
+physical :class:`Bytes`. Several ranges can refer to the same bytes: mappings of one handle, imports in the exporting
+process, and replicas of a multicast object. The bytes record their uses as intervals, so that uses by different ranges
+are compared.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from streamalloc.formats.sizes import size_text
 NEVER = 1 << 62
 """Time of an operation that has not run yet."""
 MANY_USERS = 64
-"""Number of actors in an interval at which the actors that the host has waited for are removed."""
+"""Number of uses in a table at which the uses for which the host has waited are removed."""
 _MANY_RANGES = 20_000
-"""Number of recorded ranges at which freed ones are removed."""
+"""Number of recorded ranges at which freed ranges are removed."""
 
 
 class RecordedOperation:
-    """Operation: its actor, its time, its name, and its place in the program."""
+    """An operation: its actor, its time, its name, and its place in the program."""
 
     __slots__ = ("actor", "stack", "time", "what")
 
@@ -42,13 +42,15 @@ class RecordedOperation:
 
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
-            return self.actor.name  # the name of a graph node contains the call
+            return self.actor.name  # The name of a graph node contains the name of the call already.
         call = f"{self.what} in {self.call}" if self.call != self.what else self.what
         return f"{call} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
 
     @property
     def call(self) -> str:
-        """Name of the call in the program: for a driver call of this package, the public function that made it."""
+        """Name of the call that the program made. For a driver call of this package, it is the public function that
+        made the driver call.
+        """
         function = function_of(self.stack) if self.what.startswith("cu") else ""
         return f"{function}()" if function else self.what
 
@@ -66,12 +68,12 @@ class Access(RecordedOperation):
             self.time = time
         self.write: bool = write
         self.atomic: bool = atomic
-        """True if it does not race with other atomic operations."""
+        """Whether the operation is atomic, so that it does not race with other atomic operations."""
 
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """Interval of bytes with equal uses: the last write, and the later reads by actor number."""
+    """Interval of bytes that have the same uses: the last write, and the reads after it, by actor number."""
 
     start: int
     end: int
@@ -79,39 +81,41 @@ class _Segment:
     reads: dict[int, Access] = field(default_factory=dict)
 
     def cut(self, at: int) -> tuple[_Segment, _Segment]:
-        """Return the two segments before and after the offset ``at``."""
+        """Split the segment at the offset ``at``. Returns the two segments before and after it."""
         return _Segment(self.start, at, self.write, self.reads), _Segment(at, self.end, self.write, self.reads.copy())
 
 
 _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
-"""Function of a clock, an actor's number and a time, see :meth:`.Timeline.order`."""
+"""Function of a clock, the number of an actor and a time, as :meth:`.Timeline.order`."""
 Forget = Callable[[dict[int, Access]], object]
-"""Function of a table of uses by actor number. It removes the uses that the host has waited for."""
+"""Function that gets a table of uses by actor number, and removes the uses for which the host has waited."""
 
 
 @dataclass(eq=False, slots=True)
 class Bytes:
-    """Physical memory, with the latest uses of each interval."""
+    """Physical memory, with the latest uses of each interval of its bytes."""
 
     number: int = field(default_factory=count().__next__)
-    """Number of the memory. Memory made later has a higher number."""
+    """Number of the memory. Memory that was made later has a higher number."""
     shared: bool = False
-    """Whether other processes may have the memory."""
+    """Whether other processes may have the memory mapped."""
     fresh: tuple[tuple[int, int], ...] = ()
-    """Intervals to which no device has had access."""
+    """Intervals to which no device has had access yet, as offsets of start and end."""
     types: tuple[Any, ...] = ()
-    """Intervals with element types, see :mod:`streamalloc.checker.contents`."""
+    """Intervals with the types of their elements, see :mod:`streamalloc.checker.contents`."""
     _segments: list[_Segment] = field(default_factory=list)
-    """Intervals in order of their start, without overlaps."""
+    """Intervals in the order of their starts. They do not overlap."""
 
     def touch(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
-        """Record a use of the bytes from ``start`` to ``end``; return earlier conflicting uses without a certain order.
+        """Record a use of the bytes from ``start`` up to ``end``. Returns the earlier uses that conflict and have no
+        certain order.
 
-        Each comes with its order, a constant of :mod:`.clocks`. Several :class:`Access` objects of one actor and time
-        belong to one operation, and are not ordered. ``forget`` removes obsolete reads from a long table.
+        The result has tuples of an earlier use and its order, a constant of :mod:`.clocks`. Several :class:`Access`
+        objects of one actor and time belong to one operation, and are not ordered. ``forget`` removes reads from a long
+        table that are not needed any more.
         """
         segments = self._segments
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -146,20 +150,20 @@ class Bytes:
         return list(found.items())
 
     def writes(self, start: int, end: int) -> list[Access]:
-        """Return the latest writes of the bytes from ``start`` to ``end``."""
+        """Return the latest writes of the bytes from ``start`` up to ``end``."""
         return [one.write for one in self._overlapping(start, end) if one.write is not None]
 
     def reads(self, start: int, end: int) -> list[Access]:
-        """Return the reads of the bytes from ``start`` to ``end`` since their latest writes."""
+        """Return the reads of the bytes from ``start`` up to ``end`` since their latest writes."""
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
-        """Whether the byte at offset ``at`` was never read or written."""
+        """Whether the byte at offset ``at`` was neither read nor written so far."""
         before = bisect_right(self._segments, at, key=_start) - 1
         return before < 0 or self._segments[before].end <= at
 
     def unwritten(self, start: int, end: int) -> int:
-        """Return how many bytes from ``start`` to ``end`` were never written."""
+        """Return the number of bytes from ``start`` up to ``end`` that were never written."""
         written = (one for one in self._overlapping(start, end) if one.write is not None)
         return end - start - sum(min(one.end, end) - max(one.start, start) for one in written)
 
@@ -167,7 +171,9 @@ class Bytes:
         return [one for one in self._segments if one.start < end and start < one.end]
 
     def _between(self, start: int, end: int) -> list[_Segment]:
-        """Return the segments from ``start`` to ``end``: cut those at both ends, and fill gaps with new ones."""
+        """Return segments that cover exactly the bytes from ``start`` up to ``end``: segments at both ends are split,
+        and gaps are filled with new segments.
+        """
         segments = self._segments
         at = bisect_right(segments, start, key=_start) - 1
         if at < 0 or segments[at].end <= start:
@@ -189,7 +195,7 @@ class Bytes:
 
 @dataclass
 class BoundBytes:
-    """Part of physical memory, ``size`` bytes from ``start`` on, bound at ``offset`` of a multicast object."""
+    """Part of physical memory, ``size`` bytes from ``start`` on, that is bound at ``offset`` of a multicast object."""
 
     offset: int
     size: int
@@ -201,75 +207,85 @@ class BoundBytes:
 
 @dataclass
 class AwaitedPart:
-    """Part of shared memory that another process may still use. A use here must come after one of ``after``."""
+    """Part of shared memory that another process may still be using. A use in this process must come after one
+    operation of ``after``.
+    """
 
     low: int
     high: int
     after: list[tuple[int, int]]
-    """Operations, each as actor and time: recordings of the other process that come after its work."""
+    """Tuples of actor number and time: event records of the other process that come after its work."""
     over: Callable[[], bool]
-    """Returns whether the other process's work may have finished."""
+    """Function that returns whether the other process's work may have finished."""
     whose: str
     """Name of the other process in reports."""
     remedy: str
-    """End of the advice in reports: "a stream must wait for ..."."""
+    """End of the advice in reports, after "a stream must wait for"."""
     step: bool = False
-    """Whether the other process used the part after the export. Such parts are read again before each use."""
+    """Whether the other process used this part after the export. Such parts are read anew from the board before each
+    use.
+    """
     written: bool = True
     """Whether the other process writes the part; False if it only reads it."""
 
 
 @dataclass(eq=False)
 class Range(Extent):
-    """Addresses that refer to bytes, from an allocation, mapping or import to its end."""
+    """Addresses that refer to physical bytes, from an allocation, mapping or import until its end."""
 
     base: int
     size: int
     kind: str
-    """Kind of the memory, as reports name it."""
+    """Kind of the memory, by which reports name it."""
     bytes: Bytes = field(default_factory=Bytes)
     offset: int = 0
-    """Offset of the first address in the bytes."""
+    """Offset in ``bytes`` of the byte at the first address."""
     stack: Stack = ()
     born: RecordedOperation | None = None
-    """The stream-ordered allocation; None for a synchronous one."""
+    """The stream-ordered allocation of the range; None for memory that was allocated otherwise."""
     ended: RecordedOperation | None = None
-    """The free, unmap or release that ended the range; None while it lives."""
+    """The free, unmap or release that ended the range; None before."""
     freed_after: Clock | None = None
-    """Clock of the stream at a free in stream order; None before the free, and for a free by the host."""
+    """Clock of the stream at a free in stream order; None before the free, and after a free by the host."""
     vacated: bool = False
-    """Whether other memory may now have these addresses."""
+    """Whether other memory may have these addresses now."""
     pending: bool = False
-    """Whether the allocation is queued and has not run."""
+    """Whether the allocation is queued and has not run yet."""
     last: dict[int, Access] = field(default_factory=dict)
-    """Latest use of each actor, by actor number."""
+    """Latest use by each actor, by actor number."""
     previous: tuple[Range, ...] = ()
     """Ranges that had the same addresses before."""
     grants: dict[int, int] | None = None
-    """Access of devices: 1 read, 3 write; None: all have access. Ranges of one pool or context share it."""
+    """Access of devices by ordinal: 1 read, 3 read and write; None: all devices have access. Ranges of one pool or
+    context share the dictionary.
+    """
     bindings: list[BoundBytes] | None = None
-    """Bytes bound to a multicast object, if the range maps one; None for other memory."""
+    """Bytes bound to the multicast object that the range maps; None for all other memory."""
     opened: int = 1
-    """Number of ``cuIpcOpenMemHandle`` calls that returned this range."""
+    """Number of ``cuIpcOpenMemHandle`` calls that returned the address of this range and were not undone."""
     imports: list[Range] = field(default_factory=list)
-    """Imports of this memory in the same process."""
+    """Ranges by which this process has imported the same memory."""
     context: int = 0
-    """Context whose end frees the range; 0 for none."""
+    """Handle of the context whose end frees the range; 0 if no context does."""
     awaited: tuple[AwaitedPart, ...] = ()
-    """Parts of an import that may not be complete."""
+    """Parts of the range that another process may still be using or writing."""
     deferred: bool = False
-    """Whether a missing free is no leak: the driver call comes later, or the range ends with its module."""
+    """Whether a missing free is no leak: the driver call is made later, or the range ends together with its module."""
     viewed: bool = False
-    """Whether the host has a NumPy array over the range, and so may read and write it without a call."""
+    """Whether the host has a NumPy array over the range, and so may read and write the range without a call."""
     waiting_write: bool = False
-    """Whether a write of the range was queued on a stream that waited for something then."""
+    """Whether a write to the range was queued on a stream that was waiting for something."""
     released: Stack | None = None
-    """Place where the program released the range while it stayed mapped; None if the range may be written."""
+    """Place where the program released the memory of the range, which stays mapped. None while the program may write
+    the range.
+    """
     divided: bool = False
-    """Whether an allocator gives out blocks of the range."""
+    """Whether an allocator gives out blocks of the range, which are checked in its place."""
 
     def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
-        """Return the bytes behind the addresses from ``low`` to ``high``, per replica: memory, first offset and end."""
+        """Return the bytes at the addresses from ``low`` up to ``high``, one tuple for each replica: memory, first
+        offset and end.
+        """
         start, end = low - self.base + self.offset, high - self.base + self.offset
         if self.bindings is None:
             return [(self.bytes, start, end)]
@@ -281,7 +297,9 @@ class Range(Extent):
         return found
 
     def written(self, low: int, high: int) -> list[RecordedOperation]:
-        """Return the allocation, and the latest writes of the bytes from ``low`` to ``high``."""
+        """Return the allocation of the range, if known, and the latest writes of the bytes from ``low`` up to
+        ``high``.
+        """
         found: list[RecordedOperation] = [] if self.born is None else [self.born]
         for memory, start, end in self.physical(low, high):
             found += memory.writes(start, end)
@@ -292,25 +310,27 @@ class Range(Extent):
 
 
 Piece = tuple[Range, int, int]
-"""A range, and the first and the end address of a part of it."""
+"""A tuple: a range, and the first and the end address of a part of it."""
 Pieces = list[tuple[Piece, bool]]
-"""Parts of ranges, and whether they are written."""
+"""List of tuples: a part of a range, and whether it is written."""
 
 
 class AddressMap(RangeMap[Range]):
-    """Ranges of an address space. A freed range stays until another range takes its addresses."""
+    """Ranges in an address space. A freed range stays recorded until another range gets its addresses."""
 
     def __init__(self, notes: Notes | None = None) -> None:
         super().__init__()
         self._notes = Notes() if notes is None else notes
         self._verdicts: dict[tuple[int, ...], bool] = {}
-        """Answers of :meth:`any_whole` since the ranges last changed. Programs launch the same kernels again
-        and again.
+        """Results of :meth:`any_whole` since the ranges last changed, because programs launch the same kernels
+        repeatedly.
         """
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> Range:
-        """Add a range in place of those that it overlaps. Freed ranges keep the parts that it does not overlap."""
+        """Add a range in place of the ranges that it overlaps. Of freed ranges, the parts that it does not overlap
+        stay.
+        """
         self._verdicts.clear()
         same = self.at.get(made.base)
         if same is not None and same.size == made.size and same.ended is not None:
@@ -322,7 +342,7 @@ class AddressMap(RangeMap[Range]):
             if old.ended is None:
                 continue
             made.previous += (old,)
-            # A report names only one earlier owner.
+            # Only one earlier range is kept, because a report names only one.
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:
@@ -339,19 +359,20 @@ class AddressMap(RangeMap[Range]):
         self._verdicts.clear()
 
     def divide(self, segment: Range) -> None:
-        """Record that an allocator gives out blocks of a range. From now on these blocks are judged in its place."""
+        """Record that an allocator gives out blocks of ``segment``. From now on the blocks are checked in its place."""
         segment.divided = True
         self._verdicts.clear()
 
     def whole(self, address: int) -> Range | None:
-        """Return the live range that contains an address; None if there is none, or if it is divided."""
+        """Return the live range that contains an address. None if there is none, or if it is divided into blocks."""
         found = self.find(address)
         return None if found is None or found.divided or found.ended is not None else found
 
     def any_whole(self, addresses: tuple[int, ...]) -> bool:
-        """Whether one of these addresses is in a live range that is not divided.
+        """Whether one of these addresses is in a live range that is not divided into blocks.
 
-        The answer is kept until a range is added or removed, so a range that was freed meanwhile may still count.
+        The result is kept until a range is added or removed, so a range that was freed meanwhile may still count as
+        live.
         """
         found = self._verdicts.get(addresses)
         if found is None:
@@ -361,7 +382,7 @@ class AddressMap(RangeMap[Range]):
         return found
 
     def pieces(self, start: int, size: int) -> list[Piece]:
-        """Return the parts of ranges within ``size`` addresses from ``start`` on."""
+        """Return the parts of ranges at ``size`` addresses from ``start`` on."""
         if not size:
             return []
         found = self.at.get(start)
@@ -371,7 +392,7 @@ class AddressMap(RangeMap[Range]):
         return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
 
     def vacate(self, which: Callable[[Range], bool]) -> None:
-        """Mark the freed ranges for which ``which`` is true: the driver may now reuse their addresses."""
+        """Record that the driver may reuse the addresses of the freed ranges for which ``which`` returns True."""
         for one in self.at.values():
             if one.ended is not None and which(one):
                 one.vacated = True

@@ -1,9 +1,9 @@
 """Reports to the program: hazards, and notes on what was not checked.
 
-A hazard is shown once for each pair of places, because one wrong line in a loop is one fault; later ones are counted.
-Nothing else is suppressed in silence. Each rule that leaves something out (its order is unknown, a table is full, other
-code may have acted unseen) adds a note, and the end of the process prints the notes: a run without hazards and
-without notes was checked completely.
+A hazard is shown once for each pair of places in the program, because one wrong line in a loop is one fault. Later
+hazards with the same places are only counted. Nothing else is left out in silence. Each rule that leaves something out
+adds a note: an order is unknown, a table is full, or other code may have made calls that the checker does not see. The
+notes are printed at the end of the process. A run without hazards and without notes was checked completely.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ LEFT_OUT = {
     "poison": "contents of memory that could not be filled with poison",
     "hazards": "hazards after the first 1,000 pairs of places",
 }
-"""Texts of the reasons for which something is not checked. ``comparison.md`` explains each."""
+"""Texts of the notes, by the reason for which something is not checked. ``comparison.md`` explains each."""
 _MOST_SUBJECTS = 3
 _MOST_HAZARDS = 1000
 
 
 @dataclass(eq=False)
 class _Note:
-    """Reason for which something is not checked, as it was found in this run."""
+    """One reason for which something was not checked in this run, with a count."""
 
     place: str
-    """Place of the call in the program at which it was found first."""
+    """Place of the call in the program where the reason was found first."""
     count: int = 0
     subjects: dict[str, None] = field(default_factory=dict)
 
 
 class Notes:
-    """Parts of a run that were not checked, by reason, with a count and the first place."""
+    """Notes on the parts of a run that were not checked, by reason, each with a count and its first place."""
 
     def __init__(self) -> None:
         self._found: dict[str, _Note] = {}
         self.place: Callable[[], Stack] = partial(here, 1)
-        """Returns the place of the current call."""
+        """Function that returns the place of the current call in the program."""
 
     def add(self, reason: str, subject: str = "", stack: Stack | None = None) -> None:
         """Note that something is not checked.
 
-        ``reason``: a key of :data:`LEFT_OUT`. ``subject``: its name in the text.
+        ``reason``: a key of :data:`LEFT_OUT`. ``subject``: name of what is not checked.
 
-        ``stack``: the place; by default that of the current call.
+        ``stack``: the place in the program; by default the place of the current call.
         """
         found = self._found.get(reason)
         if found is None:
@@ -81,7 +81,7 @@ class Notes:
             found.subjects[subject] = None
 
     def texts(self) -> tuple[str, ...]:
-        """Return one text for each reason, with its count and its first place."""
+        """Return one text for each reason that was noted, with its count and its first place."""
         return tuple(_text(reason, found) for reason, found in self._found.items())
 
 
@@ -93,35 +93,38 @@ def _text(reason: str, found: _Note) -> str:
 
 
 class Reports:
-    """Collection of the hazards of a driver. It shows or raises those whose pair of places is new."""
+    """The hazards of a driver. Hazards with a new pair of places are shown or raised."""
 
     def __init__(self, on: On, notes: Notes, found: list[Hazard]) -> None:
         self.all = Hazards()
-        """All hazards in order, one for each pair of places. The program may clear the list."""
+        """All hazards in the order in which they were found, one for each pair of places. The program may clear the
+        list.
+        """
         self.found: list[Hazard] = found
         """Hazards of the current call, which :meth:`take` moves to ``all``."""
         self.shown: set[Hazard] = set()
         self._on = on
         self._notes = notes
         self._known: dict[tuple[Any, ...], Hazard] = {}
-        """By pair of places: the hazard that was reported for it first."""
+        """For each pair of places: the hazard that was reported first."""
         self._raised: set[tuple[Any, ...]] = set()
-        """Hazards that were raised, as pairs of places and addresses."""
+        """Pairs of places, with addresses, of the hazards that were raised."""
         self._at_once = False
         self._test: ParentTest | None = None
-        """Test that receives the hazards; None if they are printed."""
+        """Test in the parent process that gets the hazards; None if they are printed."""
 
     def take(self) -> list[Hazard]:
-        """Move the hazards of the current call to the list of all, and return those to deliver.
+        """Move the hazards of the current call to the list of all hazards. Returns the hazards that are to be
+        delivered.
 
-        A pair of places is shown once. It is raised once for each address, because a raised free is not made.
+        A pair of places is shown once. But it is raised once for each address, because a free that raises is not made.
         """
         fresh = []
         while self.found:
             hazard = self.found.pop(0)
             pair = hazard.pair
             known, key = self._known.get(pair), (*pair, hazard.address)
-            is_new = known is None or known not in self.all  # The program has cleared the list.
+            is_new = known is None or known not in self.all  # True also if the program has cleared the list.
             if known is not None and not is_new:
                 if hazard.kind != "leak":
                     known.found_again()
@@ -136,11 +139,10 @@ class Reports:
         return fresh
 
     def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
-        """Show, warn about or raise new hazards.
+        """Show new hazards, warn of them or raise them, as ``on`` says.
 
-        Raises :class:`DriverMisuseError` with the first one if ``on`` is "raise".
-
-        ``undo`` is called before the raise, because the driver call is then not made.
+        Raises :class:`DriverMisuseError` with the first hazard if ``on`` is "raise". ``undo`` is called before that,
+        because the driver call is then not made.
         """
         for hazard in fresh:
             if self._at_once:
@@ -154,7 +156,9 @@ class Reports:
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Show each hazard when it is found: in the parent test, or on stderr if ``test`` is None."""
+        """From now on show each hazard when it is found: in the parent process's test, or on stderr if ``test`` is
+        None.
+        """
         self._at_once, self._test = True, test
 
     def _show(self, hazard: Hazard) -> None:
@@ -167,7 +171,7 @@ class Reports:
     def show_rest(self, summary: bool) -> None:
         """Show the hazards that were not shown yet.
 
-        With ``summary``, also print their number and what was not checked.
+        ``summary``: also print the number of hazards and the notes on what was not checked.
         """
         often = [one for one in self.all if one.count > 1 and one in self.shown]
         for hazard in self.all:
@@ -184,5 +188,5 @@ class Reports:
         if self.all:
             texts.append(f"{counted(len(self.all) - leaks, 'hazard')}, {counted(leaks, 'leak')}")
         texts += [f"not checked: {one}" for one in self._notes.texts()]
-        # Print in one piece, because processes of one program may end at the same time.
+        # Printed as one text, because processes of one program may end at the same time.
         sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))

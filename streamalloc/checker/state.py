@@ -1,4 +1,4 @@
-"""State of a driver as recorded calls have shown it: plain data, which :mod:`.rules` changes."""
+"""The state of a driver as the recorded calls have shown it: plain data, which :mod:`.rules` changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamalloc.driver.reports import Hazard, Stack
 from streamalloc.formats.sizes import size_text
 
 OPENED = "memory of another process"
-"""Kind of a range from ``cuIpcOpenMemHandle``."""
+"""Kind of a range that ``cuIpcOpenMemHandle`` has returned."""
 _LEAKS = {
     "allocation": ("freed", "free it before the end: buffer.free(), or cuMemFreeAsync."),
     "import": ("closed", "close it in this process before the end: the opened buffer's close(), or cuMemFreeAsync."),
@@ -30,32 +30,34 @@ _LEAKS = {
     "mapping": ("unmapped", "close it before the end, or call cuMemUnmap and then cuMemRelease."),
     "physical memory": ("released", "close it before the end, or call cuMemRelease."),
 }
-"""By kind of resource: the way to end it, as in "was not freed", and the advice in a report of a leak."""
+"""For each kind of resource: the participle for "was not freed", and the advice in a report of a leak."""
 _ARRAYS = 1 << 64
-"""First of the artificial addresses of arrays. No memory has such high addresses."""
+"""First of the artificial addresses of arrays. No memory has addresses this high."""
 
 
 @dataclass(eq=False)
 class TrackedArray(Range):
-    """CUDA array. Its bytes have no addresses in CUDA, and get artificial ones, so that uses of it are compared."""
+    """CUDA array. Its bytes have no addresses in CUDA, so they get artificial addresses here, by which uses of the
+    array are compared.
+    """
 
     pitch: int = 0
     lines: int = 1
-    """Number of rows of a plane of the array."""
+    """Number of rows in a plane of the array."""
     element: int = 1
-    """Bytes of an element."""
+    """Size of an element in bytes."""
 
 
 @dataclass(eq=False)
 class TrackedMemory:
-    """Physical memory, or a multicast object, with its mappings."""
+    """Physical memory or a multicast object, with its mappings."""
 
     size: int
     stack: Stack
     device: int | None = None
     bytes: Bytes = field(default_factory=Bytes)
     bindings: list[BoundBytes] | None = None
-    """Bound bytes of a multicast object; None for other memory."""
+    """Bytes bound to a multicast object; None for physical memory."""
     mappings: list[Range] = field(default_factory=list)
     kind: ClassVar[str] = "physical memory"
     base: ClassVar[int] = 0
@@ -66,16 +68,16 @@ class TrackedMemory:
 
 @dataclass(eq=False)
 class Executable:
-    """Instance of a graph, whose nodes each launch uses again."""
+    """Instance of a graph. Every launch runs its nodes."""
 
     nodes: list[TrackedNode]
     launched: Obstacle | None = None
-    """End of the latest launch; None before the first launch."""
+    """Obstacle that ends with the latest launch; None before the first launch."""
 
 
 @dataclass(eq=False)
 class State:
-    """State of a driver. The recorder's lock guards it."""
+    """State of one driver. It is only read and changed while the recorder's lock is held."""
 
     driver: InitVar[Any]
     on_hazard: Callable[[Hazard], None]
@@ -85,63 +87,69 @@ class State:
     """Highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written."""
     account: HandleCounts = field(default_factory=HandleCounts)
     reserved: AddressMap = field(default_factory=AddressMap)
-    """Address ranges of ``cuMemAddressReserve``."""
+    """Ranges that ``cuMemAddressReserve`` has reserved."""
     # Objects of the driver by their handles.
     events: dict[int, TrackedEvent] = field(default_factory=dict)
     graphs: dict[int, TrackedGraph] = field(default_factory=dict)
     executables: dict[int, Executable] = field(default_factory=dict)
     host_calls: dict[int, Any] = field(default_factory=dict)
-    """Host functions by the pointer passed to the driver (``HostCall``)."""
+    """Host functions (``HostCall``) by the pointer that the driver gets."""
     physical: dict[int, TrackedMemory] = field(default_factory=dict)
     arrays: dict[int, TrackedArray] = field(default_factory=dict)
     array_end: int = _ARRAYS
     variables: dict[int, list[Range]] = field(default_factory=dict)
-    """Variables by the handle of their module."""
+    """Variables by the handle of their module or library."""
     primary: dict[int, int] = field(default_factory=dict)
-    """By device ordinal: the handle of its primary context."""
+    """Handle of the primary context by device ordinal."""
     access: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By context: the access of devices to its cuMemAlloc memory. By device: 1 read, 3 read and write."""
+    """For each context: the access of devices to its cuMemAlloc memory, by device ordinal: 1 read, 3 read and write."""
     pools: dict[int, dict[int, int] | None] = field(default_factory=dict)
-    """By pool handle: the access of devices to its memory, as in ``access``; None: all have access."""
+    """For each pool, by handle: the access of devices to its memory, as in ``access``; None: all devices have
+    access.
+    """
     host_pools: set[int] = field(default_factory=set)
     """Handles of the pools of host memory."""
     current_pools: dict[int, int] = field(default_factory=dict)
-    """By device ordinal: the handle of its current pool, if known."""
+    """Handle of the current pool by device ordinal, as far as it is known."""
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
-    """Called with each use of a range that an allocator may divide into blocks, when its stream runs the use."""
+    """Function that is called with each use of a range that an allocator may divide into blocks, when the stream runs
+    the use.
+    """
     now: int = 0
-    """Time of the current call in the feed's own unit; 0 if the feed does not tell it."""
+    """Time of the current call, in a unit of the code that reports the calls; 0 if that code gives no time."""
 
     def __post_init__(self, driver: Any) -> None:
-        # The order of operations.
+        # The objects that hold the order of operations.
         self.ask = Questions(driver)
         self.timeline = Timeline()
         self.notes = self.timeline.notes
         self.streams = Streams(self.ask, self.timeline)
         self.judge = Judge(self.timeline, self.on_hazard, self.timeline.published)
-        # The current call.
+        # Functions that return what belongs to the current call: its place, context, thread and stream.
         self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.notes.place = partial(self.place, 1)
-        # The ranges of memory by their addresses, and what the checker knows of their contents.
+        # The ranges of memory by address, and what is recorded about their contents.
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # Order of streams beside that of events: values in memory that a stream waits for, and other processes.
+        # Order of streams by other means than events: values in memory for which a stream waits, and other processes.
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)
-        """Exported and imported physical memory, by open file."""
+        """Exported and imported physical memory by open file."""
 
     def look(self) -> None:
-        """Read the awaited values in host memory, and query the work of other libraries. Both change without a call."""
+        """Read the values in host memory for which streams wait, and query whether work of other libraries has ended.
+        Both may change without a call.
+        """
         if self.timeline.waiting:
             self.values.look()
         if self.streams.foreign.pending:
             self.streams.foreign.look()
 
     def is_pageable(self, address: int) -> bool:
-        """Whether an address is pageable host memory, which the driver does not know.
+        """Whether an address is in pageable host memory, which neither the checker nor the driver knows.
 
         Copies to such memory end before the call returns.
         """
@@ -151,7 +159,7 @@ class State:
         )
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program whose allocations are not freed."""
+        """Return one hazard for each place in the program where memory was allocated that is not freed."""
         resources: list[Range | TrackedMemory] = [
             one
             for one in self.addresses.living()
@@ -171,9 +179,9 @@ class State:
         return found
 
     def close(self) -> None:
-        """Judge the operations that are queued behind waits, as if the host had seen these streams idle.
+        """Check the operations that are queued behind waits, as if the host had found these streams idle.
 
-        Then remove what this process announces to others, and forget the open files.
+        Then remove this process's announcements to other processes, and the recorded open files.
         """
         self.sources.check()
         for stream in tuple(self.timeline.waiting):

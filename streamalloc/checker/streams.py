@@ -1,8 +1,9 @@
 """Host threads, streams and captures by the handles of a driver, and questions to that driver.
 
-Other libraries may use their own streams and those whose handles they can get. They may order these streams, or wait
-for them on the host, without the checker seeing it. So these streams count as ordered among each other. The checker
-records an event after each operation in them. Once the event is done, the host may have waited for the operation.
+Other libraries may use their own streams, and streams whose handles they can get. They may order these streams, or make
+the host wait for them, by calls that the checker does not see. So these streams count as ordered among each other. The
+checker records an event after each operation in such a stream. Once the event is done, the host may have waited for the
+operation.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from streamalloc.driver.reports import Stack, here, place_of
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
-"""Handles of the default streams, legacy and per-thread."""
+"""Handles of the legacy and the per-thread default stream."""
 _MOST_EVENTS = 64
-"""At most this many operations of a stream have an event that shows their end. With more, the host counts
-as having waited for all of them, so a missing order after them is not reported.
+"""Largest number of operations of a stream that have an event which shows their end. Beyond it, the host counts as
+having waited for all of them, so a missing order after them is not reported.
 """
 
 
 @contextlib.contextmanager
 def beside_captures(driver: Any) -> Iterator[None]:
-    """Keep this thread's calls from invalidating captures within the ``with`` block, by the relaxed capture mode."""
+    """Set the relaxed capture mode of this thread for the ``with`` block, in which its calls do not invalidate
+    captures.
+    """
     failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
     try:
         yield
@@ -43,31 +46,36 @@ def beside_captures(driver: Any) -> Iterator[None]:
 
 
 class ForeignStreams:
-    """Streams that other libraries may use. Empty until another library has used a stream."""
+    """The streams that other libraries may use. There are none until another library has used a stream."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
         self._timeline = timeline
         self._reachable: dict[TrackedStream, None] = {}
         self.calls_are_seen: bool = False
-        """Whether all calls of other libraries are seen, because the driver is simulated."""
+        """Whether the checker sees all calls of other libraries, because the driver is simulated."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
-        """Whether other code has a stream's handle and may launch kernels unseen."""
+        """Whether other code has the handle of a stream, and may launch kernels by calls that the checker does
+        not see.
+        """
         self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
-        """By stream: the operations that may not have ended, each as its time and the event recorded after it."""
+        """For each stream: its operations that may not have ended, as tuples of time and the event recorded after the
+        operation.
+        """
         self._over: list[Any] = []
-        """Events of ended operations. They are destroyed when no thread queries them."""
+        """Events of operations that have ended. They are destroyed when no thread is querying events."""
         self._querying = 0
-        """Number of threads that query events without the lock."""
+        """Number of threads that are querying events without holding the lock."""
 
     def is_ours(self, stream: TrackedStream) -> bool:
         """Whether only this program's own calls, which the checker sees, can use a stream.
 
-        If calls of other libraries are unseen, a stream that they can get is never ours. Once they have used any
-        stream, no stream is ours, because they may wait for the whole device. On a simulated driver all calls are seen,
-        and only the streams that they use or can get, except default ones, are not ours.
+        If the checker does not see the calls of other libraries, the result is False for a stream that they can get.
+        Once they have used any stream, it is False for all streams, because they may wait for the whole device. On a
+        simulated driver the checker sees all calls. Then the result is False only for streams that other libraries use
+        or can get, and default streams count as ours until they are used.
         """
         reachable = stream in self._reachable
         if self.calls_are_seen:
@@ -75,14 +83,16 @@ class ForeignStreams:
         return not (self.is_there or reachable)
 
     def can_use(self, stream: TrackedStream) -> None:
-        """Record that other libraries can get the handle of a stream, such as that of a default stream."""
+        """Record that other libraries can get the handle of a stream, as they can for a default stream."""
         if self.is_there:
             self._timeline.foreign[stream] = None
         else:
             self._reachable[stream] = None
 
     def uses(self, stream: TrackedStream) -> None:
-        """Record that another library uses a stream. From then on it may use all streams that it can get."""
+        """Record that another library uses a stream. From now on, other libraries may use all streams whose handles
+        they can get.
+        """
         self.is_there = True
         self.is_lent(stream)
         if stream not in self._timeline.foreign:
@@ -91,22 +101,27 @@ class ForeignStreams:
         self._reachable.clear()
 
     def is_lent(self, stream: TrackedStream) -> None:
-        """Record that other code has the handle of a stream, and may launch kernels unseen."""
+        """Record that other code has the handle of a stream, and may launch kernels by calls that the checker does not
+        see.
+        """
         if not self.may_write:
             self.may_write = True
             self._timeline.notes.add("contents", stream.name)
 
     def ended(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed, so that no other library can get it any more."""
+        """Record that a stream was destroyed, so that no other library can get its handle any more."""
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
-        """Record an event after a stream's latest operation if other libraries may use it, to learn when it ends."""
+        """If other libraries may use a stream, record an event after its latest operation, by which the checker finds
+        out when the operation has ended.
+        """
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
-        # Read the time first. The event is recorded without the lock, and another thread may queue more work.
+        # The time is read first: the event is recorded without holding the lock, and another thread may queue more work
+        # meanwhile.
         time = stream.time
-        # An event on a default stream could invalidate other threads' captures.
+        # No event is recorded on a default stream, because it could invalidate captures of other threads.
         event = None if stream.handle <= _PER_THREAD else self._record(stream.handle)
         if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
             self._end(stream, time)
@@ -115,7 +130,7 @@ class ForeignStreams:
             self.pending.setdefault(stream, deque()).append((time, event))
 
     def look(self) -> None:
-        """Query the events of the operations that may not have ended."""
+        """Query the events of the operations that may not have ended, and record those that have."""
         query = self._driver.cuEventQuery
         with beside_captures(self._driver):
             self._querying += 1
@@ -129,7 +144,7 @@ class ForeignStreams:
             self._destroy_events()
 
     def _end(self, stream: TrackedStream, time: int) -> None:
-        """Record that the host may have waited for a stream's operations up to ``time``."""
+        """Record that the host may have waited for the operations of a stream up to ``time``."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
         waiting = self.pending.get(stream, deque())
@@ -143,7 +158,9 @@ class ForeignStreams:
             self._driver.cuEventDestroy(self._over.pop())
 
     def _record(self, handle: int) -> Any:
-        """Record an event after the queued work of the stream with this handle; None if that is not possible."""
+        """Record an event after the queued work of the stream with this handle. Returns the event; None if that is not
+        possible.
+        """
         driver, stream = self._driver, cuda.CUstream(handle)
         failed, capturing = driver.cuStreamIsCapturing(stream)
         if failed or int(capturing):
@@ -169,33 +186,38 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 def rights_of_process(low: int, high: int) -> list[str]:
-    """Return the permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
+    """Return the permissions, such as ``"rw-p"``, of this process's mappings that overlap the addresses from ``low`` up
+    to ``high``.
+    """
     return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
 
 
 def is_readable(low: int, high: int) -> bool:
-    """Whether this process can read all bytes between two addresses."""
+    """Whether this process can read all bytes from ``low`` up to ``high``."""
     parts = [(max(start, low), min(end, high)) for start, end, rights in mapped_ranges() if rights[0] == "r"]
     return sum(max(end - start, 0) for start, end in parts) == high - low
 
 
 class Questions:
-    """Calls that the checker makes itself on the wrapped driver, for facts that no recorded call has shown."""
+    """Calls that the checker itself makes on the wrapped driver, for facts that no recorded call has shown."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
     def values(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
+        """Call a driver function. Returns a tuple of its values without the result code; it is empty if the function is
+        missing or fails.
+        """
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,)
-        # A simulated machine models only some questions. Its error must not reach the program, which did not ask.
+        # A simulated machine models only some of these calls. Its error must not reach the program, which has not made
+        # the call.
         with contextlib.suppress(NotImplementedError):
             answer = answer if function is None else function(*args)
         return () if answer[0] else answer[1:]
 
     def number(self, name: str, *args: Any) -> int | None:
-        """Call a driver function and return its first value as a number; None if there is none."""
+        """Call a driver function. Returns its first value as a number; None if there is none or the call fails."""
         values = self.values(name, *args)
         return int(values[0]) if values else None
 
@@ -209,32 +231,34 @@ class Questions:
 
 
 class CallingThread(NamedTuple):
-    """Caller of a call that was not made through the wrapper. It may be another thread than the recording one."""
+    """Caller of a call that was not made through the wrapper: its thread, its context and its place. The thread need
+    not be the one that records the call.
+    """
 
     thread: int
     context: int
-    """Current context of the thread."""
+    """Handle of the current context of the thread."""
     place: Stack
 
 
 class _HostThread:
-    """Host thread, with its per-thread default streams by context."""
+    """A host thread, with its per-thread default streams by context handle."""
 
     def __init__(self, actor: Actor, number: int) -> None:
         self.actor = actor
         self.streams: dict[int, TrackedStream] = {}
         self._number = number
-        # ``threading.current_thread`` would register a thread that Python has not started.
+        # ``threading.current_thread`` is not used, because it would register a thread that Python has not started.
         self._known = next((one for one in threading.enumerate() if one.ident == number), None)
 
     @property
     def name(self) -> str:
-        """Name of the thread, or its number if Python has not started it."""
+        """Name of the thread, or its number in hexadecimal if Python has not started the thread."""
         return f"{self._number:#x}" if self._known is None else self._known.name
 
 
 class Streams:
-    """Threads, streams and captures of a driver."""
+    """Host threads, streams and captures of a driver, by handle."""
 
     def __init__(self, questions: Questions, timeline: Timeline) -> None:
         self._ask = questions
@@ -244,26 +268,30 @@ class Streams:
         self.devices: dict[TrackedStream, int | None] = {}
         self.captures: dict[TrackedStream, TrackedCapture] = {}
         self.caller: CallingThread | None = None
-        """Thread of the current call; None if it is the calling thread."""
+        """Caller of the call that is being recorded; None if the calling thread itself has made it."""
         self._legacy: dict[int, TrackedStream] = {}
         self._per_thread: list[TrackedStream] = []
         self._here = threading.local()
         self._fed: dict[int, _HostThread] = {}
-        """Threads of calls that were not made through the wrapper."""
+        """Threads that made calls which were not made through the wrapper, by thread number."""
         self._over: deque[dict[int, TrackedStream]] = deque()
-        """The per-thread default streams of ended threads, by context."""
-        # With this variable set, the bindings treat 0 as the per-thread default stream.
+        """Per-thread default streams of threads that have ended, by context."""
+        # If this variable is set, the bindings treat the handle 0 as the per-thread default stream.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
         self._zero = _PER_THREAD if per_thread else _LEGACY
 
     # -- the current call --------------------------------------------------------------------------------------
 
     def place(self, depth: int = 8) -> Stack:
-        """Return the place of the current call: the innermost ``depth`` frames of the program."""
+        """Return the place of the current call in the program: the innermost ``depth`` frames outside of this
+        package.
+        """
         return here(depth) if self.caller is None else self.caller.place
 
     def context(self) -> int:
-        """Return the handle of the current context of the thread that makes the current call; 0 for none."""
+        """Return the handle of the context that is current in the thread which makes the current call; 0 if there is
+        none.
+        """
         return (self._ask.number("cuCtxGetCurrent") or 0) if self.caller is None else self.caller.context
 
     # -- threads and streams -----------------------------------------------------------------------------------
@@ -281,7 +309,7 @@ class Streams:
         return found
 
     def thread(self) -> Actor:
-        """Return the host thread that makes the current call, under its name in reports."""
+        """Return the host thread that makes the current call. Its name is set for reports."""
         thread = self._thread()
         actor = thread.actor
         within = actor.within
@@ -289,19 +317,21 @@ class Streams:
         return actor
 
     def find(self, handle: Any) -> TrackedStream:
-        """Return the stream of a handle. An unknown one is a default stream, or was created by another library."""
+        """Return the stream of a handle. A handle that is not recorded is that of a default stream or of another
+        library's stream.
+        """
         number = number_of(handle)
         found = self.by_handle.get(number)
         return self._special(number) if found is None else found
 
     def capture_of(self, stream: TrackedStream) -> TrackedCapture | None:
-        """Return the capture that a stream is in; None if it is not captured."""
+        """Return the capture to which a stream belongs; None if the stream is not being captured."""
         return self.captures.get(stream) if self.captures else None
 
     def _special(self, number: int) -> TrackedStream:
         """Return the stream of a handle that no recorded call has made.
 
-        It is a default stream, a stream from before the checker, or one that the driver does not know.
+        It is a default stream, a stream that was made before the checker, or an invalid handle.
         """
         kind = number or self._zero
         if kind == _LEGACY:
@@ -310,26 +340,27 @@ class Streams:
             return self._own(self.context())
         capturing = self._ask.number("cuStreamIsCapturing", number)
         if capturing is None:
-            # The driver does not know the handle, so it will refuse the call.
+            # The driver does not know the handle, so it will refuse the call that uses the handle.
             unknown = self._timeline.stream(f"stream {number:#x}", handle=number)
-            # The refused call uses nothing. After everything in its clock, no check can report a missing order.
+            # The refused call uses no memory. With a clock that contains all operations, no check reports a missing
+            # order.
             unknown.clock = self._timeline.everything()
             self._timeline.retire(unknown)
             return unknown
-        # Querying the flags of a captured stream would invalidate the capture.
+        # A captured stream is not asked for its flags, because this call would invalidate the capture.
         flags = 1 if capturing else self._ask.number("cuStreamGetFlags", number) or 0
         where = self._ask.number("cuStreamGetCtx", number) or 0
         self.legacy(where)
-        # The driver was queried without the lock, so another thread may have added the stream.
+        # The driver was called without holding the lock, so another thread may have added the stream meanwhile.
         found = self.by_handle.get(number)
         return self.add(number, not flags & 1, where) if found is None else found
 
     def _own(self, context: int) -> TrackedStream:
-        """Return the per-thread default stream of the calling thread in a context."""
+        """Return the per-thread default stream that the calling thread has in a context."""
         thread = self._thread()
         mine = thread.streams
         found = mine.get(context)
-        if found is None or found not in self.devices:  # The context may have ended.
+        if found is None or found not in self.devices:  # The context of a recorded stream may have ended meanwhile.
             while self._over:
                 for one in self._over.popleft().values():
                     if one in self._per_thread:
@@ -349,7 +380,7 @@ class Streams:
         """Return the legacy default stream of a context."""
         if context not in self._legacy:
             device = self._ask.number("cuCtxGetDevice")
-            if context not in self._legacy:  # Another thread may have added it during the query.
+            if context not in self._legacy:  # Another thread may have added the stream during the call.
                 found = self._timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
                 self.foreign.can_use(found)
@@ -359,9 +390,9 @@ class Streams:
     def add(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
     ) -> TrackedStream:
-        """Add a stream. ``context``: None for the current one.
+        """Add a stream, and return it. ``context``: handle of its context; None for the current context.
 
-        ``made_at``: the place of its creation; None for a stream that another library made.
+        ``made_at``: place in the program where it was created; None for a stream that another library made.
         """
         where = self.context() if context is None else context
         legacy = self.legacy(where)
@@ -380,20 +411,22 @@ class Streams:
     def all(self, context: int | None = None) -> list[TrackedStream]:
         """Return the streams of one context, or of all contexts.
 
-        Destroyed streams that may still have work are among them.
+        Destroyed streams whose work may still run are among them.
         """
         found = [*self.by_handle.values(), *self._legacy.values(), *self._per_thread, *self._timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
     def retire(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed: no capture, device or library has it any more."""
+        """Record that a stream was destroyed, and remove it from captures, devices and the streams of other
+        libraries.
+        """
         self.captures.pop(stream, None)
         self.foreign.ended(stream)
         self.devices.pop(stream, None)
         self._timeline.retire(stream)
 
     def end_context(self, context: int) -> list[int]:
-        """Retire the streams of a context that ends. Returns the handles of those that a call has created."""
+        """Retire the streams of a context that ends. Returns the handles of those streams that a call has created."""
         ended = [handle for handle, one in self.by_handle.items() if one.context == context]
         for handle in ended:
             self.retire(self.by_handle.pop(handle))
@@ -404,7 +437,9 @@ class Streams:
         return ended
 
     def name_nodes(self, stream: TrackedStream, *nodes: TrackedNode) -> None:
-        """Ask the driver which graph node a call has added to the capture of a stream."""
+        """Ask the driver which graph node a call has added to the capture of ``stream``, and set its handle in
+        ``nodes``.
+        """
         capture = self.captures.get(stream)
         if capture is None:
             return

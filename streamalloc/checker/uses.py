@@ -1,14 +1,14 @@
-"""Rules of driver calls, and acts that several rules share: uses of memory by streams and by the host, waits of the
-host.
+"""Rules of driver calls, and functions that several rules use: uses of memory by streams and by the host, and waits of
+the host.
 
-A use is queued by the call (:func:`queue_use`) and judged when its stream runs it (:func:`touch`). The two moments
-differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
-at the call, the use would miss the order that the wait gives. The host may free or write the memory meanwhile, so
-queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
+A use is queued by the call (:func:`queue_use`) and checked when its stream runs it (:func:`touch`). The two times
+differ if the stream waits for something that has not happened: a value, a host function, or an event behind one of
+these. A check at the call would miss the order that this wait gives. The host may free or write the memory meanwhile,
+so queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
 
 Records wait in four places:
 
-* operations of a stream behind an obstacle, until that ends (``clocks.TrackedStream.queue``);
+* operations of a stream behind an obstacle, until the obstacle ends (``clocks.TrackedStream.queue``);
 * sources of copies, until the host waits for the copies (``contents.QueuedSources``);
 * announcements to other processes, until these need not wait for the work (``interprocess.Interprocess``);
 * calls that a finaliser makes in the middle of a rule, until the rule is done (``wrapper.Recorder``).
@@ -31,48 +31,54 @@ from streamalloc.driver.block_kernel import parameters_of
 from streamalloc.driver.reports import Stack
 
 Touch = tuple[int, int, bool]
-"""Address, size in bytes, and whether the bytes are written."""
+"""Tuple of address, size in bytes, and whether the bytes are written."""
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 Rest: TypeAlias = Callable[[Answer], object]
-"""The second half of a rule with steps: a function of the driver's answer."""
+"""The second half of a rule with steps: a function that is called with the driver's answer."""
 Steps: TypeAlias = Generator[None, Answer, Any]
-"""Generator that yields where the driver makes the call, and gets the answer there. It may end before."""
+"""Generator that yields where the driver makes the call. It then gets the driver's answer. It may end without
+yielding.
+"""
 After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
-"""Rule that is called after a success, with the state, the call's name, its arguments and the driver's answer."""
+"""Rule that is called after a successful call, with the state, the call's name, its arguments and the driver's
+answer.
+"""
 Around: TypeAlias = Callable[[State, str, Arguments], Steps]
-"""Rule with steps before and after a call; it gets the state, the call's name and its arguments. A free needs it:
-another thread may get the memory as soon as the call is made. So the free is recorded before the call, and undone if
-the driver refuses it.
+"""Rule with steps before and after a call. It gets the state, the call's name and its arguments. A free needs such a
+rule: another thread may get the memory as soon as the call is made. So the free is recorded before the call, and the
+record is undone if the driver refuses the call.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
-"""A part of memory: first byte, end, and whether it is written (None: unknown)."""
+"""A part of memory: first address, end address, and whether it is written (None: unknown)."""
 Kernel: TypeAlias = "tuple[str, Stack, Callable[[], Iterable[Part]]]"
-"""A kernel launch: its name in reports, its place in the program, and a function that returns the memory behind its
-address arguments.
+"""A kernel launch: its name in reports, its place in the program, and a function that returns the memory to which its
+address arguments lead.
 """
 Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
-"""The addresses among a launch's arguments (None: unknown), and a function that returns its :data:`Kernel`."""
+"""Tuple of the addresses among a launch's arguments (None: unknown), and a function that returns the launch as a
+:data:`Kernel`.
+"""
 T = TypeVar("T")
 
 KERNEL = "a kernel"
-"""Name in reports of a kernel that the program reported with ``used``."""
+"""Name in reports of a kernel whose uses the program reported with ``used``."""
 _KERNEL = "kernel "
-"""First letters of the report text for a kernel with a name."""
+"""Beginning of the report text for a kernel with a name."""
 FLAG = 64
-"""A write to host memory of at most this many bytes may be a value that the host polls, to learn without a
-call that the work before it has ended.
+"""Bytes: a write to host memory of at most this size may be a value that the host polls. By polling, the host finds out
+without a call that the work before the write has ended.
 """
 _SEGMENTS = ("device memory", "mapping")
 """Kinds of ranges that an allocator may divide into blocks."""
 _NEW = ("allocation", "device memory")
-"""Kinds of ranges that have no contents when they are made."""
+"""Kinds of ranges whose memory has no defined contents when they are made."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
-"""Kinds of ranges with exactly one allocation. A kernel that goes beyond such a range is out of bounds."""
+"""Kinds of ranges that have exactly one allocation. A kernel that goes beyond such a range is out of bounds."""
 
 
 def _words(value: Any) -> list[int]:
-    """Return the words of a kernel argument that may be addresses."""
+    """Return the 64-bit words of a kernel argument, each of which may be an address."""
     if isinstance(value, float):
         return []
     if not isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
@@ -82,7 +88,7 @@ def _words(value: Any) -> list[int]:
 
 
 def may_poll(range_: Range) -> bool:
-    """Whether the host may read the memory of a range without a call."""
+    """Whether the host may read the memory of ``range_`` without making a call."""
     return range_.viewed or range_.kind in HOST_KINDS
 
 
@@ -91,14 +97,16 @@ def nothing(answer: tuple[Any, ...]) -> None:
 
 
 class Rule(NamedTuple):
-    """Rule of one driver call: steps around it, a function after its success, or both."""
+    """Rule of one driver call: steps around the call, a function after its success, or both."""
 
     around: Around | None = None
     after: After | None = None
 
 
 def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Rule]:
-    """Return a table of rules by call. The keys of both arguments are names of calls, separated by spaces."""
+    """Return a table of rules by the name of the call. The keys of both arguments are names of calls, separated by
+    spaces.
+    """
     made: dict[str, Rule] = {}
     for names, steps in around.items():
         made.update(dict.fromkeys(names.split(), Rule(steps)))
@@ -111,12 +119,12 @@ def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Ru
 def run_before(steps: Steps) -> Rest:
     """Run the steps of a rule before a call.
 
-    Returns the function that runs those after it, with the driver's answer.
+    Returns a function that runs the steps after the call; it takes the driver's answer.
     """
     next(steps, None)
 
     def rest(answer: Answer) -> None:
-        try:  # noqa: SIM105  # a suppress takes twice as long, and most calls come here
+        try:  # noqa: SIM105  # Not contextlib.suppress, which takes twice as long; most calls come here.
             steps.send(answer)
         except StopIteration:
             pass
@@ -127,10 +135,11 @@ def run_before(steps: Steps) -> Rest:
 def ends(
     table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
 ) -> Around:
-    """Rule for a call that destroys the owner of its first argument. ``table``: returns the objects by handle.
+    """Rule for a call that destroys the object whose handle is its first argument. ``table``: function that returns the
+    objects by handle.
 
-    The object is removed before the call, since another thread may get the handle during it. ``ended`` is called after
-    a success.
+    The object is removed before the call, because another thread may get the same handle during the call. ``ended`` is
+    called after a success.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
@@ -151,11 +160,10 @@ def ends(
 
 
 def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
-    """Return the uses of a kernel for its arguments: address, size, write flag and atomic flag.
+    """Return the memory that a kernel launch uses: tuples of address, size in bytes, write flag and atomic flag. None
+    if unknown.
 
-    None if they are unknown.
-
-    They are known for kernels of this package, and for simulated ones that declare them.
+    The uses are known for kernels of this package, and for kernels of the simulated driver that declare their uses.
     """
     copies = parameters_of(launch[1]) if len(launch) > 1 else None
     if copies is not None:
@@ -166,7 +174,9 @@ def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]]
 
 
 def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
-    """Return the report text for a launch: the kernel's name, if the driver has one."""
+    """Return the name of a launch in reports: the name of the kernel if the driver gives one, otherwise the name of the
+    call.
+    """
     if not number_of(function):
         return call
     name = state.ask.values("cuKernelGetName" if isinstance(function, cuda.CUkernel) else "cuFuncGetName", function)
@@ -174,7 +184,7 @@ def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
 
 
 def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
-    """Return the nodes of a kernel launch: one for its plain uses, one for its atomic ones.
+    """Return the nodes of a kernel launch: one for its plain uses, and one for its atomic uses.
 
     ``where``: end of the kernel's name in reports. ``runs``: see :func:`check_extent`.
     """
@@ -191,7 +201,7 @@ def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, 
 
 
 def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes] | None:
-    """Return the memory whose addresses are among a kernel's arguments; None if the arguments cannot be read."""
+    """Return the memory to which addresses among a kernel's arguments lead; None if the arguments cannot be read."""
     if not isinstance(params, tuple) or len(params) != 2 or extra:
         return None
     found = [state.addresses.find(word) for value in params[0] for word in _words(value)]
@@ -200,9 +210,9 @@ def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes]
 
 
 def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Record that a kernel without declared uses may have written any memory that exists.
+    """Record that ``node``, a kernel without declared uses, may have written any memory that exists now.
 
-    Other nodes change nothing.
+    Nothing happens for any other node.
     """
     if node.unseen is not None:
         state.unseen_upto = Bytes().number
@@ -215,7 +225,9 @@ def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
 
 
 def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[], None]:
-    """Begin a wait of the host for the queued work of streams. Call the result after the wait has succeeded."""
+    """Begin a wait of the host for the queued work of streams. Returns a function to be called after the wait has
+    succeeded.
+    """
     state.sources.check()
     goals: list[tuple[Obstacle | None, Clock]] = []
     for stream in streams:
@@ -224,7 +236,8 @@ def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[]
             goals.append((mark, one.clock.copy()))
 
     def synchronised() -> None:
-        # Take the clocks at once. The clock of a later goal would add ended streams and threads again.
+        # All clocks are merged at once: the clock of a later goal would add actors again that a merge before has
+        # removed.
         seen = Clock()
         for mark, clock in goals:
             if mark is not None:
@@ -236,12 +249,12 @@ def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[]
 
 
 def host_waited_for(state: State, stream: TrackedStream) -> None:
-    """Record that the host has waited for the queued work of a stream."""
+    """Record that the host has waited for the work queued so far in a stream."""
     synchronising(state, (stream,))()
 
 
 def wait_for_device(state: State) -> None:
-    """Record that the driver waits for all streams, as in a synchronous free."""
+    """Record that the driver has waited for the work of all streams, as it does in a synchronous free."""
     synchronised = synchronising(state, state.streams.all())
     for stream in state.streams.all():
         state.timeline.force(stream)
@@ -252,19 +265,19 @@ def wait_for_device(state: State) -> None:
 
 
 def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges behind addresses, also of freed ranges."""
+    """Return the parts of ranges at addresses, also of freed ranges."""
     return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
 
 
 def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges behind addresses, without freed ranges whose addresses other memory may have now."""
+    """Return the parts of ranges at addresses, without freed ranges whose addresses other memory may have now."""
     touched = list(touched)
     _note_unknown(state, touched)
     return [one for one in all_pieces(state, touched) if not one[0][0].vacated]
 
 
 def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
-    """Note memory that the driver knows but that was not allocated through this checker."""
+    """Add a note on memory that the driver knows and that was not allocated through this checker."""
     for address, size, _ in touched:
         at = number_of(address)
         if size and state.addresses.find(at) is None and not state.is_pageable(at):
@@ -274,7 +287,7 @@ def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
 def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
     """Return the parts of ranges that a node of a graph uses.
 
-    Pageable memory is among them, since each launch reads it when it runs.
+    Pageable memory is among them, because each launch of the graph reads it when it runs.
     """
     touched = list(touched)
     read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
@@ -283,9 +296,9 @@ def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
 
 
 def prepare(state: State, pieces: Pieces) -> None:
-    """Read again, before a use, what other processes announce about the memory.
+    """Read the announcements of other processes about the memory, before a use of it.
 
-    Written memory is no longer watched as a source of queued copies.
+    Memory that the use writes is not watched any more as a source of queued copies.
     """
     if state.interprocess.uses:
         written = {piece[0] for piece, write in pieces if write}
@@ -295,7 +308,7 @@ def prepare(state: State, pieces: Pieces) -> None:
 
 
 def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
-    """Queue a use by a kernel that the program reports (:meth:`.wrapper.Recorder.used`)."""
+    """Queue a use by a kernel, which the program has reported (:meth:`.wrapper.Recorder.used`)."""
     stack, touched = state.place(), [(address, nbytes, write)]
     _note_unknown(state, touched)
     queue_use(state, stream, TrackedNode("use", KERNEL, stack, all_pieces(state, touched), kernel=True, atomic=atomic))
@@ -305,11 +318,12 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
 def kernels_of_others(
     state: State, stream: TrackedStream, launches: Iterable[Launch], runs: Callable[[TrackedStream], None]
 ) -> None:
-    """Queue kernels whose arguments contain addresses. ``runs`` is called with the stream when it runs the kernels.
+    """Queue kernel launches of other code, whose arguments contain addresses. ``runs`` is called with the stream when
+    the stream runs the kernels.
 
-    If it is unknown what a kernel writes, its uses count as reads. A read is enough to find a missing order with a
-    free, or with a known write of another stream. But the first use of new memory counts as a write, because no program
-    reads what nothing has written.
+    If it is unknown which memory a kernel writes, its uses count as reads. A read is enough to find a missing order
+    with a free, or with a known write in another stream. But the first use of new memory counts as a write, because no
+    program reads memory that was never written.
     """
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
@@ -335,15 +349,18 @@ def kernels_of_others(
 
 
 def _is_new(range_: Range, address: int) -> bool:
-    """Whether memory was never used, and neither the host nor another process can have written it."""
+    """Whether the memory at ``address`` was never used, and neither the host nor another process can have written
+    it.
+    """
     is_of_devices = range_.kind in _NEW and range_.grants and not (range_.viewed or range_.bytes.shared)
     return bool(is_of_devices) and range_.bytes.is_unused(address - range_.base + range_.offset)
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-    """Report a kernel that goes beyond its memory. The driver refuses such copies and fills, but not such kernels.
+    """Report a kernel that uses addresses beyond its memory. The driver refuses such copies and fills, but not such
+    kernels.
 
-    ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
+    ``runs``: False for a kernel in a graph, because memory may still be mapped before the launch.
     """
     for address, size, _ in touched:
         nbytes = int(size)
@@ -361,13 +378,15 @@ def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Sta
 
 
 def release_mapped(state: State, address: int, nbytes: int, released: bool) -> None:
-    """Record that the program released memory that stays mapped, or, with ``released`` False, uses it again."""
+    """Record that the program has released memory that stays mapped. ``released=False``: the program uses the memory
+    again.
+    """
     for range_, _, _ in state.addresses.pieces(address, nbytes):
         range_.released = state.place() if released else None
 
 
 def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Queue a use, or add it to the capture of its stream.
+    """Queue a use of memory, or add it to the capture of its stream.
 
     ``node`` has the memory, the name and the place of the use.
     """
@@ -397,9 +416,10 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
 
 
 def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """Record the uses of a node as queued if its stream waits for something. ``stack``: their place.
+    """Record the uses of a node as queued, if its stream waits for something. ``stack``: place of the uses in the
+    program.
 
-    A free by the host before they run is then a hazard.
+    A free by the host before the uses have run is then a hazard.
     """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.waiting_write |= write
@@ -408,13 +428,15 @@ def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack
 
 
 def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
-    """Check the reads and writes of an operation at the time when its stream runs it. ``stack``: its place."""
+    """Check the reads and writes of an operation at the time when its stream runs it. ``stack``: place of the
+    operation.
+    """
     shared, device = state.interprocess.uses, state.streams.devices.get(stream) if node.kernel else None
     for access, piece in node.accesses(stream, stack):
         if state.on_use is not None and piece[0].kind in _SEGMENTS:
             state.on_use(access, piece, stream, node)
         if piece[0].divided:
-            continue  # The blocks of a segment are judged instead, by the receiver of ``on_use``.
+            continue  # The blocks of such a range are checked instead, by the receiver of ``on_use``.
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):
             state.judge.reads_unwritten(piece, access, state.unseen_upto)
         state.judge.use((piece,), access, stream.clock, device)
@@ -425,7 +447,9 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
 def use_on_host(
     state: State, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
 ) -> None:
-    """Check a read or write by a host thread. ``what``: its name in reports. ``seen``: the program reported the use."""
+    """Check a read or write by a host thread. ``what``: name of the use in reports. ``seen``: whether the program
+    reported the use.
+    """
     thread = state.thread()
     state.timeline.host_acts(thread)
     access = Access(thread, what, state.place(), write)
@@ -440,9 +464,10 @@ def use_on_host(
 
 
 def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
-    """Report uses that may still run on devices that lose access. ``what``: the call that sets the rights ``new``.
+    """Report uses that may still run on devices that lose access. ``what``: name of the call that sets the rights
+    ``new``.
 
-    ``old``: the current rights by device. Only ranges whose ``grants`` are the object ``old`` change.
+    ``old``: the present rights by device. Only ranges whose attribute ``grants`` is this dictionary are concerned.
     """
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
     devices = state.streams.devices
@@ -461,11 +486,10 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 
 
 def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
-    """Report a use of memory that was certainly freed before.
+    """Report a use of memory that was certainly freed before. If the free is not certainly before, report the use only
+    if the driver refuses the call.
 
-    If that is uncertain, report it only if the driver refuses.
-
-    ``what``: the call. ``in_order`` is False for a call outside of stream order. Returns the driver's answer.
+    ``what``: name of the call. ``in_order``: False for a call outside of stream order. Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
     if not gone:
@@ -479,16 +503,17 @@ def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_
 
 
 def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Steps:
-    """Report an operation on freed memory that is added to a graph.
+    """Report an operation on freed memory that a call adds to a graph.
 
-    A pool or a mapping may get the addresses again, so only vacated ranges count. Returns the driver's answer.
+    Addresses of a pool or mapping may have memory again at the launch, so only ranges with other addresses are
+    reported. Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
     return (yield from _stale(state, gone, None, what)) if gone else (yield)
 
 
 def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) -> Steps:
-    """Judge uses of ended ranges. ``stream``: None for uses that come after all work that was queued so far.
+    """Check uses of ranges that have ended. ``stream``: None for uses that come after all work queued so far.
 
     Returns the driver's answer.
     """
@@ -501,7 +526,7 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
         assert ended is not None
         known = ended.actor is actor or state.timeline.certain(clock, ended.actor.number, ended.time)
         if not known or (range_.vacated and _is_there(state, low, what)):
-            # The use may precede the free, or other memory may have the addresses now.
+            # The use may come before the free, or other memory may have the addresses now.
             late.append((pieces, access))
         else:
             state.judge.use(pieces, access, clock)
@@ -512,10 +537,10 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
 
 
 def _is_there(state: State, address: int, what: str) -> bool:
-    """Whether there is usable memory at an address of a freed range. ``what``: the call that uses it."""
+    """Whether there is usable memory at an address of a freed range. ``what``: name of the call that uses it."""
     if state.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
         return True
     if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
         return False
-    # Host memory may get the addresses of freed memory. Addresses that the driver keeps reserved are not readable.
+    # Host memory may have got the addresses of freed memory. Addresses that the driver keeps reserved are not readable.
     return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

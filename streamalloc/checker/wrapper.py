@@ -1,14 +1,16 @@
-"""The recorder, which applies the rule of each driver call to the state, and the checked driver, which feeds it.
+"""The recorder, which applies the rule of each driver call to the state, and the checked driver, which reports its
+calls to the recorder.
 
-Five feeds can drive a recorder. Each takes the lock while the state changes, and delivers hazards without it:
+A recorder is told of calls in five ways (feeds). Each feed takes the lock while the state changes, and delivers hazards
+after releasing it:
 
 * :class:`CheckedDriver` calls :meth:`Recorder.begin_call` and :meth:`Recorder.end_call` around each call that it
   forwards. A hazard that raises before the call prevents the call.
-* :meth:`Recorder.feed` gets calls that somebody else has seen. Its hazards cannot prevent them any more.
+* :meth:`Recorder.feed` gets calls that were made already. Its hazards cannot prevent these calls.
 * :meth:`Recorder.feed_kernels` gets launches of kernels of other code.
 * :meth:`Recorder.between_calls` judges uses whose calls were recorded before.
-* The facade calls the methods of ``MemoryListener``. ``used`` and ``shared`` deliver hazards; those of the other
-  methods wait for the next feed.
+* The facade calls the methods of ``MemoryListener``. ``used`` and ``shared`` deliver their hazards at once. Hazards of
+  the other methods are delivered by the next feed.
 """
 
 from __future__ import annotations
@@ -48,22 +50,23 @@ from streamalloc.driver.wrappers import Call, Function, Wrapper
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 _MOST_DESTROYED = 4096
-"""Reports can name the place of the destruction of at most this many handles, the latest ones. The driver refuses calls
-with older handles, too.
+"""Largest number of destroyed handles for which a report can name the place of the destruction. The driver also refuses
+calls with older handles.
 """
 _PATIENCE = 1.0
 """Seconds to wait for queued work before leaks are reported."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
-"""Errors that the bindings raise for wrong arguments, and a simulated machine for calls that it does not model. A rule
+"""Errors that the bindings raise for wrong arguments, or a simulated machine for calls that it does not model. A rule
 that converts such arguments raises them too.
 """
 
 
 def _notification(delivers: bool = False) -> Callable[[F], F]:
-    """Make a method run under the lock. If a finaliser calls it in the middle of a record, it runs after the record.
+    """Decorate a method to run while the lock is held. If a finaliser calls the method while its thread is recording
+    another call, the method runs after that.
 
-    ``delivers``: the program makes the call, so hazards may be raised in it.
+    ``delivers``: whether hazards may be raised in the call, because the program makes it.
     """
 
     def decorate(step: F) -> F:
@@ -85,23 +88,25 @@ class _CallTurn:
     """Lock that guards the state, and the thread that changes it."""
 
     def __init__(self) -> None:
-        # Reentrant: a finaliser may run on the thread that holds the lock, and would wait for itself.
+        # Reentrant, because a finaliser may run on the thread that holds the lock, and would wait for itself.
         self.lock = RLock()
         self.thread = 0
-        """Identifier of the thread that changes the state; 0 for none."""
+        """``threading.get_ident()`` of the thread that is changing the state; 0 if no thread is."""
 
     def take(self) -> None:
-        """Note that this thread, which has the lock, changes the state."""
+        """Record that this thread, which holds the lock, is changing the state."""
         self.thread = threading.get_ident()
 
     def mine(self) -> bool:
-        """Whether this thread is changing the state. Then the caller is a finaliser that interrupted the change."""
+        """Whether this thread is changing the state. If so, the caller is a finaliser that has interrupted the
+        change.
+        """
         return self.thread == threading.get_ident()
 
     def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
         """Call a driver function without the lock, and return its answer.
 
-        The driver may wait for a thread whose finaliser waits for the lock.
+        With the lock held, the driver could wait for a thread whose finaliser waits for the lock.
         """
         self.thread = 0
         self.lock.release()
@@ -113,49 +118,54 @@ class _CallTurn:
 
 
 class Recorder:
-    """Record of the calls of one driver, in which it finds hazards."""
+    """Records the calls of one driver, and finds hazards in them."""
 
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
         self._turn = _CallTurn()
         self._postponed: deque[Callable[[], None]] = deque()
-        """Records of calls that finalisers made while their thread was changing the state."""
+        """Functions that record calls which finalisers made while their thread was changing the state."""
         self._destroyed: dict[int, Stack] = {}
-        """By handle of a destroyed object: the place of the call that destroyed the object."""
+        """For each destroyed object, by its handle: the place of the call that destroyed it."""
         self._on = on
-        # The judge (``Judge.report``) appends each hazard; ``Reports.take`` empties the list after each call.
+        # ``Judge.report`` appends each hazard to this list, and ``Reports.take`` empties it after each call.
         found: list[Hazard] = []
         self.state: State = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
-        """The state, which a feed may read between calls."""
+        """The state of the driver. A feed may read it between two calls."""
         self.state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
         self._reports = Reports(on, self.state.notes, found)
         self.hazards: list[Hazard] = self._reports.all
         """All hazards in order, one for each pair of places. The program may clear the list."""
         self.finished: bool = False
-        """Whether all hazards were shown, or :meth:`finish` returned them to the program."""
+        """Whether all hazards were shown, or were returned to the program by :meth:`finish`."""
         self.process: int = os.getpid()
-        """The creating process. At exit, a forked child reports only hazards that it found itself."""
+        """Id of the process that made the recorder. At exit, a forked child reports only hazards that it has found
+        itself.
+        """
 
     # -- one record at a time ----------------------------------------------------------------------------------
 
     def _alone(self, step: Callable[..., T], *args: Any) -> T:
-        """Call a function under the lock, then record the calls that finalisers made meanwhile.
+        """Call ``step`` while the lock is held, then record the calls that finalisers made meanwhile. Returns the
+        result of ``step``.
 
-        A finaliser's call at the end of the previous record is recorded first, because it came before this call.
+        A call that a finaliser made at the end of the previous record is recorded first, because it came before this
+        call.
         """
         # A finaliser may run between any two lines of a step, on this thread, and free memory by a driver call. The
-        # lock is reentrant, so the finaliser does not wait for its own thread. Its record waits, because the state is
-        # half changed.
+        # lock is reentrant, so the finaliser does not wait for its own thread. Its call is recorded later, because the
+        # state is half changed now.
         turn = self._turn
         with turn.lock:
             turn.take()
             try:
                 self._record_postponed()
                 result = step(*args)
-                # No loop here: on Python 3.12 and 3.13 an interrupted loop can skip the finally clause.
+                # Not in a loop here: on Python 3.12 and 3.13, an exception of a signal handler in a loop can skip the
+                # finally clause.
                 self._record_postponed()
                 return result
             finally:
-                if turn.mine():  # a signal handler raised while `outside` waited for the lock
+                if turn.mine():  # If False, a signal handler raised while `outside` waited for the lock.
                     turn.thread = 0
 
     def _record_postponed(self) -> None:
@@ -165,10 +175,11 @@ class Recorder:
     # -- calls -------------------------------------------------------------------------------------------------
 
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
-        """Apply the part of a call's rule that precedes the call, and deliver its hazards.
+        """Apply the part of a rule that precedes the call, and deliver its hazards.
 
-        Returns a function for the driver's answer, or None if the call must not be made. With ``on="raise"`` a hazard
-        raises :class:`DriverMisuseError`: the rule ends as if the driver had refused the call, which is not made.
+        Returns a function that takes the driver's answer; None if the call must not be made. With ``on="raise"`` a
+        hazard raises :class:`DriverMisuseError`: the rule ends as if the driver had refused the call, which is not
+        made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
@@ -178,20 +189,19 @@ class Recorder:
         return rest
 
     def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
-        """Apply the part of a call's rule that follows the call, and deliver its hazards.
+        """Apply the part of a rule that follows the call, and deliver its hazards.
 
-        ``rest``: from :meth:`begin_call`.
-
-        With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
+        ``rest``: the result of :meth:`begin_call`. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
         """
         self._reports.deliver(self._alone(self._after, name, args, answer, rest))
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
-        """Record a call that was not made through the wrapper. ``context``, ``place``: those of its caller.
+        """Record a call that was not made through the wrapper. ``context``: handle of the caller's current context;
+        ``place``: its place in the program.
 
         Calls are fed in the order in which they were made, without the checker's own calls. Hazards are delivered as
         for a call through the wrapper, but a wrong call cannot be stopped any more. A call that ends an unknown handle
-        is reported only if the driver has refused the call, since the handle may be older than the feed.
+        is reported only if the driver has refused the call, because the handle may be older than the feed.
         """
         if call.name not in RULES and call.name not in COUNTED:
             self._skipped(call.name, call.answer)
@@ -208,7 +218,7 @@ class Recorder:
     ) -> None:
         """Record launches of kernels of other code on a stream, in the order of ``launches``.
 
-        ``runs`` is called with the stream when it runs the kernels. With ``on="raise"`` a hazard raises
+        ``runs`` is called with the stream when the stream runs the kernels. With ``on="raise"`` a hazard raises
         :class:`DriverMisuseError`.
         """
 
@@ -220,14 +230,14 @@ class Recorder:
         self._deliver_as(caller, record)
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
-        """Call a function that judges uses whose calls were recorded before, and deliver its hazards.
+        """Call ``step``, which checks uses whose calls were recorded before, and deliver its hazards.
 
-        ``context``: the context that a default stream of these uses belongs to.
+        ``context``: handle of the context to which default streams of these uses belong.
         """
         self._deliver_as(CallingThread(0, context, ()), step)
 
     def _deliver_as(self, caller: CallingThread, step: Callable[[], object]) -> None:
-        """Call ``step`` under the lock, with the thread and context of ``caller``, and deliver its hazards."""
+        """Call ``step`` while the lock is held, with the thread and context of ``caller``, and deliver its hazards."""
 
         def record() -> list[Hazard]:
             self.state.streams.caller = caller
@@ -240,20 +250,22 @@ class Recorder:
         self._reports.deliver(self._alone(record))
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
-        """Note a successful call without a rule that may use memory or order work: it was not checked."""
+        """Add a note for a successful call that has no rule, and that may use memory or order work: it was not
+        checked.
+        """
         if name in UNKNOWN and not answer[0]:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return the rest of the rule (None: the call must not be made) and the new hazards.
+        """Return a tuple: the rest of the rule (None: the call must not be made), and the new hazards.
 
-        The hazards are taken under the lock, so that no other thread delivers them.
+        The hazards are taken while the lock is held, so that no other thread delivers them.
         """
         rest = None if self._ends_unknown(name, args) else self._apply(name, args)
         return rest, self._reports.take()
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a call ends a handle that is not live. If so, report the call."""
+        """Whether a call ends an object with a handle that is not live. If so, the call is reported."""
         handle = _handle(args) if name in ENDERS else 0
         if not handle or self.state.account.may_end(name, handle):
             return False
@@ -289,13 +301,13 @@ class Recorder:
         return self._reports.take() if take else []
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        """Record a call that was already made: by a finaliser while a rule ran, or by code whose calls are fed."""
+        """Record a call that was made already: by a finaliser while a rule ran, or by code whose calls are fed."""
         self._after(name, args, answer, self._apply(name, args), take=False)
 
     # -- handles -----------------------------------------------------------------------------------------------
 
     def _count(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        """Count the handle that a successful call makes or ends."""
+        """Count the handle of the object that a successful call makes or ends."""
         state = self.state
         if name in MAKERS:
             self._destroyed.pop(int(answer[1]), None)
@@ -310,7 +322,9 @@ class Recorder:
             state.account.note(name, args, answer, captured)
 
     def _refuse(self, name: str, handle: int) -> None:
-        """Report a call that ends a handle which is not live. Raises :class:`DriverMisuseError` if hazards raise."""
+        """Report a call that ends an object whose handle is not live. Raises :class:`DriverMisuseError` with
+        ``on="raise"``.
+        """
         range_ = self.state.addresses.find(handle)
         ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
         places = [("this call", self.state.place())]
@@ -327,7 +341,7 @@ class Recorder:
         self.state.on_hazard(hazard)
 
     def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
-        """Report a call that the driver refused if one of its arguments is a destroyed handle."""
+        """Report a call that the driver has refused, if one of its arguments is the handle of a destroyed object."""
         for argument in args:
             handle = _handle((getattr(argument, "hStream", argument),))
             stack = self._destroyed.get(handle)
@@ -350,10 +364,11 @@ class Recorder:
 
     @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (CUstream); None: by the host now.
+        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (CUstream). None: a use by the
+        host, now.
 
-        ``write``: the use writes. ``atomic``: it does not race with other atomic uses. With ``on="raise"`` a hazard
-        raises :class:`DriverMisuseError`.
+        ``write``: whether the use writes. ``atomic``: whether it is atomic, so that it does not race with other atomic
+        uses. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
         """
         state = self.state
         state.look()
@@ -366,19 +381,21 @@ class Recorder:
 
     @_notification()
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that other code has the handle of ``stream``. ``used``: that code queues work there."""
+        """Record that other code has the handle of ``stream``. ``used``: whether that code queues work there."""
         foreign, lent = self.state.streams.foreign, self.state.stream(stream)
         (foreign.uses if used else foreign.can_use)(lent)
         foreign.is_lent(lent)
 
     @_notification()
     def named(self, stream: Any, name: str) -> None:
-        """Record the name of a new stream, which reports then show."""
+        """Record the name that a new stream has in reports."""
         self.state.streams.rename(stream, name)
 
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
-        """Record that queued work writes elements of type ``dtype``, or, with ``write`` False, the host reads such."""
+        """Record that queued work writes elements of type ``dtype``. ``write=False``: the host reads elements as this
+        type.
+        """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
         elif not self.state.streams.foreign.may_write:
@@ -386,12 +403,16 @@ class Recorder:
 
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released (no writes), or, with ``released`` False, is used again."""
+        """Record that mapped memory was released, so that nothing may write it. ``released=False``: the memory is used
+        again.
+        """
         uses.release_mapped(self.state, address, nbytes, released)
 
     @_notification()
     def deferred(self, address: int) -> None:
-        """Record that the program has freed memory whose driver call comes later. It is no leak then."""
+        """Record that the program has freed memory for which the driver is called later. So a missing free is no
+        leak.
+        """
         found = self.state.addresses.find(address)
         if found is not None:
             found.deferred = True

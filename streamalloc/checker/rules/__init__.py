@@ -1,5 +1,5 @@
 """Rules of the driver calls, listed by the name of the call in :mod:`.table`.
 
-They are in :mod:`.work` (copies, fills, kernels), :mod:`.memory`, :mod:`.order` (streams, events, values) and
-:mod:`.graphs`.
+:mod:`.work` has the rules of copies, fills and kernels, :mod:`.order` those of streams, events and values in memory.
+:mod:`.memory` and :mod:`.graphs` have the others.
 """

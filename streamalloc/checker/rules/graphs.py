@@ -24,12 +24,16 @@ _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DE
 
 
 def graph_of(state: State, handle: Any) -> TrackedGraph:
-    """Return the graph of a handle; an empty one, with a note, if it was not built through this driver."""
+    """Return the graph of a handle. For a graph that was not built through this driver, return an empty one, and add a
+    note.
+    """
     return _built(state, state.graphs, number_of(handle), TrackedGraph)
 
 
 def executable_of(state: State, handle: Any) -> Executable:
-    """Return the executable graph of a handle; one without nodes, with a note, if its instantiation was not seen."""
+    """Return the executable graph of a handle. If its instantiation was not seen, return one without nodes, and add a
+    note.
+    """
     return _built(state, state.executables, number_of(handle), partial(Executable, []))
 
 
@@ -42,9 +46,10 @@ def _built(state: State, known: dict[int, T], number: int, make: Callable[[], T]
 
 
 def launch(state: State, executable: Executable, stream: TrackedStream, stack: Stack) -> None:
-    """Queue a launch of a graph (``cuGraphLaunch``), after earlier launches of the same graph. ``stack``: its place.
+    """Queue a launch of a graph (``cuGraphLaunch``), after earlier launches of the same graph. ``stack``: place of the
+    launch in the program.
 
-    If the stream is captured, add the graph's nodes to the capture instead.
+    If the stream is being captured, the graph's nodes are added to the capture instead.
     """
     nodes, capture = executable.nodes, state.capture_of(stream)
     if capture is not None:
@@ -69,7 +74,8 @@ def launch(state: State, executable: Executable, stream: TrackedStream, stack: S
             if state.addresses.find(node.range.base) is not node.range:
                 state.addresses.add(node.range)
         elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
-            # The addresses may be mapped differently since the capture. A launch uses the current mapping.
+            # The addresses may be mapped to other memory since the capture, and a launch uses the mapping of its own
+            # time.
             node.pieces = uses.all_pieces(state, ((low, high - low, write) for (_, low, high), write in node.pieces))
     _run(state, stream, together, stack)
     if not any(node.kind == "step" for node in nodes):
@@ -97,7 +103,8 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
             else:
                 made = node.range
                 if not made.pending and made.ended is None:
-                    # Instantiated with AUTO_FREE_ON_LAUNCH: this launch frees what the launch before left allocated.
+                    # The graph was instantiated with AUTO_FREE_ON_LAUNCH: a launch frees the allocations that the
+                    # launch before has left.
                     state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                 made.ended = None
                 made.last.clear()
@@ -158,9 +165,9 @@ def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> N
 def _adds(
     at: int, make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
-    """Rule for a call that adds a node: ``make`` returns the checker's nodes for argument number ``at``.
+    """Rule for a call that adds a node. ``make`` returns the checker's nodes for the argument with the index ``at``.
 
-    They are judged only at the instantiation, because edges may be added until then.
+    The nodes are checked only at the instantiation, because edges may be added until then.
     """
     graph = graph_of(state, args[0])
     for node in make(state, args[at]):
@@ -169,9 +176,10 @@ def _adds(
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call that adds a node: report freed memory that its arguments name (``touched``).
+    """Rule for a call that adds a node: report freed memory among the memory that its arguments name. ``touched``
+    returns this memory.
 
-    This comes before the call, because the driver may refuse it.
+    The report is made before the call, because the driver may refuse the call.
     """
     return uses.stale_at_launch(state, name, touched(state, args[3]))
 
@@ -217,7 +225,7 @@ def _value_node(state: State, params: Any) -> list[TrackedNode]:
 
 def _child(state: State, handle: Any) -> list[TrackedNode]:
     graph = graph_of(state, handle)
-    graph.judge(state.on_hazard)  # The driver copies the graph in its current state.
+    graph.judge(state.on_hazard)  # The driver copies the child graph as it is now, so its nodes are checked now.
     return [replace(one, nested=True) for one in graph.nodes]
 
 
@@ -227,14 +235,16 @@ def _host_node(state: State, params: Any) -> list[TrackedNode]:
 
 
 class _Kind(NamedTuple):
-    """Kind of node: its name in names of calls and in ``CUgraphNodeType``, and its field in ``CUgraphNodeParams``."""
+    """Kind of node: its name in names of calls, its name in ``CUgraphNodeType``, and its field in
+    ``CUgraphNodeParams``.
+    """
 
     call: str
     type: str
     field: str
     make: Callable[[State, Any], list[TrackedNode]]
     sets: str = "Params"
-    """Last part of the name of the call that changes such a node; may be empty."""
+    """Last part of the name of the call that changes the parameters of such a node; empty if there is no call."""
 
 
 _KINDS = (
@@ -252,7 +262,7 @@ _KINDS = (
 
 
 def _node(state: State, params: Any) -> list[TrackedNode]:
-    """Return the nodes that a ``CUgraphNodeParams`` describes."""
+    """Return the checker's nodes for a ``CUgraphNodeParams``."""
     name = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     for kind in _KINDS:
         if kind.type == name:
@@ -284,7 +294,7 @@ def _sets(
 ) -> None:
     """Rule for a call that changes a node of a graph or an executable graph.
 
-    ``make``: returns the nodes for its parameters.
+    ``make`` returns the checker's nodes for the parameters.
     """
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
@@ -307,7 +317,7 @@ def _sets(
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """Remove the nodes of kernels that :meth:`~.wrapper.Recorder.used` reported.
+    """Return the nodes without those of kernels whose uses the program reported (:meth:`~.wrapper.Recorder.used`).
 
     A call has changed a kernel's arguments, so the reported uses may no longer be true.
     """
@@ -317,10 +327,10 @@ def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode
 
 
 def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
-    """Return the nodes, with those of a handle replaced by ``made``.
+    """Return ``nodes``, in which ``made`` takes the place of the nodes with the handle ``handle``.
 
-    If no node has the handle, a node without a known handle was changed, and it is unknown which. Then all of these are
-    left out, with a note.
+    If no node has this handle, some node without a known handle was changed. Then all nodes without a known handle are
+    left out, and a note is added.
     """
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is not None:
@@ -351,7 +361,8 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     executable, nodes = executable_of(state, args[0]), graph_of(state, args[1]).nodes
     old = executable.nodes
     if len(old) == len(nodes):
-        # Calls on the executable name its nodes by the handles of the first graph, so the new nodes get these handles.
+        # Later calls on the executable graph name its nodes by the handles of the first graph, so the new nodes get
+        # these handles.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
     executable.nodes = list(nodes)
@@ -361,7 +372,7 @@ def _launches(state: State, name: str, args: Arguments) -> Steps:
     executable, stack = executable_of(state, args[0]), state.place()
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
-        # A host function of the graph may begin before the call returns, so the launch is recorded before the call.
+        # A host function of the graph may begin before the call returns, so such a launch is recorded before the call.
         launch(state, executable, state.stream(args[1]), stack)
     answer = yield
     if not answer[0] and not calls:

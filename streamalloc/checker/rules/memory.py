@@ -1,5 +1,5 @@
-"""Rules for allocations and frees, pools, host memory, physical memory and its mappings, and memory that processes
-share.
+"""Rules for allocations and frees, pools, host memory, arrays, physical memory and its mappings, and memory that
+processes share.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
-"""Bytes per channel by the last part of the array format's name; 16 otherwise."""
+"""Bytes per channel, by the last part of the name of the array format. Other formats have 16 bytes."""
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
-"""Kinds of ranges whose addresses stay reserved after a free."""
+"""Kinds of ranges whose addresses the driver keeps reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
 
@@ -39,9 +39,10 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
 
 
 def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Steps:
-    """Record that a call of the host frees ranges, or unmaps or releases them (``ending``). ``what``: the call.
+    """Rule for a call of the host that frees ranges. ``what``: name of the call. ``ending``: ``"unmap"`` or
+    ``"release"`` if the call is no free.
 
-    If the driver refuses the call, undo that. Returns the driver's answer.
+    If the driver refuses the call, the record is undone. Returns the driver's answer.
     """
     thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
@@ -89,7 +90,7 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _current_pool(state: State, device: int | None) -> int:
-    """Return the handle of a device's current pool; 0 if it is unknown."""
+    """Return the handle of the current pool of a device, as a number; 0 if it is unknown."""
     if device is not None and device not in state.current_pools:
         with beside_captures(state.ask.driver):
             pool = state.ask.number("cuDeviceGetMemPool", device)
@@ -100,9 +101,9 @@ def _current_pool(state: State, device: int | None) -> int:
 
 
 def _find_pool(state: State, pool: int, device: int) -> None:
-    """Record a pool that the driver or other code has made, with the access that devices have to it now.
+    """Record a pool that the driver or other code has made, with the access that devices have to its memory now.
 
-    ``device``: that of its memory.
+    ``device``: ordinal of the device of its memory.
     """
     if pool in state.pools:
         return
@@ -151,7 +152,7 @@ def _frees(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a synchronous free and for closing imported memory."""
+    """Rule for a synchronous free, and for a close of imported memory."""
     found = state.addresses.find(number_of(args[0]))
     ranges = [found] if found is not None and found.base == number_of(args[0]) else []
     if found is not None and found.opened > 1:
@@ -159,7 +160,8 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
         found.opened -= not answer[0]
         return
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device unless the memory is from a pool. No document says so.
+        # The driver waits for the device unless the memory is from a pool. NVIDIA's documentation does not promise it,
+        # so a note is added.
         for use in ranges[0].last.values():
             if not state.timeline.may_be_known(use.actor.number, use.time):
                 state.notes.add("frees", f"{name} of {ranges[0].kind} that {use} uses")
@@ -168,12 +170,13 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
     again = bool(ranges) and ranges[0].ended is not None
     answer = yield from end(state, ranges, name, ending)
     if again and answer[0]:
-        # Reports a second unregistration. A second free of other memory was reported before the call (`_ends_unknown`).
+        # A second unregistration is reported here. A second free of other memory was reported before the call
+        # (`_ends_unknown`).
         state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
-    """Return the rule for a call that allocates memory of ``kind``. ``size``: function that returns its bytes.
+    """Return the rule for a call that allocates memory of ``kind``. ``size``: function that returns the size in bytes.
 
     ``of_device``: whether other devices reach the memory only by peer access to its context.
     """
@@ -205,7 +208,9 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
 def _sets_rights(
     state: State, ranges: list[Range], several: list[dict[int, int]], rights: dict[int, int], what: str
 ) -> Steps:
-    """Set the rights of devices in the tables of these ranges. Returns the driver's answer."""
+    """Rule that sets the access rights of devices in the tables ``several`` of these ranges. ``what``: name of the
+    call. Returns the driver's answer.
+    """
     for grants in several:
         uses.revoke(state, ranges, grants, rights, what)
     answer = yield
@@ -215,7 +220,7 @@ def _sets_rights(
 
 
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a change of the current device's access to cuMemAlloc memory of another context."""
+    """Rule for a call that changes the access of the current device to cuMemAlloc memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
     device = state.ask.number("cuCtxGetDevice")
     if device is None:
@@ -249,9 +254,11 @@ def _ends_array(state: State, name: str, args: Arguments) -> Steps:
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for a call that finds a variable of a module or library. The unload of that ends the variable."""
+    """Rule for a call that finds a variable of a module or library. The variable ends when the module or library is
+    unloaded.
+    """
     if None in answer[1:]:
-        return  # C code may ask for the address or the size alone.
+        return  # C code may ask for only the address or only the size.
     there = state.addresses.find(int(answer[1]))
     if there is None or there.ended is not None:
         made = Range(int(answer[1]), int(answer[2]), "module variable", stack=state.place(), deferred=True)
@@ -280,7 +287,7 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
 
 def _ends_pool(state: State, grants: dict[int, int]) -> None:
     state.addresses.vacate(lambda one: one.grants is grants)
-    # The current pools of devices are known by now, and the driver makes another pool current.
+    # When a current pool is destroyed, the driver makes another pool current, which is asked for when it is needed.
     state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
@@ -301,7 +308,7 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 def _device(args: Arguments) -> int | None:
     """Return the device in a pool call's arguments; None for a pool of host memory.
 
-    The arguments are an ordinal, or a location and an allocation type.
+    The arguments begin with an ordinal, or with a location and an allocation type.
     """
     location = getattr(args[0], "type", None)
     if location is None:
@@ -310,7 +317,9 @@ def _device(args: Arguments) -> int | None:
 
 
 def granted(descriptors: Any) -> dict[int, int]:
-    """Return the access that one or several ``CUmemAccessDesc`` give, by device: 0 none, 1 read, 3 read and write."""
+    """Return the access that one or several ``CUmemAccessDesc`` give, by device ordinal: 0 none, 1 read, 3 read and
+    write.
+    """
     several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
@@ -360,7 +369,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # The handle was released, and the mapping keeps the memory.
+    # The handle was released before, and the mapping has kept the memory.
     memory = TrackedMemory(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
@@ -394,7 +403,8 @@ def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer)
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # cuMulticastBind..._v2 has the device as its second argument, so the later arguments are shifted by 1.
+    # cuMulticastBind..._v2 has the device as its second argument, so the indexes of the later arguments are higher by
+    # 1.
     shift = int(name.endswith("_v2"))
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
@@ -422,10 +432,11 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
         return
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
-    # Check as for an unmap that uses through the object have ended. The answer 1, a refusal, keeps the mappings.
+    # The check is that of an unmap: uses through the object must have ended. The answer 1 stands for a refusal, so the
+    # mappings stay recorded.
     run_before(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
-    if not answer[0]:  # Change the list in place: all mappings of the object share it.
+    if not answer[0]:  # The list is changed in place, because all mappings of the object share it.
         bindings[:] = [
             one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
         ]
@@ -446,13 +457,14 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # The facade may export before the memory is complete. It tells the recorder when it is (Recorder.shared).
+    # The facade may export memory before it is complete. It tells the recorder later when it is complete
+    # (Recorder.shared).
     if not from_package():
         state.interprocess.export(range_, state.place(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
-    """Return the bytes of the allocation at an address; 1 if the driver does not know it."""
+    """Return the size in bytes of the allocation at an address; 1 if the driver does not know the address."""
     return state.ask.number("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 
@@ -480,7 +492,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
-        # The driver counts the opens of an address, and only the last close unmaps it.
+        # The driver counts the opens of an address, and only the close of the last open unmaps it.
         there.opened += 1
         return
     made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.context())
@@ -502,7 +514,7 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # For a fabric handle this argument is the address of its bytes, not a file descriptor.
+    # For a fabric handle this argument is the address of its bytes, and no file descriptor.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if file is None:

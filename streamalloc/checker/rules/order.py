@@ -1,4 +1,6 @@
-"""Rules for calls that order operations: those of streams, events and values in memory; and for the end of contexts."""
+"""Rules for calls that order operations: calls for streams, events and values in memory, and calls that end
+contexts.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,22 @@ _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
 
 @dataclass(eq=False, slots=True)
 class HostCall:
-    """Host function in a stream, called once or at each launch of a graph."""
+    """A host function in a stream or a graph, with its queued and running calls."""
 
     _state: State
     stays: bool
-    """Whether a graph contains the function, so that it may be called again."""
+    """Whether a graph contains the function, so that it may be called several times."""
     node: TrackedNode | None = None
-    """The node that the call became in a capture; None if the stream was not captured."""
+    """The node that the call became in a capture; None if the stream was not being captured."""
     cancelled: bool = False
     _queued: deque[tuple[TrackedStream, Obstacle, Obstacle]] = field(default_factory=deque)
-    """Queued calls, each with its stream, the end of the preceding work, and the end of the call."""
+    """Queued calls as tuples: the stream, the obstacle that ends with the work before the call, and the obstacle that
+    ends with the call.
+    """
     _running: list[Obstacle] = field(default_factory=list)
 
     def queue(self, stream: TrackedStream) -> None:
-        """Queue a call of the host function in a stream: the stream's later work waits until the call ends."""
+        """Queue a call of the host function in a stream. Later work of the stream waits until the call ends."""
         if self.cancelled:
             return
         timeline = self._state.timeline
@@ -46,10 +50,10 @@ class HostCall:
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
-        """Record that the oldest queued call begins, so that the earlier work of its stream has ended."""
+        """Record that the oldest queued call begins. So the earlier work of its stream has ended."""
         timeline = self._state.timeline
         if not self._queued:
-            # Another library launched the graph, so no call was queued.
+            # Another library launched the graph, so no call was queued here.
             timeline.notes.add("waits", "a graph that another library launched")
             timeline.host_observes(timeline.everything())
             return
@@ -61,13 +65,13 @@ class HostCall:
             timeline.host_observes(before.clock)
 
     def ends(self) -> None:
-        """Record that the running call ends, so that the work after it in its stream may run."""
+        """Record that the running call ends. The work after it in its stream can now run."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
         self._state.thread().within = None
 
     def refused(self) -> None:
-        """Remove a call that the driver refused to queue."""
+        """Remove a call that the driver has refused to queue."""
         if self.stays:
             self.cancelled = True
         else:
@@ -80,7 +84,9 @@ class HostCall:
 
 
 def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStream], object]) -> bool:
-    """Whether a stream is captured. If so, each launch of the graph calls ``step`` with the stream of the launch."""
+    """Whether a stream is being captured. If so, each launch of the graph calls ``step`` with the stream of the
+    launch.
+    """
     capture = state.capture_of(stream)
     if capture is not None:
         state.streams.name_nodes(stream, capture.step(step))
@@ -90,7 +96,7 @@ def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStrea
 def event_of(state: State, handle: Any) -> TrackedEvent:
     """Return the event of a handle.
 
-    One that was not created through this driver counts as an event of another library.
+    An event that was not created through this driver counts as an event of another library.
     """
     number = number_of(handle)
     found = state.events.get(number)
@@ -100,9 +106,10 @@ def event_of(state: State, handle: Any) -> TrackedEvent:
 
 
 def record(state: State, event: TrackedEvent, stream: TrackedStream, external: bool = False) -> None:
-    """Record an event in a stream (``cuEventRecord``). If the stream is captured, the event joins the capture.
+    """Record an event in a stream (``cuEventRecord``). If the stream is being captured, the record is a part of the
+    capture.
 
-    With ``external``, each launch of the graph records the event instead.
+    ``external``: in a capture, each launch of the graph records the event instead.
     """
     capture = state.capture_of(stream)
     if external and _at_launch(state, stream, lambda stream: record(state, event, stream)):
@@ -114,7 +121,9 @@ def record(state: State, event: TrackedEvent, stream: TrackedStream, external: b
 
 
 def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
-    """Record an event in a stream that is not captured, and announce an interprocess event to other processes."""
+    """Record an event in a stream that is not being captured. The record of an interprocess event is announced to other
+    processes.
+    """
     event.captured, event.mark = None, state.timeline.record(stream)
     event.note(stream, event.mark, state.place(1))
     if event.shared:
@@ -130,7 +139,9 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
 
 
 def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
-    """Note a wait of ``actor`` for an event, for reports, unless other code or another process records the event."""
+    """Note a wait of ``actor`` for an event, for reports. Nothing is noted if another library or process records the
+    event.
+    """
     if not (event.foreign or event.elsewhere):
         state.judge.waited(actor, event.wait(state.place(1)))
 
@@ -138,7 +149,7 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
     """Make a stream wait for an event (``cuStreamWaitEvent``).
 
-    If the stream is captured, ``external`` makes each launch of the graph wait for an event outside of the graph.
+    ``external``: in a capture, each launch of the graph waits for the event, which is outside of the graph.
     """
     if event.captured is not None:
         of, clock = event.captured
@@ -158,7 +169,9 @@ def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: boo
 
 
 def write_value(state: State, stream: TrackedStream, address: int, value: int, bits: int) -> None:
-    """Queue a write of ``value``, of ``bits`` bits, in a stream (``cuStreamWriteValue32``)."""
+    """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``). ``bits``: size of the value, 32
+    or 64.
+    """
     if _at_launch(state, stream, lambda stream: write_value(state, stream, address, value, bits)):
         return
     state.sources.polled(stream, address, address + bits // 8)
@@ -170,13 +183,15 @@ def write_value(state: State, stream: TrackedStream, address: int, value: int, b
 
 
 def _is_shared(state: State, address: int) -> bool:
-    """Whether other processes may have opened the memory at an address."""
+    """Whether other processes may have the memory at an address open. True for memory that the checker does not
+    know.
+    """
     found = state.addresses.find(address)
     return found is None or found.bytes.shared
 
 
 def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Queue a use of a value in device memory, which must be allocated. Such a use races with no other use."""
+    """Queue a use of a value in device memory, which must be allocated. Such a use never races with another use."""
     found = state.addresses.find(address)
     if found is None or found.kind in HOST_KINDS:
         return
@@ -189,7 +204,9 @@ def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbyt
 
 
 def wait_value(state: State, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
-    """Queue a wait of a stream for a value of ``bits`` bits (``cuStreamWaitValue32``). ``flag``: its comparison."""
+    """Queue a wait of a stream for a value (``cuStreamWaitValue32``). ``flag``: ``CUstreamWaitValue_flags``, the
+    comparison. ``bits``: size of the value, 32 or 64.
+    """
     if _at_launch(state, stream, lambda stream: wait_value(state, stream, address, value, flag, bits)):
         return
     _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
@@ -200,7 +217,7 @@ def wait_value(state: State, stream: TrackedStream, address: int, value: int, fl
 
 
 def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
-    """Record that the memory of a waited-for value is in use until the wait ends: a free before that is a hazard."""
+    """Record that the memory of a value is in use until the wait for it ends. A free before that is a hazard."""
     last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
     before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
     last[stream.number] = waiting
@@ -215,7 +232,9 @@ def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, n
 
 
 def host_function(state: State, stream: TrackedStream) -> HostCall:
-    """Queue a call of a host function in a stream, and return it. If the stream is captured, each launch calls it."""
+    """Queue a call of a host function in a stream, and return it. If the stream is being captured, each launch of the
+    graph calls the function.
+    """
     capture = state.capture_of(stream)
     made = HostCall(state, stays=capture is not None)
     if capture is None:
@@ -228,7 +247,7 @@ def host_function(state: State, stream: TrackedStream) -> HostCall:
 def end_context(state: State, context: int, what: str, stack: Stack) -> None:
     """Record the end of a context with its streams and memory.
 
-    ``what``, ``stack``: the call that ends it, and its place.
+    ``what``, ``stack``: the call that ends the context, and its place in the program.
     """
     for handle in state.streams.end_context(context):
         state.account.lost("stream", handle)
@@ -271,8 +290,8 @@ def _queries(state: State, name: str, args: Arguments) -> Steps:
     if answer[0]:
         return
     if from_package("ipc/"):
-        # The facade writes a shared value from the host if the stream is idle. Reports must not depend on that, so
-        # this query counts as a write of the value in stream order.
+        # The facade writes a shared value from the host if this query finds the stream idle. Reports must not depend on
+        # that, so the query counts as a write of the value in stream order.
         state.sources.clear()
         state.timeline.published.learn(stream.clock if clock is None else clock)
         state.interprocess.drop_uses((stream.clock if clock is None else clock).after)
@@ -296,7 +315,8 @@ def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
     event, context = event_of(state, args[1]), number_of(args[0])
-    # The event records one stream. So an auxiliary stream waits for all streams of the context, and is recorded.
+    # An event records one stream. So an auxiliary stream waits for all streams of the context, and the event records
+    # this stream.
     meeting = state.timeline.stream("the context")
     for stream in state.streams.all(context):
         state.timeline.wait(meeting, state.timeline.record(stream))
@@ -310,25 +330,29 @@ def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for a context that waits for an event. The streams of a green context are unknown, so all streams wait."""
+    """Rule for a call that makes a context wait for an event. The streams of a green context are unknown, so all
+    streams wait.
+    """
     for stream in state.streams.all(None if "Green" in name else number_of(args[0])):
         wait(state, stream, event_of(state, args[1]))
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for ``cuGreenCtxRecordEvent``: record an event after unknown streams of a green context."""
+    """Rule for ``cuGreenCtxRecordEvent``: the event is recorded after streams of a green context, which are unknown."""
     event = event_of(state, args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.drop_uses(state.timeline.everything().after)
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for a wait for another library's semaphore. It counts as ordered after all earlier work."""
+    """Rule for a wait for another library's semaphore. The wait counts as ordered after all earlier work."""
     wait(state, state.stream(args[-1]), TrackedEvent(foreign=True))
 
 
 def _happened(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call from which the host learns that the events in its arguments are done (``cuEventSynchronize``)."""
+    """Rule for a call whose success shows the host that the events in its arguments are done
+    (``cuEventSynchronize``).
+    """
     state.sources.check()
     events = [event_of(state, handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
@@ -353,7 +377,7 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 
 
 def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
-    """Announce the recordings of an event on this process's board, under its export data."""
+    """Announce the records of an event on this process's board, under its export data ``data``."""
     event.elsewhere, event.name = True, data
     index = state.interprocess.index(event)
     if index is not None:
@@ -373,7 +397,8 @@ def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 def _names_value(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a write of a value or a wait for one: check the memory before the call.
 
-    Other processes may see a written value during the call, so uses that precede the write are dropped before it.
+    Other processes may read the written value during the call. So posts of uses that precede the write are removed
+    before the call.
     """
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
         stream = state.stream(args[0])
@@ -392,7 +417,7 @@ def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    """Rule for ``cuStreamBatchMemOp``."""
+    """Rule for ``cuStreamBatchMemOp``: each operation of the batch is recorded as a single call."""
     batch_of_values(state, state.stream(args[0]), args[2])
 
 
@@ -419,7 +444,9 @@ def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Around:
-    """Rule for a call that ends a context after its work. ``last``: it does so only with the last reference."""
+    """Rule for a call that ends a context after waiting for its work. ``last``: the context ends only with the last
+    reference to it.
+    """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         ended, stack = context(state, args), state.place()

@@ -16,7 +16,7 @@ _WORK = re.compile(
     "|Stream(Begin|End|.*MemOp)|LogicalEndpointBind|CheckpointProcess)"
 )
 UNKNOWN = {name for name in dir(cuda) if _WORK.match(name)} - {*RULES, *COUNTED}
-"""Calls without a rule that use memory or order work."""
+"""Names of the calls without a rule that use memory or order work."""
 _NEED_MEMORY = {
     "cuIpcGetMemHandle": 0,
     "cuMemAdvise": 0,
@@ -28,11 +28,13 @@ _NEED_MEMORY = {
     "cuMulticastBindAddr_v2": 3,
     "cuPointerSetAttribute": 2,
 }
-"""For a call, the index of the address argument that must name memory."""
+"""For each call: the index of the address argument that must name live memory."""
 
 
 def _checked(around: Around | None, at: int) -> Around:
-    """Rule that reports freed memory at argument number ``at``, and then does what ``around`` does."""
+    """Rule that first reports freed memory at the argument with the index ``at``, and then does what ``around``
+    does.
+    """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         gone = run_before(stale(state, 0, name, ((args[at], 1, False),), in_order=False))

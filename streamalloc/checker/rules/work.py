@@ -13,11 +13,11 @@ from streamalloc.checker.state import State, TrackedArray
 from streamalloc.checker.uses import Arguments, Around, Steps, Touch, rules
 from streamalloc.driver.bindings import number_of
 
-# CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
-# during the call or later.
+# Values of CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read
+# its source during the call or later.
 _AT_CALL, _ANY = 2, 3
 _ROWS = 1 << 15
-"""At most this many rows of a plane are checked. The rows after them are left out, with a note."""
+"""Largest number of rows of a plane that are checked. The other rows are left out, with a note."""
 
 
 class _Uses(NamedTuple):
@@ -26,28 +26,32 @@ class _Uses(NamedTuple):
     touched: Iterable[Touch] = ()
     """Reads and writes in stream order, as far as they are known."""
     sides: tuple[Any, ...] = ()
-    """Target and source of a copy, or target of a fill; None for arrays. The host may wait for such work."""
+    """Target and source of a copy, or target of a fill, by which it is decided whether the host waits. None for an
+    array.
+    """
     taken: Iterable[Touch] = ()
-    """Reads that end before the call returns, outside stream order."""
+    """Reads of memory that end before the call returns, outside of stream order."""
     named: Iterable[Touch] = ()
-    """Memory that must exist, but is neither read nor written."""
+    """Memory that must exist, and is neither read nor written."""
     then: Callable[[TrackedStream], object] = lambda stream: None
-    """Called with the stream after the work is queued."""
+    """Function that is called with the stream after the work is queued."""
 
 
 Read: TypeAlias = Callable[[State, Arguments], _Uses]
 
 
 def _stream(args: Arguments, at: int | None) -> Any:
-    """Return the stream's handle from argument ``at``, or a launch configuration there; None: the legacy stream."""
+    """Return the stream's handle from the argument with the index ``at``, which may be a launch configuration.
+    ``at=None``: the legacy stream.
+    """
     given = 0 if at is None else args[at]
     return getattr(given, "hStream", given)
 
 
 def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> Around:
-    """Rule for a call that uses memory in a stream. ``read``: returns the memory of a call.
+    """Rule for a call that uses memory in a stream. ``read``: function that returns the memory that the arguments name.
 
-    ``stream_at``: index of the stream argument; None for synchronous calls, which use the legacy stream.
+    ``stream_at``: index of the stream argument; None for a synchronous call, which uses the legacy stream.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
@@ -59,7 +63,8 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
             uses.use_on_host(state, number_of(address), nbytes, write, name)
         stream, waits = state.stream(handle), stream_at is None
         if waits and _is_staged(state, memory.sides):
-            # The driver waits for earlier work, but the copied bytes may be in transit when the call returns.
+            # The driver waits for the work before such a copy, but not for the copy itself: its bytes may still be on
+            # the way when the call returns.
             uses.host_waited_for(state, stream)
         find = uses.node_pieces if stream in state.streams.captures else uses.pieces
         uses.queue_use(state, stream, TrackedNode("use", name, state.place(), find(state, memory.touched)))
@@ -71,7 +76,7 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
 
 
 def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool:
-    """Whether the host waits for the work of a call on these sides. It does so for
+    """Whether the host waits for the work of a call. ``sides``: target and source. The host waits for
 
     * a copy to pageable memory, even an asynchronous one;
     * a synchronous copy with a side in host memory, unless it is from pageable memory to a device;
@@ -87,7 +92,9 @@ def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool
 
 
 def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
-    """Whether the driver stages a copy on these sides: one from pageable memory to a device."""
+    """Whether the copy is one from pageable memory to a device, which the driver copies to a buffer of its own
+    first.
+    """
     if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
         return False
     target = None if sides[0] is None else number_of(sides[0])
@@ -95,9 +102,9 @@ def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
 
 
 def _fills(stream_at: int | None, width: int) -> Around:
-    """Rule for a fill. ``width``: bytes of an element.
+    """Rule for a fill. ``width``: size of an element in bytes.
 
-    A small fill is also a write of values that streams may wait for.
+    A small fill also counts as a write of values for which streams may wait.
     """
 
     def read(state: State, args: Arguments) -> _Uses:
@@ -117,7 +124,7 @@ def _fills(stream_at: int | None, width: int) -> Around:
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Around:
     """Rule for a copy of bytes to the address in the first argument.
 
-    The numbers are indexes of the other arguments: the stream (None for a synchronous call), the size, and the source.
+    The parameters are indexes of the call's arguments: the stream (None for a synchronous call), the size, the source.
     """
     return _works(stream_at, lambda state, args: _copied(state, args[0], args[source_at], int(args[size_at])))
 
@@ -134,7 +141,8 @@ def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """Return a use for each row of a plane, or a single one if the rows are contiguous. ``write``: they are written.
+    """Return a use for each row of a plane, or one use if the rows are contiguous. ``write``: whether the rows are
+    written.
 
     At most 32,768 rows are returned; the others are left out, with a note.
     """
@@ -152,7 +160,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
-        # A pitch or height of 0 means the smallest one.
+        # A pitch or a height of 0 stands for the smallest one that fits.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
@@ -175,9 +183,9 @@ def _array(state: State, handle: Any) -> TrackedArray | None:
 
 
 def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Touch]:
-    """Return the rows of a box of several planes, each with ``lines`` rows of ``pitch`` bytes.
+    """Return a use for each row of a box. Each plane of the memory has ``lines`` rows of ``pitch`` bytes.
 
-    ``sizes``: width, height and depth.
+    ``sizes``: width of the box in bytes, height in rows, depth in planes.
     """
     width, height, depth = sizes
     if lines == height:
@@ -198,7 +206,7 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
                 array, at = _array(state, side.op.array.array), side.op.array.offset
                 if array is None:
                     continue
-                # Extents and offsets of arrays count elements.
+                # Extents and offsets of an array count elements, not bytes.
                 pitch, lines, element = array.pitch, array.lines, array.element
                 start = array.base + int(at.x) * element + int(at.y) * pitch + int(at.z) * pitch * lines
                 found = _box(state, start, pitch, lines, (width * element, height, depth), write)
@@ -214,9 +222,11 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
-    """Rule for a copy of a row to or from an array. ``target`` and ``source``: index of the side's first argument.
+    """Rule for a copy of a row to or from an array. ``target`` and ``source``: index of the first argument for this
+    side.
 
-    An array has two arguments: its handle, and an offset in bytes. ``array_to``, ``array_from``: the side is an array.
+    An array has two arguments: its handle, and an offset in bytes. ``array_to``, ``array_from``: whether the side is an
+    array.
     """
 
     def read(state: State, args: Arguments) -> _Uses:
@@ -233,8 +243,10 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
 
 
 def _order(one: Any) -> int:
-    """Return the source access order of a copy in a batch."""
-    with contextlib.suppress(ValueError):  # The bindings' getter raises for unknown numbers.
+    """Return the source access order of a copy in a batch (``CUmemcpySrcAccessOrder``) as a number; 0 if it is
+    unknown.
+    """
+    with contextlib.suppress(ValueError):  # The bindings raise ValueError for a number that their enum does not have.
         return int(getattr(one, "srcAccessOrder", 0) or 0)
     return 0
 
@@ -263,7 +275,7 @@ def _with_attributes(state: State, args: Arguments) -> _Uses:
 
 
 def _discarded(state: State, args: Arguments) -> list[Touch]:
-    """Return the ranges of a discard, which count as written."""
+    """Return the ranges of a discard. They count as written, because their contents are lost."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
@@ -276,7 +288,7 @@ def _fills_rows(stream_at: int | None, width: int) -> Around:
 
 
 def _side(copy: Any, side: str) -> Any:
-    """Return the address of one side (``"src"``, ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``.
+    """Return the address of one side (``"src"`` or ``"dst"``) of a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D``.
 
     None for an array.
     """
@@ -294,10 +306,10 @@ def _copies_plane(stream_at: int | None) -> Around:
 
 
 def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> Around:
-    """Rule for a kernel launch. The numbers are indexes of the call's arguments.
+    """Rule for a kernel launch. The parameters are indexes of the call's arguments.
 
-    ``stream_at``: the stream or the launch configuration. ``params_at``: the kernel's arguments; None if its uses are
-    unknown. ``function_at``: the function.
+    ``stream_at``: the stream or the launch configuration. ``params_at``: the kernel's arguments; None: the uses are
+    unknown. ``function_at``: the kernel function.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
