@@ -1,4 +1,4 @@
-"""Commands behind ``python -m streamalloc``. Nothing else in the package imports them."""
+"""The commands of ``python -m streamalloc``. No other part of the package imports this folder."""
 
 from streamalloc.cli.main import main
 

@@ -26,9 +26,9 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
-"""Title of the column, and format, for each figure that is no time."""
+"""For each figure that is no time: the title of its column, and its format."""
 _FIGURES = {"reserved_over_used": "reserved / used "}
-"""Titles, in targets, of figures that are no times."""
+"""Beginning of the text of a target for a figure that is no time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Measure the rows that ``--rows`` chooses, and print each when it is done. Returns 0.
-
-    Raises :class:`UsageError` if no row fits.
+    """Measure the rows that ``--rows`` chooses, and print each row when it is done. Returns the exit code 0. Raises
+    :class:`UsageError` if no row fits.
     """
     words = [word.lower() for word in options.rows or [""]]
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
@@ -56,7 +55,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if chosen.is_simulated:
         about = "Times are those of the simulation. Targets and other libraries are for a GPU."
         terminal.paragraph(terminal.dim(about), 0)
-    # All tables have the same width of names, so that their columns align.
+    # All tables get the same width for names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
     with contextlib.ExitStack() as resources, terminal.progress(len(rows)) as note:
@@ -73,7 +72,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
-    """Print the table of a row, and its targets. The column of names has at least ``names`` characters."""
+    """Print the table of a row, and its targets. ``names``: least width of the column of names, in characters."""
     terminal.heading(report["title"])
     if "unavailable" in report:
         terminal.paragraph(f"not measured: {report['unavailable']}")
@@ -99,7 +98,7 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
 
 
 def target_text(target: Mapping[str, Any], unit: str) -> str:
-    """Return a target with the figure that was found, as text. ``unit``: that of the row's times."""
+    """Return a target and the figure that was found as text. ``unit``: unit of the row's times."""
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
     if target["to"]:
@@ -109,7 +108,7 @@ def target_text(target: Mapping[str, Any], unit: str) -> str:
 
 
 def _show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Print how many targets are met, missed and not measured, and list the missed ones."""
+    """Print how many targets are met, missed and not measured. Then list the missed targets."""
     found = [target["met"] for report in reports for target in report["targets"]]
     if not found:
         return

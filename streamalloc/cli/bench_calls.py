@@ -1,4 +1,6 @@
-"""Rows of ``bench`` about single calls: allocations, fills, copies, and exchange with other libraries."""
+"""Rows of ``bench`` that measure single calls: allocations, fills, copies, and exchange of arrays with other
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _CACHES: dict[str, Callable[[sa.MemoryPool], Any]] = {CACHED: sa.CachingAllocato
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
-"""Largest number of calls in a block that queue work: the queue of a stream holds about 1,000."""
+"""Largest number of calls that queue work in a block. The queue of a stream holds about 1,000."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
-    """Return the setup of another library's variant. ``make`` gets the objects of the library, and returns the call."""
+    """Return the set-up of a variant for another library. ``kind``: class with the library's objects. ``make`` gets an
+    object of this class, and returns the call to measure.
+    """
     return lambda bench: make(bench.library(kind))
 
 
@@ -32,15 +36,17 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
-    """Return a call that allocates 4 KiB and frees it; with ``drop``, one that only allocates.
+    """Return a call that allocates 4 KiB and frees the memory. ``drop``: a call that only allocates, and leaves the
+    free to the caller.
 
-    ``kind``: the raw calls, the pool or a cache. The raw calls are the bindings' functions with objects for handles,
-    results unchecked.
+    ``kind``: the raw calls, the pool or a cache. The raw calls are functions of the bindings that get handles as
+    objects; their results are not checked.
     """
     pool, raw_pool = bench.new_pool()
     allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
     stream = bench.new_stream()
-    allocator.allocate(SIZE, stream).free()  # The first allocation on a stream takes longer, in the driver.
+    # The first allocation on a stream takes longer in the driver, so it is made before the measurement.
+    allocator.allocate(SIZE, stream).free()
     if drop:
         return partial(allocator.allocate, SIZE, stream)
     if kind != RAW:
@@ -51,13 +57,13 @@ def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
 
 
 def cuda_core_pair(cuda: CudaCore) -> Call:
-    """Return a call that allocates 4 KiB with cuda.core, and frees them on its stream."""
+    """Return a call that allocates 4 KiB with cuda.core, and frees the memory on cuda.core's stream."""
     resource, stream = cuda.resource, cuda.stream
     return lambda: resource.allocate(SIZE, stream=stream).close(stream)
 
 
 def torch_pair(torch: PyTorch) -> Call:
-    """Return a call that creates a tensor of 4 KiB in PyTorch's caching allocator. The caller drops it."""
+    """Return a call that creates a tensor of 4 KiB in PyTorch's caching allocator. The caller drops the tensor."""
     empty, kind, device = torch.torch.empty, torch.torch.uint8, torch.device
     return lambda: empty(SIZE, dtype=kind, device=device)
 
@@ -71,7 +77,7 @@ def cupy_copy(cupy: CuPy) -> Call:
 
 
 def capsule_of(array: Any, stream: int = -1) -> Call:
-    # A lambda, because functools.partial with a keyword argument would be slower, and the row measures the call.
+    # A lambda, because functools.partial with a keyword argument is slower, and the row measures this call.
     return lambda: array.__dlpack__(stream=stream)
 
 

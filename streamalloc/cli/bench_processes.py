@@ -1,4 +1,4 @@
-"""Rows of ``bench`` about processes and whole programs: sharing, stores, imports, replays of traces.
+"""Rows of ``bench`` that measure processes and whole programs: sharing, stores, imports, replays of traces.
 
 The other process is a new interpreter. In the row "share" it opens each buffer, closes it, and sends a reply.
 """
@@ -38,9 +38,9 @@ from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import choice_of, cuda, opaque_bytes, opaque_struct
 
 SIZE = 1 << 20
-"""Bytes of the buffer that is sent: 1 MiB."""
+"""Size in bytes of the buffer that is sent: 1 MiB."""
 HANDLE_BYTES = 64
-"""Bytes of ``CUipcEventHandle`` and ``CUmemPoolPtrExportData``."""
+"""Size in bytes of ``CUipcEventHandle`` and of ``CUmemPoolPtrExportData``."""
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -56,7 +56,9 @@ def environment(driver: Any) -> dict[str, str]:
 
 
 def _other(bench: Bench, half: Callable[..., None], *arguments: Any) -> Any:
-    """Start the other process, which runs ``half`` of each transfer until the pipe is closed. Returns our end of it."""
+    """Start the other process, which runs ``half``, the other half of each transfer, until the pipe is closed. Returns
+    this process's end of the pipe.
+    """
     process, ours = start(bench.chosen.driver, half, *arguments)
     bench.resources.callback(process.join, SECONDS)
     return bench.resources.enter_context(ours)
@@ -68,19 +70,19 @@ def _shared_pool(bench: Bench) -> sa.MemoryPool:
 
 
 def _event(driver: Any) -> tuple[Any, bytes]:
-    """Make an interprocess event. Returns it, and its handle as bytes."""
+    """Make an interprocess event. Returns the event, and its IPC handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
     return event, opaque_bytes(value_of(driver.cuIpcGetEventHandle(event)))
 
 
 def _opened(driver: Any, shared: bytes) -> Any:
-    """Open an event of the other process (``cuIpcOpenEventHandle``). ``shared``: its handle as bytes."""
+    """Open an event of the other process (``cuIpcOpenEventHandle``). ``shared``: IPC handle of the event as bytes."""
     return value_of(driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", shared)))
 
 
 def raw_share(bench: Bench) -> Measured:
-    """Return the variant that shares by the driver's functions, two events and a pipe."""
+    """Return the variant that shares memory by the driver's functions, two events and a pipe."""
     driver, stream = bench.driver, bench.raw_stream
     pool = driver.CUmemoryPool(_shared_pool(bench).handle)
     ready, shared = _event(driver)
@@ -107,7 +109,7 @@ def raw_share(bench: Bench) -> Measured:
 def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
     """Run the other process's half of :func:`raw_share`, until the pipe is closed.
 
-    ``fd``: the exported pool. ``shared``: handle of the event after the contents.
+    ``fd``: descriptor of the exported pool. ``shared``: IPC handle of the event that is recorded after the contents.
     """
     device = sa.Device(0)
     driver: Any = device.driver
@@ -130,7 +132,9 @@ def _serve_raw(connection: Any, fd: Any, shared: bytes) -> None:
 
 
 def our_share(bench: Bench) -> Measured:
-    """Return the variant that shares by this library: importers wait for the contents, the free for the importer."""
+    """Return the variant that shares memory by this library: importers wait for the contents, and the free waits for
+    importers.
+    """
     channel, theirs = ipc.Channel.pair()
     pool, stream = _shared_pool(bench), bench.stream
     with theirs:
@@ -156,9 +160,8 @@ def _serve_ours(_: Any, fd: Any) -> None:
 
 
 def cuda_core_buffer(bench: Bench) -> Measured:
-    """Return the variant that shares by cuda.core, after its pool was sent.
-
-    It orders neither the contents nor the free.
+    """Return the variant that shares memory by cuda.core, whose pool was sent before. It orders neither the contents
+    nor the free.
     """
     cuda = bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
@@ -197,9 +200,8 @@ QUEUE, TORCH_QUEUE = "streamalloc buffer", "PyTorch tensor"
 
 
 def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
-    """Return the variant that puts what ``make`` returns into a queue.
-
-    The other process takes it, drops it, and replies.
+    """Return the variant that puts an object into a queue. ``make`` returns the object. The other process takes the
+    object, drops it, and replies.
     """
     queue = context.SimpleQueue()
     replies = _other(bench, _answer_queue, queue)
@@ -208,7 +210,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     def once() -> None:
         sent = make()
         queue.put(sent)
-        replies.recv_bytes()  # the other process has ended
+        replies.recv_bytes()  # The other process has dropped the object by now.
         if isinstance(sent, sa.Buffer):
             sent.free()
 
@@ -243,7 +245,7 @@ EPOCH, LIKE = "streamalloc allocate_all, commit and open", "streamalloc like the
 
 
 def _need_store(bench: Bench) -> None:
-    """Start the server of a store, and open the store as ``bench.common``. All variants of the row use it."""
+    """Start the server of a store, and open the store as ``bench.common``, which all variants of the row use."""
     need_virtual_memory(bench.device)
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", "streamalloc", "serve", name]
@@ -256,7 +258,9 @@ def _need_store(bench: Bench) -> None:
 
 
 def _attached(bench: Bench, *, again: bool) -> Measured:
-    """Return the variant that opens weights of the store; with ``again``, that attaches weights which were detached."""
+    """Return the variant that opens weights of the store. ``again``: the variant that attaches weights which were
+    detached before.
+    """
     store, key = bench.common, f"again {again}"
     with store.write(key, bench.device) as writer:
         for number in range(CHUNKS):
@@ -298,7 +302,7 @@ def _attached_by_raw_calls(bench: Bench) -> Measured:
 def _epochs(bench: Bench, *, like: bool) -> Measured:
     """Return the variant that writes an epoch without contents, and lets a reader switch to it.
 
-    ``like``: take the memory of a previous epoch. Up to three epochs have memory at once.
+    ``like``: use the layout and the memory of a previous epoch. Up to three epochs have memory at the same time.
     """
     store, key = bench.common, f"like {like}"
     count = TENSORS_SIMULATED if bench.chosen.is_simulated else TENSORS
@@ -328,20 +332,22 @@ def _epochs(bench: Bench, *, like: bool) -> Measured:
 _TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 BASE = "import cuda.bindings.driver, numpy"
 IMPORT = "import streamalloc; streamalloc.MemoryPool"
-"""Statement that imports the package and uses a class. The package loads its modules only at the first use, and their
-load belongs to the measured import.
+"""Statement that imports the package and uses a class. The package loads its modules at the first use, so this load is
+a part of the measured time.
 """
 
 
 def _import(bench: Bench, *, statement: str) -> Measured:
-    """Return the variant that imports in a new process, which measures the time. ``statement``: the import."""
-    # The byte code goes to its own folder, because the environment may forbid writing it elsewhere.
+    """Return the variant that imports in a new process, which measures the time itself. ``statement``: the import
+    statement.
+    """
+    # The byte code goes to a folder of its own, because the environment may forbid writing it elsewhere.
     compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
     variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", _TIMED.format(statement.removeprefix("import "))]
     run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
-    # The first import, which is not counted, compiles the modules and fills the page cache.
+    # The first import, which does not count, compiles the modules and fills the page cache.
     return Measured(lambda number: float(run().stdout))
 
 
@@ -352,9 +358,11 @@ _FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_
 
 
 def _replay(bench: Bench, *, name: str, workload: str) -> Measured:
-    """Return the variant that replays the trace of a workload on the allocator ``name``."""
+    """Return the variant that replays the trace of a workload on the allocator ``name``. The figures come from a first
+    replay.
+    """
     trace = _made(workload)
-    # A separate replay, because its figures are read after each allocation, which takes time.
+    # The figures come from a separate replay, because reading them after each allocation takes time.
     once = traces.replay(trace, name, bench.device, rounds=1)
     found = {one: getattr(once, one) for one in _FIGURES}
     replay = bench.resources.enter_context(traces.prepare(trace, name, bench.device))

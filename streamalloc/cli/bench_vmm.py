@@ -1,4 +1,4 @@
-"""Rows of ``bench`` about virtual memory: growth, eviction, sleep, and blocks in host memory."""
+"""Rows of ``bench`` that measure virtual memory: growth, eviction, sleep, and blocks in host memory."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.internal import HostMemory, available_memory, host_segments
 
 STEPS = 16
-"""Steps in which a buffer grows."""
+"""Number of steps in which a buffer grows."""
 STEP, STEP_SIMULATED = 64 << 20, 2 << 20
-"""Bytes of a step: on a GPU, and on a simulated device."""
+"""Bytes of a step on a GPU, and on a simulated device."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
-"""Largest number of bytes that a row evicts: on a GPU, where ``--quick`` takes an eighth, and on a simulated device."""
+"""Largest number of bytes that a row evicts, on a GPU and on a simulated device. On a GPU, ``--quick`` takes an
+eighth.
+"""
 SEGMENTS = 32
-"""Number of segments that sleep together."""
+"""Number of segments that are put to sleep together."""
 BLOCKS, BLOCKS_SIMULATED = 16384, 64
-"""Number of scattered blocks that move together: on a GPU, where ``--quick`` takes an eighth, and on a simulated one.
+"""Number of scattered blocks that are moved together, on a GPU and on a simulated device. On a GPU, ``--quick`` takes
+an eighth.
 """
 GRANULARITY = 2 << 20
 PINNED = 2 << 30
-"""Largest number of bytes of pinned memory. This is enough to measure the rate of copies."""
+"""Largest number of bytes of pinned memory, which is enough to measure the rate of copies."""
 
 
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
 def _need_steps(bench: Bench) -> None:
-    """Choose the bytes of a step, as ``bench.common``.
+    """Set ``bench.common`` to the bytes of a step.
 
     Raises :class:`Unavailable` without virtual memory management.
     """
@@ -50,7 +53,7 @@ def _need_steps(bench: Bench) -> None:
 def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
     """Return a function that makes ``nbytes`` bytes of memory, maps them at an address, and returns the handle.
 
-    It makes raw calls.
+    The function makes raw calls.
     """
     driver = bench.driver
     properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
@@ -66,7 +69,7 @@ def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
 
 
 def _grown_by_raw_calls(bench: Bench) -> Measured:
-    """Return the variant that maps memory step by step in one range of addresses, by raw calls."""
+    """Return the variant that maps memory in steps in one range of addresses, by raw calls."""
     driver, nbytes, handles = bench.driver, bench.common, list[Any]()
     map_at = _mapper(bench, nbytes)
     start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
@@ -85,7 +88,7 @@ def _grown_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _grown(bench: Bench) -> Measured:
-    """Return the variant that grows the library's buffer step by step."""
+    """Return the variant that grows a buffer of the library in steps."""
     nbytes = bench.common
     buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, STEPS * nbytes))
 
@@ -97,7 +100,9 @@ def _grown(bench: Bench) -> Measured:
 
 
 def _copied(bench: Bench) -> Measured:
-    """Return the variant that, at each step, allocates memory one step larger, copies, and frees the old memory."""
+    """Return the variant that, in each step, allocates memory for one step more, copies the bytes, and frees the old
+    memory.
+    """
     driver, stream, nbytes, held = bench.driver, bench.raw_stream, bench.common, list[Any]()
 
     def grow() -> None:
@@ -115,7 +120,9 @@ def _copied(bench: Bench) -> Measured:
 
 
 def _both(names: tuple[str, str], kind: Callable[[Bench], tuple[Call, Call, int]]) -> dict[str, Setup]:
-    """Return two variants that undo each other. ``kind`` returns both calls, and the bytes that each copies."""
+    """Return two variants that undo each other. ``names``: their names. ``kind`` returns both calls, and the number of
+    bytes that each copies.
+    """
 
     def setup(bench: Bench, back: bool) -> Measured:
         call, undo, nbytes = kind(bench)
@@ -137,7 +144,7 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
     host, device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
 
     def copy(target: Any, source: Any) -> None:
-        # As often as it takes to copy so many bytes as the other variants do.
+        # The copy is repeated until it has copied as many bytes as the other variants do.
         for _ in range(nbytes // size):
             value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
@@ -148,7 +155,8 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
 def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
     """Return calls that evict and restore a buffer.
 
-    With ``keep``, its bytes go to a host pool that has memory already.
+    ``keep``: the bytes go to a host pool that has memory already; otherwise they are lost. The third item of the result
+    is the number of copied bytes.
     """
     location = need_host_pool(bench.device)
     nbytes, keep_open = bench.common, bench.resources.enter_context
@@ -168,9 +176,8 @@ def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
 
 
 def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Return calls that put segments to sleep and wake them one by one, with blocking copies.
-
-    torch_memory_saver and vLLM do the same. ``host``: whether pinned memory is new, kept or absent.
+    """Return calls that put segments to sleep and wake them one by one, with blocking copies, as torch_memory_saver and
+    vLLM do. ``host``: whether pinned memory is new, kept or absent (:data:`NEW`, :data:`KEPT`, :data:`NO_BYTES`).
     """
     driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
     map_at = _mapper(bench, nbytes)
@@ -211,7 +218,7 @@ def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]
 def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     """Return calls that put the same segments to sleep and wake them, as ``memory_saver`` and ``vllm`` do.
 
-    ``host``: whether pinned memory is new, kept or absent.
+    ``host``: whether pinned memory is new, kept or absent (:data:`NEW`, :data:`KEPT`, :data:`NO_BYTES`).
     """
     group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
     nbytes = max(bench.common // SEGMENTS, GRANULARITY)
@@ -259,9 +266,9 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
 
 
 def _weights(bench: Bench, *, timed: str) -> Measured:
-    """Return the variant that puts weights to sleep with host memory of a tier.
+    """Return the variant that puts weights to sleep, with host memory of a :class:`~streamalloc.vmm.HostTier`.
 
-    ``timed``: new, prepared or frozen memory.
+    ``timed``: :data:`FIRST` for new host memory, :data:`PREPARED`, or :data:`FROZEN`.
     """
     keep_open, stream = bench.resources.enter_context, bench.stream
     tier = keep_open(vmm.HostTier(bench.device))
@@ -294,14 +301,18 @@ def _weights(bench: Bench, *, timed: str) -> Measured:
 
 
 def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]]:
-    """Return a buffer, and the numbers of half of its blocks in random order. ``size``: bytes of a block."""
+    """Return a buffer, and an array with the numbers of half of its blocks in random order. ``size``: bytes of a
+    block.
+    """
     buffer = bench.resources.enter_context(bench.pool.allocate(2 * bench.common, bench.stream))
     count = bench.common // size
     return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
 
 
 def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
-    """Return calls that copy blocks singly to adjacent pinned memory, and from it, as vLLM's ``swap_blocks`` does."""
+    """Return calls that copy blocks one by one to adjacent pinned memory and back, as vLLM's ``swap_blocks`` does.
+    ``size``: bytes of a block. The third item of the result is the number of copied bytes.
+    """
     driver, stream = bench.driver, bench.raw_stream
     buffer, blocks = _scattered(bench, size)
     pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))
@@ -318,7 +329,8 @@ def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
 
 
 def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
-    """Return the variant that saves blocks in a tier of host memory, or loads them from it.
+    """Return the variant that saves blocks in a :class:`~streamalloc.vmm.HostTier` (``to_host``), or loads blocks from
+    it.
 
     ``size``: bytes of a block.
     """
@@ -363,10 +375,10 @@ def _blocks(size: int) -> BenchRow:
 
 
 def _need_evicted(bench: Bench) -> None:
-    """Choose the bytes to evict, as ``bench.common``: fewer if the device or the host lacks memory."""
+    """Set ``bench.common`` to the number of bytes to evict: fewer if the device or the host lacks memory."""
     need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
-    # An eighth of the free memory, because six variants have device memory, and some have host memory, too.
+    # An eighth of the free memory, because six variants have device memory, and some of them have host memory too.
     spare = min(bench.device.memory_info().free, available_memory()) // 8
     while size > spare and size > EVICTED_SIMULATED:
         size //= 2
@@ -386,7 +398,7 @@ FIRST, PREPARED, FROZEN = "streamalloc first sleep", "streamalloc sleep after pr
 SAVE, LOAD = "streamalloc HostTier.save", "streamalloc HostTier.load"
 RAW_SAVE, RAW_LOAD = "raw calls, save a block at a time", "raw calls, load a block at a time"
 NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
-"""Pinned memory for a sleep: made each time, kept between sleeps, or none."""
+"""Kinds of pinned memory for a sleep: made for each sleep, kept between sleeps, or none."""
 
 ROWS = (
     BenchRow(

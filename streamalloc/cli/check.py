@@ -25,7 +25,7 @@ from streamalloc.driver.internal import described
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--raise``, ``--json`` and the arguments of the program to the parser of the command."""
+    """Add ``--raise``, ``--json`` and the arguments of the program to the parser of this command."""
     about = "end the program at the first finding, by an exception in its main thread"
     parser.add_argument("--raise", dest="raises", action="store_true", help=about)
     parser.add_argument("--json", dest="report", metavar="FILE", help="write what was found to a file, too")
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program under the check. Returns 1 if something other than a leak was found, else 0.
+    """Run the program, and check its GPU work. Returns the exit code: 1 if something other than a leak was found, else
+    0.
 
     Exceptions and exit codes of the program are those of the command. With ``--raise`` a hazard raises
     ``DriverMisuseError``.
@@ -53,7 +54,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 _Ended = SystemExit | DriverMisuseError | None
 _Found = tuple[list[dict[str, Any]], list[str], _Ended]
-"""Result of a check: the hazards as plain data, notes of what was not checked, and the program's exit or error."""
+"""Result of a check: hazards as plain data, notes on what was not checked, and the program's exit or error (None if it
+came to its end).
+"""
 
 
 def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
@@ -69,7 +72,8 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # With this variable child processes are checked, too.
+    # With this variable, child processes of the program are checked too.
+    os.environ.setdefault("STREAMALLOC_CHECK", "1")
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
     ended = _ended(lambda: running.run_on(driver, options))
@@ -79,7 +83,9 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
 
 
 def _ended(program: Callable[[], object]) -> _Ended:
-    """Run the program. Returns its exit, or the error by which the check has ended it; None if it came to its end."""
+    """Run the program. Returns its ``SystemExit``, or the error by which the check has ended it; None if it came to its
+    end.
+    """
     try:
         program()
     except (SystemExit, DriverMisuseError) as ended:

@@ -36,12 +36,12 @@ _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to the parser of the command."""
+    """Add ``--json`` to the parser of this command."""
     add_json_argument(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Print the report as tables, as JSON, or both. Returns 0."""
+    """Print the report as tables, as JSON, or both. Returns the exit code 0."""
     found = report(chosen)
     _show(terminal, found, chosen)
     terminal.write_json(found)
@@ -49,7 +49,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def report(chosen: Chosen) -> dict[str, Any]:
-    """Return the report as plain data: versions, devices, peer access, and what the trials found."""
+    """Return the report as plain data: versions, devices, peer access, and the results of the trials."""
     devices = sa.Device.all(chosen.driver)
     imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
     return {
@@ -58,7 +58,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        # Row by row: the access of a device to the memory of each device.
+        # One list for each device, in the order of ordinals: whether it has access to the memory of each device.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
@@ -68,7 +68,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """Return the versions of this package and of what it runs on, down to the driver; None for an unknown version."""
+    """Return the versions of this package and of the software below it, by name; None for an unknown version."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def _device_report(device: sa.Device) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Return a capability as JSON has it: handle types become a list of names."""
+    """Return a capability in a form that JSON can have: handle types become a list of names."""
     if isinstance(value, sa.MemHandleType):
         return [member.name for member in sa.MemHandleType if member and member in value]
     return value
@@ -115,7 +115,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
     version["python"] += f" ({sys.executable})"
     version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-    del version["cuda"]  # The line of the driver has the CUDA version already.
+    del version["cuda"]  # The line of the driver already has the CUDA version.
     terminal.table(version.items())
     for device in found["devices"]:
         _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
@@ -155,7 +155,7 @@ def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilitie
     }
     terminal.table(facts.items())
     terminal.line()
-    # A line for each handle type, so that the column is narrow.
+    # Each handle type gets a line of its own, so that the column is narrow.
     rows = supports.rows()
     terminal.table((name, _answer(terminal, answer.replace(" | ", "\n")), about) for name, answer, about in rows)
     if device["virtual_memory"]:
@@ -195,9 +195,9 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-# A device attribute says what is supported; only a request shows what works here, because limits, IMEX or permissions
-# may forbid it. So each trial requests a little memory and releases it at once. Its result is a row: `works`, and
-# `found` as text.
+# A device attribute says what is supported. Only a request shows what works on this machine, because limits, IMEX or
+# permissions may forbid it. So each trial requests a little memory, and releases it at once. The result of a trial is a
+# row with `works`, and with `found` as text.
 
 Row = dict[str, Any]
 
@@ -205,13 +205,12 @@ _PATTERN = 0x5A
 
 
 class _Differs(Exception):
-    """The driver has accepted a request, but the result differs from the request. The message says how."""
+    """The driver accepted a request, but the result differs from what was requested. The message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
-    """Run ``trial``, set ``works`` and ``found`` of its row, and return the row.
-
-    ``trial`` returns a description of the result, or raises.
+    """Run ``trial``, set ``works`` and ``found`` of its row, and return the row. ``trial`` returns a description of the
+    result as text, or raises an error.
     """
     row["works"] = False
     try:
@@ -232,7 +231,8 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
 
 
 def _try_virtual_memory(device: sa.Device) -> list[Row]:
-    """Try each kind of physical memory, and DMA-BUF. Returns a row for each; none without virtual memory management.
+    """Try each kind of physical memory, and DMA-BUF. Returns a list with a row for each; an empty list without virtual
+    memory management.
 
     ``granularity`` and ``recommended`` are the smallest and the recommended granularity in bytes; None if there is
     none, or the driver refuses to tell it.
@@ -287,13 +287,13 @@ def _dma_buf(device: sa.Device) -> str:
 
 
 def _wrong_bytes(memory: Any) -> int:
-    """Return how many bytes of opened memory differ from the pattern."""
+    """Return the number of bytes of opened memory that differ from the pattern, and close the memory."""
     with memory:
         return len(memory.tobytes().replace(bytes([_PATTERN]), b""))
 
 
 def _wait(event: sa.Event) -> None:
-    """Wait for an opened event on a stream and on the host."""
+    """Wait for an event that this process has opened, on a stream and on the host."""
     with event, event.device.create_stream() as stream:
         stream.wait(event)
         stream.synchronize()
@@ -304,9 +304,9 @@ def _wait(event: sa.Event) -> None:
 
 
 def _try_sharing(device: sa.Device) -> list[Row]:
-    """Share each kind of memory, and an event, with another process, which uses it. Returns a row for each.
+    """Share each kind of memory, and an event, with another process, which uses them. Returns a row for each.
 
-    ``how`` is the mechanism.
+    The entry ``how`` of a row names the mechanism.
     """
     with Worker(device.driver) as worker, device.create_stream() as stream:
         trials = [
@@ -372,9 +372,10 @@ _ADMINISTRATOR = (
 
 
 def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
-    """Return the size of the largest team of this process, and what a team may need besides devices that support it.
+    """Return the size of the largest multicast team that this process can have, and what a team needs besides capable
+    devices.
 
-    No object is made to try it, because objects take room in switches that all processes share.
+    No object is made to try it, because objects use switch capacity that all processes share.
     """
     team = sum(bool(device.supports.multicast) for device in devices)
     team *= team > 1
@@ -385,13 +386,15 @@ def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
         lines.append(f"a team has up to {team} devices of this process, plus those that other processes add")
         lines.append(f"if creating an object fails although the devices support it, {_ADMINISTRATOR}")
     elif len(devices) > 1:
-        # Not for one GPU, with which no administrator can help.
+        # With one GPU no administrator can help, so this line is for several GPUs.
         lines.append(f"if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
     return {"largest_team": team, "needs": lines or ["needs at least two GPUs that NVSwitch joins"]}
 
 
 def missing_for(capabilities: sa.Capabilities) -> list[str]:
-    """Return why fabric handles, multicast or newer calls are missing, and the remedy, one line for each."""
+    """Return a line for each feature of fabric handles, multicast and newer calls that is missing, with the reason and
+    the remedy.
+    """
     lines = []
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")

@@ -1,4 +1,4 @@
-"""Machine that a command runs on: the choice of its driver, and the checks of what its devices offer."""
+"""The machine on which a command runs: the choice of its driver, and checks of what its devices support."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from streamalloc.driver.internal import default_or_simulated, read_choice
 from streamalloc.formats.sizes import counted
 
 KEEP_ALL = 2**64 - 1
-"""Release threshold (bytes) with which a pool keeps all its memory."""
+"""Release threshold in bytes with which a pool keeps all its memory."""
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _DEVICES_WITHOUT_A_GPU = 2
-"""Devices of a simulated machine that nobody asked for. Some parts need two."""
+"""Number of devices of a simulated machine that is chosen because there is no GPU. Some commands need two."""
 
 
 def is_simulated(driver: Driver) -> bool:
@@ -27,11 +27,11 @@ def is_simulated(driver: Driver) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Driver that a command runs on."""
+    """Driver on which a command runs."""
 
     driver: Driver
     not_found: str = ""
-    """Error of the missing CUDA driver that the simulated driver replaces; else empty."""
+    """Error of the missing CUDA driver that the simulated driver replaces; empty if none is missing."""
 
     @property
     def is_simulated(self) -> bool:
@@ -67,7 +67,7 @@ class Chosen:
 
 
 def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
-    """Return the driver of a command, from the first of these that is there:
+    """Return the driver on which a command runs. The first of these that is given or present is used:
 
     1. the argument ``driver``;
     2. a ``with use(...)`` block, or STREAMALLOC_DRIVER;
@@ -98,7 +98,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     else:
         found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
         if why or devices is None:
-            # Without the remedy in the error, which is for programs.
+            # The last part of the error, the remedy for programs, is left out.
             return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
@@ -113,11 +113,11 @@ def cuda_version(driver: Driver) -> str:
 
 
 class Unavailable(Exception):
-    """Part of the tour, or row of the benchmark, that cannot run on this machine. The message says why."""
+    """A part of the tour or a row of the benchmark that cannot run on this machine. The message says why."""
 
 
 def need(condition: object, why: str) -> None:
-    """Raise :class:`Unavailable` with the reason ``why`` unless the condition is true."""
+    """Raise :class:`Unavailable` with the reason ``why`` unless ``condition`` is true."""
     if not condition:
         raise Unavailable(why)
 
@@ -128,7 +128,9 @@ def need_virtual_memory(device: sa.Device) -> None:
 
 
 def need_gates(device: sa.Device) -> None:
-    """Raise :class:`Unavailable` if streams of the device cannot be held (``cuStreamWaitValue32``)."""
+    """Raise :class:`Unavailable` if the device's streams cannot be held back (they cannot wait for a value,
+    ``cuStreamWaitValue32``).
+    """
     why = "this device's streams cannot wait for memory values, so no step can keep work pending"
     need(device.supports.stream_memory_operations, why)
 
@@ -155,7 +157,7 @@ def need_host_pool(device: sa.Device) -> sa.MemLocation:
 def need_peers(driver: Driver) -> list[sa.Device]:
     """Return two GPUs or more that have access to each other's memory, GPU 0 first.
 
-    Raises :class:`Unavailable` if there are none.
+    Raises :class:`Unavailable` if there are no two such GPUs.
     """
     devices = sa.Device.all(driver)
     need(len(devices) > 1, "this machine has one GPU")

@@ -1,4 +1,4 @@
-"""Command line of streamalloc: its arguments, the choice of the driver, and its exit codes."""
+"""The command line of streamalloc: its arguments, the choice of the driver, and its exit codes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ _COMMANDS = {
     "memory": "run a program and show which library and line takes its device memory",
     "record": "run a program and record its allocations for replay",
 }
-"""Commands with their help texts. Each is a module of this folder, which is imported when the command runs."""
+"""Commands with their help texts. Each command is a module in this folder, which is imported only when the command
+runs.
+"""
 
 _WITHOUT_DRIVER = ("serve", "store")
-"""Commands that choose their driver themselves, or use none."""
+"""Commands that choose a driver themselves, or use none."""
 
 _READER_LEFT = 128 + 13
-"""Exit code as after SIGPIPE: the reader of the output has closed the pipe."""
+"""Exit code as after SIGPIPE, if the reader of the output has closed the pipe."""
 _INTERRUPTED = 128 + 2
 """Exit code as after SIGINT."""
 
@@ -53,7 +55,7 @@ def _module(command: str) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests the most similar word for an unknown one."""
+    """Argument parser that suggests the most similar word for an unknown word."""
 
     def error(self, message: str) -> NoReturn:
         choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
@@ -64,7 +66,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Command(_Parser):
-    """Parser of one command. For unknown arguments it prints the usage of the command, and not that of the program."""
+    """Parser of one command. For unknown arguments it prints the usage of the command, not that of the whole
+    program.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -82,12 +86,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
     for name, about in _COMMANDS.items():
-        # "resolve", because a command may define --devices itself.
+        # "resolve", because a command may define an option --devices of its own.
         command = commands.add_parser(name, help=about, conflict_handler="resolve")
         if name in words:
             module = _module(name)
             command.description = module.__doc__
-            # These options may stand after the command, too. SUPPRESS keeps a value that stands before it.
+            # These options may also stand after the command. SUPPRESS keeps a value that stands before the command.
             _add_driver_arguments(command, argparse.SUPPRESS)
             module.add_arguments(command)
     return parser
@@ -104,7 +108,7 @@ def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code.
+    """Run the command that ``arguments`` name (default: those of the process). Returns its exit code.
 
     * 0: success.
     * 1: a result was wrong.
@@ -112,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     * 130: interrupted.
     * 141: the reader of a pipe has closed it.
     """
-    # The name of a device may have characters that the terminal's encoding lacks. They are printed as "?".
+    # The name of a device may have characters that the terminal's encoding lacks. Such characters are printed as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if arguments is None else arguments
@@ -128,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            raise  # Ctrl+C is for the program that the command runs: its exit is that of the command.
+            raise  # Ctrl+C is meant for the program that the command runs, and its exit is that of the command.
         return _INTERRUPTED
 
 

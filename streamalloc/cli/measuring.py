@@ -1,6 +1,6 @@
 """Measurement of ``bench``: rows, their variants, and rounds of short blocks.
 
-The variants of a row take turns, in a new order each round. So a slow moment of the machine affects all of them. A
+The variants of a row take turns, in a new order in each round. So a slow moment of the machine affects all variants. A
 figure is the median of the rounds, beside the 10th and 90th percentile. A ratio is the median of the rounds' ratios.
 """
 
@@ -23,43 +23,43 @@ from streamalloc.cli.machine import KEEP_ALL, Chosen, Unavailable
 from streamalloc.core.internal import raw_handle
 
 SIZE = 4096
-"""Bytes of a buffer in most rows: 4 KiB."""
+"""Size of a buffer in bytes in most rows: 4 KiB."""
 BLOCK = 0.01
-"""Seconds that a block of calls should take; a fifth of that with ``--quick``."""
+"""Seconds that a block of calls should take; with ``--quick`` a fifth of them."""
 LEAST = 20
-"""Smallest number of transfers between processes in a block."""
+"""Smallest number of runs in a block of a variant that :func:`repeated` makes."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
-"""Units of times: name, and how many make a second."""
+"""Units of times: for each, its name, and how many are a second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
-"""First words of the variants of other libraries, which need a GPU."""
+"""Beginnings of the names of variants for other libraries, which need a GPU."""
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Variant of a row after its set-up, with the function that measures it."""
+    """A variant of a row after its set-up, with the function that measures it."""
 
     measure: Callable[[int], float]
-    """Runs the variant as many times as its argument says, and returns the seconds of one run."""
+    """Function that runs the variant as often as its argument says. It returns the seconds of one run."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further figures of the last run, by name."""
+    """Further figures of the last measurement, by name."""
 
 
 def timed(call: Call) -> Measured:
-    """Return a variant that runs ``call``, and takes its mean time."""
+    """Return a variant that runs ``call``. Its time is the mean of the runs of a block."""
     timer = timeit.Timer(call)
     return Measured(lambda number: timer.timeit(number) / number)
 
 
 def repeated(once: Call) -> Measured:
-    """Return a variant that calls ``once``, and whose time is the median of :data:`LEAST` runs or more."""
+    """Return a variant that calls ``once``. Its time is the median of at least :data:`LEAST` runs."""
     return Measured(lambda number: statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST))))
 
 
 def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
-    """Return a variant that runs ``call``. After each run ``undo`` reverses it, outside of the time.
+    """Return a variant that runs ``call``. After each run ``undo`` reverses it, which is not measured.
 
     ``nbytes``: bytes that the call copies, for a figure in GB/s; 0: no such figure.
     """
@@ -79,75 +79,82 @@ def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
 
 @dataclass(frozen=True)
 class Target:
-    """Upper limit of a figure of a variant. It counts on GPUs only."""
+    """Upper limit for a figure of a variant. Targets are checked on GPUs only."""
 
     of: str
-    """Name of the variant."""
+    """Name of the variant to which the limit applies."""
     limit: float
     to: str = ""
-    """Variant whose figure divides the figure of ``of``; empty if the limit is for the figure itself."""
+    """Name of the variant whose figure divides the figure of ``of``. Empty: the limit is for the figure itself."""
     figure: str = ""
-    """Key in ``extra``; empty for the time."""
+    """Key of the figure in ``extra`` of the variant; empty for the time."""
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One task of the benchmark, and its variants. Ratios are to the first variant."""
+    """One task of the benchmark, with its variants. Ratios are to the first variant, unless ``bases`` names another
+    one.
+    """
 
     key: str
-    """Name in the report, and for ``--rows``."""
+    """Name of the row in the report, and for ``--rows``."""
     title: str
     variants: Mapping[str, Setup]
-    """Functions that set up the variants, by name."""
+    """Functions that set up the variants, by the names of the variants."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Largest number of calls in a block. A call that queues work blocks when the queue of its stream is full, and
-    would then be measured wrongly.
+    """Largest number of calls in a block. A call that queues work blocks when the stream's queue is full, and its time
+    would then be wrong.
     """
     unit: str = "us"
     rounds: tuple[int, int] = (25, 11)
-    """Number of rounds: without and with ``--quick``."""
+    """Numbers of rounds without and with ``--quick``."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """Variant to compare with, by variant, if that is not the first variant of the row."""
+    """For a variant that is not compared with the first variant of the row: the name of the variant to compare with."""
     need: Callable[[Bench], object] = lambda bench: None
-    """Raises :class:`Unavailable` if the row cannot be measured, and makes what its variants share."""
+    """Function that makes what the variants of the row share. It raises :class:`Unavailable` if the row cannot be
+    measured.
+    """
 
 
 slow_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
-"""Makes a row whose variants take milliseconds or more."""
+"""Makes a :class:`BenchRow` whose variants take milliseconds or more."""
 
 
 class Bench:
-    """Device, stream and pool that the rows share, as objects of the library and as handles of the driver."""
+    """Device, stream and pool that all rows use, as objects of the library and as handles of the driver."""
 
     def __init__(self, chosen: Chosen, quick: bool, shared: contextlib.ExitStack) -> None:
         self.chosen = chosen
         self.quick = quick
         self.shared = shared
-        """Resources to close at the end of the benchmark."""
+        """Resources that are closed at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """Resources to close at the end of the current row."""
+        """Resources that are closed at the end of the current row."""
         self.libraries: dict[Any, Any] = {}
-        """Objects of other libraries, by the class that makes them."""
+        """Objects of other libraries, by the class that made them."""
         self.common: Any = None
-        """Object that the variants of the current row share. The row's ``need`` sets it: a size, a store, a worker."""
-        # Any, because raw variants use the classes of the bindings, too, which every driver has.
+        """Object that the variants of the current row share: a size, a store. The row's ``need`` sets it."""
+        # Any, because raw variants also use the classes of the bindings, which every driver has as attributes.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
-        # Raw driver calls need a current context; the library's calls do not.
+        # Raw driver calls need a current context. The library's calls do not need it.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        # Not ``stream.handle``: then each later allocation on the stream would ask the driver whether it is captured.
+        # Not ``stream.handle``: after its use, each allocation on the stream would ask the driver whether the stream is
+        # captured.
         self.raw_stream: Any = raw_handle(self.stream)
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
-        """Make a pool that keeps all its memory until the end of the row. Returns it, and its handle."""
+        """Make a pool that keeps all its memory until the end of the row. Returns a tuple of the pool and its
+        handle.
+        """
         pool = self.resources.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP_ALL))
         return pool, self.driver.CUmemoryPool(pool.handle)
 
     def new_stream(self) -> sa.Stream:
-        """Make a stream, which is closed at the end of the row."""
+        """Make a stream that is closed at the end of the row."""
         return self.resources.enter_context(self.device.create_stream())
 
     def library(self, kind: Callable[[Bench], Any]) -> Any:
@@ -166,7 +173,7 @@ class Bench:
 
     @functools.cached_property
     def array(self) -> np.ndarray[Any, Any]:
-        """Array of 4 KiB in pageable host memory."""
+        """A NumPy array of 4 KiB in pageable host memory."""
         return np.zeros(SIZE, np.uint8)
 
 
@@ -177,11 +184,11 @@ Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
 class CudaCore:
-    """Objects of cuda.core: a device, a stream and a pool. Raises ``ImportError`` if it is not installed."""
+    """A device, a stream and a pool of cuda.core. Raises ``ImportError`` if it is not installed."""
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
-        if not hasattr(self.core, "DeviceMemoryResource"):  # Older versions have the class in cuda.core.experimental.
+        if not hasattr(self.core, "DeviceMemoryResource"):  # In older versions the class is in cuda.core.experimental.
             self.core = importlib.import_module("cuda.core.experimental")
         self.device: Any = self.core.Device(0)
         self.device.set_current()
@@ -189,14 +196,14 @@ class CudaCore:
         self.resource: Any = self.core.DeviceMemoryResource(self.device, self.core.DeviceMemoryResourceOptions())
 
     def buffer(self) -> Any:
-        """Allocate 4 KiB from cuda.core's pool, in the order of its stream."""
+        """Allocate 4 KiB from cuda.core's pool, in the order of cuda.core's stream."""
         return self.resource.allocate(SIZE, stream=self.stream)
 
 
 class CuPy:
-    """Objects of CuPy.
+    """CuPy and a stream of it, which is current until the end of the benchmark.
 
-    Its stream is current until the end of the benchmark. Raises ``ImportError`` if it is not installed.
+    Raises ``ImportError`` if CuPy is not installed.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -209,7 +216,9 @@ class CuPy:
 
 
 class PyTorch:
-    """Objects of PyTorch. Its stream is current until the end of the benchmark. Raises ``ImportError`` without CUDA."""
+    """PyTorch and a stream of it, which is current until the end of the benchmark. Raises ``ImportError`` without
+    CUDA.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.torch: Any = importlib.import_module("torch")
@@ -227,7 +236,9 @@ class PyTorch:
 
 
 def value_of(answer: Any) -> Any:
-    """Return the value of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the call has failed."""
+    """Return the value in the answer of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the call
+    failed.
+    """
     error, *values = answer
     if error:
         raise RuntimeError(error)
@@ -235,17 +246,19 @@ def value_of(answer: Any) -> Any:
 
 
 def is_library(name: str) -> bool:
-    """Whether a variant of this name belongs to another library."""
+    """Whether the variant with this name measures another library."""
     return name.replace(",", " ").split()[0] in _LIBRARIES
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median of the ratios of two variants' times, round by round."""
+    """Return the median of the ratios of two variants' times in each round."""
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
 def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
-    """Measure a row and return its report. If the row cannot be measured, the report has the reason."""
+    """Measure a row, and return its report as a dictionary. For a row that cannot be measured, the report has the
+    reason.
+    """
     report: dict[str, Any] = {"key": row.key, "title": row.title, "unit": row.unit}
     with contextlib.ExitStack() as resources:
         bench.resources = resources
@@ -267,9 +280,10 @@ def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
 
 
 def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
-    """Set up the variants of a row. Returns those that work, and for the others what the report says.
+    """Set up the variants of a row. Returns the variants that work, by name, and for each other variant its entry in
+    the report.
 
-    It says nothing about a library that is not installed (``ImportError``). Raises :class:`Unavailable` if none works.
+    A library that is not installed (``ImportError``) has no entry. Raises :class:`Unavailable` if no variant works.
     """
     ready: dict[str, Measured] = {}
     missing: list[dict[str, Any]] = []
@@ -296,12 +310,12 @@ def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict
 
 
 def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str, list[float]]:
-    """Return the times of all rounds by variant, in the row's unit."""
+    """Return for each variant, by name, its times in all rounds, in the unit of the row."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     shuffled = random.Random(0)
     for _ in range(row.rounds[bench.quick]):
-        # The order is random, so that no variant always runs after the same variant.
+        # The order is random, so that no variant always runs after the same other variant.
         for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
             times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit][1])
@@ -309,7 +323,7 @@ def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str,
 
 
 def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
-    """Return how many calls of a variant take :data:`BLOCK` seconds, but at most ``row.most``."""
+    """Return the number of calls of a variant that take :data:`BLOCK` seconds; at most ``row.most``."""
     if row.most == 1:
         return 1
     variant.measure(min(row.most, 50))
@@ -322,9 +336,9 @@ def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
 def _targets(
     bench: Bench, row: BenchRow, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the targets of a row, each with the figure that was found.
+    """Yield a dictionary for each target of a row, with the figure that was found.
 
-    The figure is None if the variant was not measured or lacks it.
+    The figure is None if the variant was not measured, or has no such figure.
     """
     for target in () if bench.chosen.is_simulated else row.targets:
         found: float | None = None

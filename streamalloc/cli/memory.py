@@ -23,16 +23,18 @@ from streamalloc.driver.internal import line_of
 from streamalloc.formats.html import escape, mib
 
 _MOST_LINES = 20
-"""Largest number of lines of the program in the second table."""
+"""Largest number of rows in the second table, which has one row for each line of the program."""
 _ROW = 20
 """Height of a frame in the picture, in pixels."""
 _SMALLEST = 1 / 2000
-"""Smallest share of the whole that is drawn as a frame."""
+"""Smallest share of all bytes for which a frame is drawn."""
 _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the program's arguments to the command's parser."""
+    """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the arguments of the program to the parser of this
+    command.
+    """
     add_json_argument(parser)
     parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
     parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program under the account, and report. Returns 0.
+    """Run the program, account for its device memory, and print the report. Returns the exit code 0.
 
     Exceptions and exit codes of the program are those of the command.
     """
@@ -95,7 +97,7 @@ def _plain(moment: Moment) -> dict[str, Any]:
 
 
 def _lines(row: Row) -> list[tuple[str, int, str]]:
-    """Return file, line and function of each frame of a row, innermost first."""
+    """Return a tuple of file, line and function for each frame of a row's place, innermost first."""
     return [(code.co_filename, line_of(code, at), getattr(code, "co_qualname", code.co_name)) for code, at in row.place]
 
 
@@ -134,7 +136,7 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
 
 
 def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
-    """Return the bytes of each moment, summed by ``key``, a function of a row; the largest first."""
+    """Return the bytes of each moment, summed by ``key``, a function of a row. The key with most bytes comes first."""
     found: dict[Any, list[int]] = {}
     for number, moment in enumerate(moments):
         for row in moment.rows:
@@ -146,21 +148,22 @@ def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
 
 
 class Frame(NamedTuple):
-    """Frame of a flame graph. Its bytes are at least the sum of the frames below it."""
+    """Frame of a flame graph. It has at least as many bytes as the frames directly below it together."""
 
     depth: int
-    """Number of frames above this frame."""
+    """Number of frames above this frame in the graph."""
     start: int
-    """Distance from the left edge, in bytes."""
+    """Distance from the left edge of the graph, in bytes."""
     nbytes: int
     label: str
     color: str
 
 
 def frames(moment: Moment) -> list[Frame]:
-    """Return the frames of a moment, outermost first: all memory, GPU, library, kind of memory, and the lines.
+    """Return the frames of a moment's flame graph, outermost first: all memory, GPU, library, kind of memory, lines of
+    code.
 
-    Frames of less than 1/2000 of the whole are left out.
+    A frame of less than 1/2000 of all bytes is left out.
     """
     paths = []
     for row in moment.rows:
@@ -187,7 +190,7 @@ def _frames_of(
         start += nbytes
 
 
-# Depth of the frames that name libraries. Each such frame gives its colour to the frames below it.
+# Depth of the frames that name libraries. The frames below such a frame get its colour.
 _LIBRARY_DEPTH = 2
 _STYLE = """body{font:13px sans-serif;color:#24292f;margin:24px}.g{position:relative;margin-bottom:32px}
 .g div{position:absolute;box-sizing:border-box;overflow:hidden;white-space:nowrap;color:#fff;
@@ -195,7 +198,7 @@ font-size:11px;padding:2px 4px;border:1px solid #fff;border-radius:2px}.g div:ho
 
 
 def page(program: str, moments: list[Moment]) -> str:
-    """Return an HTML page with a flame graph for each moment. The page needs no other file."""
+    """Return an HTML page with a flame graph for each moment. The page uses no other file."""
     parts = []
     for moment in moments:
         found = frames(moment)

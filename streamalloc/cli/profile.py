@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, VERSION
 
-_NODES = 64  # The largest number of NUMA nodes to try.
+_NODES = 64  # Largest number of NUMA nodes that are tried.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Write the profile to the file of ``--output``, or print it. Returns 0.
+    """Write the profile to the file of ``--output``, or print it. Returns the exit code 0.
 
     Raises :class:`UsageError` if there is no CUDA driver and none was chosen.
     """
@@ -52,17 +52,17 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
-    """Read the machine of a driver as plain data; ``streamalloc.simulator.profiles`` describes the fields.
+    """Return the profile of a driver's machine as plain data. ``streamalloc.simulator.profiles`` describes the fields.
 
-    It makes the primary context of each device, one pool and two allocations. Memory that other processes use on
-    device 0 meanwhile counts as overhead of the context.
+    This function makes the primary context of each device, one pool and two allocations. Memory that other processes
+    use on device 0 meanwhile counts as overhead of the context.
 
     Parameters
     ----------
     driver
         ``cuda.bindings.driver``, or a driver of this package.
     multicast
-        Also query the granularities of multicast objects, if device 0 supports these. No object is made.
+        Also query the granularities of multicast objects, if device 0 supports such objects. No object is made.
 
     Raises
     ------
@@ -105,7 +105,9 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
 
 
 def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the value of a call; None if the driver refuses it, or the simulated driver does not model it."""
+    """Return the value of a driver call. None if the driver refuses the call, or if the simulated driver does not model
+    it.
+    """
     try:
         answer = call(*arguments)
     except NotImplementedError:
@@ -114,7 +116,7 @@ def _asked(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _members(enum: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of an enum, aliases too, each with its name without the prefix.
+    """Yield tuples of name without ``prefix`` and member, for all members of an enum, aliases too.
 
     Members that stand for no value (MAX, INVALID, FORCE_UINT) are left out.
     """
@@ -130,16 +132,18 @@ def _attributes(driver: Any, device: int) -> dict[str, int | None]:
 
 
 def _limit(driver: Any, member: Any) -> list[int] | None:
-    """Return the default of a limit in a list of one number; None if the limit is not supported.
+    """Return the default of a context limit as a list of one number; None if the limit is not supported.
 
-    The list has no range, because only trials could find it.
+    The list does not have the range of the limit, because only trials could find it.
     """
     found = _asked(driver.cuCtxGetLimit, member)
     return None if found is None else [int(found)]
 
 
 def _nodes(driver: Any) -> int | None:
-    """Return how many NUMA nodes can have pools, from node 0 on without a gap; None if none can."""
+    """Return the number of NUMA nodes, counted from node 0 without a gap, on which pools can be made; None if it
+    is 0.
+    """
     for node in range(_NODES):
         try:
             sa.MemoryPool(sa.MemLocation.host_numa(node), driver=driver).close()
@@ -149,7 +153,9 @@ def _nodes(driver: Any) -> int | None:
 
 
 def _imex_channel(device: sa.Device) -> int | None:
-    """Return 1 if the driver permits fabric handles, and 0 if not, by a small allocation; None for another answer."""
+    """Return 1 if the driver permits an allocation with fabric handles, and 0 if it does not; None for any other
+    result.
+    """
     fabric = sa.MemHandleType.FABRIC
     try:
         vmm.PhysicalMemory(device, vmm.PhysicalMemory.granularity(device), handle_types=fabric).close()
@@ -161,9 +167,10 @@ def _imex_channel(device: sa.Device) -> int | None:
 
 
 def _placement(device: sa.Device) -> dict[str, int]:
-    """Return the fields ``pool_chunk`` and ``pool_alignment``; empty without pools.
+    """Return the fields ``pool_chunk`` and ``pool_alignment`` as a dictionary, which is empty if the device has no
+    pools.
 
-    They are the bytes by which a pool grows, and the distance of two small allocations.
+    ``pool_chunk``: bytes by which a pool grows. ``pool_alignment``: distance of two small allocations in bytes.
     """
     if not device.supports.memory_pools:
         return {}
@@ -209,7 +216,9 @@ def _link(driver: Any, source: sa.Device, target: sa.Device) -> dict[str, Any]:
 
 
 def _error_strings(driver: Any) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of errors with the driver's texts; None for an error that the driver does not know."""
+    """Yield tuples of an error's name and the driver's text for it; the text is None for an error that the driver does
+    not know.
+    """
     for name, member in cuda.CUresult.__members__.items():
         text = _asked(driver.cuGetErrorString, member)
         yield name, None if text is None else text.decode("ascii", "replace")

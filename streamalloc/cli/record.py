@@ -19,14 +19,14 @@ from streamalloc.cupti import internal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--output`` and the arguments of the program to the parser of the command."""
+    """Add ``--output`` and the arguments of the program to the parser of this command."""
     about = "trace to write, compressed if its name ends in .gz"
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=about)
     running.add_arguments(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program and write the trace. Returns 0.
+    """Run the program and write the trace of its allocations. Returns the exit code 0.
 
     Exceptions and exit codes of the program are those of the command. Raises :class:`UsageError` if the file cannot be
     written.

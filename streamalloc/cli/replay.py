@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Replay the trace on each allocator and print the times. Returns 0.
+    """Replay the trace on each allocator and print the times. Returns the exit code 0.
 
     Raises :class:`UsageError` for a file that is missing or is no trace.
     """
@@ -42,7 +42,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from error
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
-    # Without a GPU other libraries are left out, unless --on names them.
+    # Without a GPU, allocators of other libraries are left out, unless --on names them.
     names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]
     found: list[dict[str, Any]] = []
     with terminal.progress(len(names)) as note:
@@ -56,9 +56,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> dict[str, Any] | None:
-    """Replay on the allocator ``name``. Returns its figures, or why it cannot run.
+    """Replay the trace on the allocator ``name``. Returns a dictionary with its figures, or with the reason why it
+    cannot run.
 
-    None: it is not installed, and ``--on`` does not name it (``asked``).
+    Returns None if it is not installed, and ``--on`` does not name it (``asked`` is False).
     """
     entry = traces.ALLOCATORS[name]
     if entry.other and chosen.is_simulated:
@@ -68,7 +69,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> di
     except ImportError as error:
         return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
     except Exception as error:
-        # An error of another library must not end the command: it is shown in the table.
+        # An error in another library must not end the command, so it is shown in the table.
         if not entry.other:
             raise
         return {"name": entry.title, "unavailable": f"{type(error).__name__}: {error}"}
@@ -111,4 +112,4 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "driver_calls": ("driver calls", "{:,}".format),
     "failures": ("failed", "{:,}".format),
 }
-"""Title and format of each column."""
+"""Title of each column, and the function that formats its values."""

@@ -18,7 +18,9 @@ from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
-"""The installed machine. It stays, because threads and exit functions use it after the last line of the program."""
+"""Keeps the installed machine until the process ends, because threads and exit functions use it after the program's
+last line.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="Python file, or module with -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
-    rest.required = False  # If the program is missing, argparse would name these arguments, too.
+    rest.required = False  # If the program is missing, argparse would otherwise name these arguments in its error too.
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program on the simulated driver, or, with ``--driver=cuda``, on the real one. Returns 0.
+    """Run the program on the simulated driver, or, with ``--driver=cuda``, on the real driver. Returns the exit code 0.
 
     Exceptions and exit codes of the program are those of the command.
     """
@@ -54,23 +56,26 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program with a machine in place of ``cuda.bindings``. Returns the variables of the program."""
+    """Run the program with a simulated machine in place of ``cuda.bindings``. Returns the global variables of the
+    program.
+    """
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
         return run_program(options)
 
 
 def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
-    """Run a program, then call ``report``, also after an exception, which is then raised.
+    """Run a program, then call ``report``. After an exception of the program, ``report`` is called too, and the
+    exception is raised.
 
-    A forked child that comes here does not report. ``UsageError`` of the program is raised without a report.
+    A forked child of the program does not call ``report``. After a ``UsageError`` there is no report.
     """
     process = os.getpid()
     try:
-        kept = program()  # The program's variables: they hold memory until the report has shown it.
+        kept = program()  # The program's variables are kept, because they hold memory that the report has to show.
     except UsageError:
         raise
-    except BaseException:  # The traceback holds the variables of the program's functions during the report.
+    except BaseException:  # During the report, the traceback keeps the variables of the program's functions.
         if os.getpid() == process:
             report()
         raise
@@ -80,7 +85,7 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program in this process, as Python does. Returns its variables.
+    """Run the program in this process, as ``python`` would. Returns the global variables of the program.
 
     Raises :class:`UsageError` for a module that does not exist.
     """

@@ -18,9 +18,8 @@ from streamalloc.ipc import StoreBusyError, StoreServer
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a text such as ``100GiB``, for argparse.
-
-    Raises ``argparse.ArgumentTypeError`` for other texts.
+    """Return the number of bytes that a text such as ``100GiB`` stands for. Raises ``argparse.ArgumentTypeError`` for
+    other texts.
     """
     try:
         return size_in(text)
@@ -49,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0.
+    """Serve a store until SIGTERM or SIGINT. Returns the exit code 0.
 
     Raises :class:`UsageError` if another server has the name, or if the arguments are wrong.
     """
     try:
-        # Only --devices needs the driver, for UUIDs. Without the option it is not loaded.
+        # Only the option --devices needs a driver, for UUIDs. Without this option no driver is loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver
         evict, keep = options.evict, options.keep
         server = StoreServer(options.name, options.served, options.limit, evict=evict, keep=keep, driver=driver)

@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the action that the arguments name: list, show, remove or load. Returns 0.
+    """Run the action that the arguments name: list, show, remove or load. Returns the exit code 0.
 
-    Its result is also the JSON report. Raises :class:`UsageError` if an argument is missing or the store refuses.
+    The result of the action is also the JSON report. Raises :class:`UsageError` if an argument is missing or the store
+    refuses.
     """
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")
@@ -101,7 +102,7 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "spare": size_text,
     "address": hex,
 }
-"""Functions that format fields of an entry, by name of the field. Others are shown by ``str``."""
+"""For a field of an entry, the function that formats it as text. Other fields are formatted by ``str``."""
 
 
 def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Output of commands as text: coloured and folded in a terminal, plain in a pipe."""
+"""Output of commands as text: with colours and folded lines in a terminal, plain in a pipe."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
 _ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
-"""Least width to which text is folded, also in the last column of a table. Longer words are broken."""
+"""Least width in characters to which text is folded, also in the last column of a table. Longer words are broken."""
 
 
 class UsageError(Exception):
-    """A command cannot run with these arguments. ``main`` prints the message, and returns exit code 2."""
+    """A command cannot run with these arguments. The function ``main`` prints the message, and returns the exit
+    code 2.
+    """
 
 
 class OutputError(Exception):
@@ -48,9 +50,9 @@ def write_file(path: str, text: str) -> None:
 
 
 class Terminal:
-    """Output of a command. In a terminal it is coloured and folded.
+    """Output of a command. In a terminal it has colours, and lines are folded.
 
-    Each line is flushed, so that it is seen at once, and a closed pipe is noticed.
+    Each line is flushed, so that it appears at once, and so that a closed pipe is detected.
 
     Parameters
     ----------
@@ -61,7 +63,7 @@ class Terminal:
     def __init__(self, json: str | None = None) -> None:
         self._json = json
         interactive = sys.stdout.isatty()
-        # By https://no-color.org, every value of NO_COLOR except the empty text turns colours off.
+        # As https://no-color.org says, every value of NO_COLOR except an empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
         self._drawn = False
@@ -88,7 +90,9 @@ class Terminal:
             raise OutputError(error.strerror) from error
 
     def write_json(self, report: dict[str, Any]) -> None:
-        """Write a report to the file of ``--json``; for ``"-"`` to the output; without the option, not at all."""
+        """Write ``report`` as JSON to the file of ``--json``. For ``"-"`` it is printed; without the option nothing is
+        written.
+        """
         text = json.dumps(report, indent=2)
         if self._json == "-":
             self._print(text)
@@ -96,7 +100,7 @@ class Terminal:
             write_file(self._json, text + "\n")
 
     def fits(self, text: str) -> bool:
-        """Whether a line of the terminal has room for this text. True in a pipe."""
+        """Whether ``text`` fits into one line of the terminal. True if the output is a pipe."""
         return self._width is None or _width(text) <= self._width
 
     def heading(self, text: str) -> None:
@@ -107,7 +111,7 @@ class Terminal:
     def paragraph(self, text: str, indent: int = 2, first: str | None = None) -> None:
         """Print text, folded to the width of the terminal.
 
-        ``indent``: spaces before each line. ``first``: text in their place before the first line.
+        ``indent``: number of spaces before each line. ``first``: text that replaces these spaces in the first line.
         """
         margin = " " * indent
         start = margin if first is None else first
@@ -118,9 +122,9 @@ class Terminal:
     def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
         """Print rows in aligned columns.
 
-        ``align`` has one letter for each column, ``l`` or ``r``; default ``l``. A cell may have several lines. In a
-        narrow terminal, titles and left-aligned columns are folded at words. If that is still too wide, the cells of a
-        row follow each other below its first one, each with its title.
+        ``align`` has one letter for each column, ``l`` for left or ``r`` for right; default ``l``. A cell may have
+        several lines. In a narrow terminal, titles and left-aligned columns are folded at words. If the table is still
+        too wide, the cells of a row are printed one below the other, each with its title.
         """
         rows = list(rows)
         every = [header, *rows] if header else rows
@@ -128,7 +132,8 @@ class Terminal:
         align = align.ljust(len(columns), "l")
         widths = [max(map(_width, column)) for column in columns]
         least = [_least(column, letter, bool(header)) for column, letter in zip(columns, align, strict=True)]
-        # A last column on the left often has sentences. Without a least width they would be folded at each word.
+        # The last column, if left-aligned, often has sentences. Without a least width, these would be folded at each
+        # word.
         if align.endswith("l") and widths:
             least[-1] = min(widths[-1], _NARROWEST)
         while not self._fits(widths) and widths != least:
@@ -149,15 +154,14 @@ class Terminal:
                 self.line(style(_GAP.join(["", *line]).rstrip()))
 
     def _fits(self, widths: Iterable[int]) -> bool:
-        """Whether columns of these widths fit beside each other."""
+        """Whether columns of these widths fit beside each other in the terminal."""
         return self._width is None or sum(len(_GAP) + width for width in widths) <= self._width
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
-        """Show the progress of a ``with`` block on the error output, if that is a terminal.
-
-        The block gets a function, and calls it with the next step and with how much of ``total`` is done. Once
-        something is done, the line has an estimate of the rest.
+        """Show the progress of a ``with`` block on stderr, if that is a terminal. The block gets a function. It calls
+        the function with the name of the next step, and with the part of ``total`` that is done. The line then also
+        shows an estimate of the remaining time.
         """
         began = time.monotonic()
 
@@ -177,7 +181,7 @@ class Terminal:
             self._erase()
 
     def _erase(self) -> None:
-        """Erase the line of :meth:`progress`, before anything else is printed."""
+        """Erase the line that :meth:`progress` has printed, because other text follows."""
         if self._drawn:
             print(_ERASE, end="", file=sys.stderr, flush=True)
             self._drawn = False
@@ -188,12 +192,14 @@ def _time(seconds: float) -> str:
 
 
 def _width(text: str) -> int:
-    """Return the width of a text on the screen: that of its longest line, without colours."""
+    """Return the width of a text in characters: that of its longest line, without escape codes for colours."""
     return max(map(len, _ESCAPES.sub("", text).split("\n")))
 
 
 def _least(column: Sequence[str], letter: str, header: bool) -> int:
-    """Return the least width of a column: of its longest word, or of its figures and the words of its title."""
+    """Return the least width of a column. ``letter``: its alignment. The width is that of its longest word, or of its
+    figures and the words of its title.
+    """
     folding = column if letter == "l" else column[:header]
     words = [word for text in folding for word in _ESCAPES.sub("", text).split()]
     figures = [_width(text) for text in column[len(folding) :]]
@@ -201,7 +207,7 @@ def _least(column: Sequence[str], letter: str, header: bool) -> int:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Fold a text at words to lines of ``width`` characters. Each line gets the colour of the text."""
+    """Fold a text at words to lines of at most ``width`` characters. Each line gets the colour of the text."""
     if _width(text) <= width:
         return text.split("\n")
     styled = _STYLED.fullmatch(text)

@@ -29,17 +29,20 @@ from streamalloc.testing import Gate
 
 MiB = 1 << 20
 _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
-"""Environment variable that permits multicast objects on shared NVSwitches."""
+"""Name of the environment variable that permits multicast objects on shared NVSwitches."""
 
 Steps: TypeAlias = Iterator[tuple[str, object, object]]
-"""Steps of a part: text, result, and expected result. For an error the expected result is its class."""
+"""Steps of a part, as tuples of text, result and expected result. For an error, the expected result is its class."""
 Part: TypeAlias = Callable[..., Steps]
-"""Generator of the steps of a part. Its parameters name attributes of :class:`Tour`, and its docstring is the heading.
+"""Generator of the steps of a part. Its parameters are names of attributes of :class:`Tour`, and its docstring is the
+heading.
 """
 
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
-    """Copy memory to the host in stream order, and return the different values of its bytes. Blocks the host."""
+    """Copy memory to the host in the order of ``stream``, and wait for the copy. Returns the different values of its
+    bytes.
+    """
     found: list[int] = np.unique(np.frombuffer(memory.tobytes(stream), np.uint8)).tolist()
     return found
 
@@ -47,7 +50,7 @@ def contents(memory: Any, stream: sa.Stream) -> list[int]:
 def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exception | str:
     """Return the error that a call raises, or ``"no error"``.
 
-    The error has no traceback, which would keep objects alive.
+    The traceback of the error is removed, because it would keep objects alive.
     """
     try:
         call(*arguments, **options)
@@ -57,7 +60,7 @@ def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exce
 
 
 class Tour(contextlib.ExitStack):
-    """Objects that parts use, and counts of the checks. The objects of a part are closed at its end."""
+    """Objects that the parts use, and counts of the checks. The objects of a part are closed at the end of the part."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
@@ -70,28 +73,32 @@ class Tour(contextlib.ExitStack):
 
     @property
     def stream(self) -> sa.Stream:
-        """New stream for the part."""
+        """A new stream for the part."""
         return self._part.enter_context(self.device.create_stream())
 
     @property
     def pool(self) -> sa.MemoryPool:
-        """New pool of the device for the part."""
+        """A new pool of the device for the part."""
         return self._part.enter_context(sa.MemoryPool(self.device))
 
     @property
     def gate(self) -> Gate:
-        """New gate, which holds streams. Raises :class:`Unavailable` if the device cannot hold streams."""
+        """A new gate, which holds streams back until it is opened. Raises :class:`Unavailable` if the device's streams
+        cannot be held back.
+        """
         machine.need_gates(self.device)
         return self._part.enter_context(Gate(self.device))
 
     @property
     def peers(self) -> list[sa.Device]:
-        """Devices with access to each other's memory. Raises :class:`Unavailable` if there are fewer than two."""
+        """Devices that have access to each other's memory. Raises :class:`Unavailable` if there are no two such
+        devices.
+        """
         return machine.need_peers(self.device.driver)
 
     @property
     def chunk(self) -> int:
-        """Granularity of virtual memory in bytes. Raises :class:`Unavailable` without virtual memory management."""
+        """Granularity of device memory in bytes. Raises :class:`Unavailable` without virtual memory management."""
         machine.need_virtual_memory(self.device)
         return vmm.PhysicalMemory.granularity(self.device)
 
@@ -107,7 +114,7 @@ class Tour(contextlib.ExitStack):
         return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
-        """Run a part. An error in it counts as a failed check, and does not end the tour."""
+        """Run a part. An error in the part counts as a failed check, and does not end the tour."""
         self.terminal.heading(part.__doc__ or "")
         try:
             with contextlib.ExitStack() as self._part:
@@ -127,9 +134,9 @@ class Tour(contextlib.ExitStack):
                 self.terminal.line(f"    {self.terminal.dim(line)}")
 
     def step(self, code: list[str], text: str, found: object, expected: object) -> None:
-        """Print the code of a step, and its text. If ``found`` is not as ``expected``, print both.
+        """Print the code of a step, and its text. If ``found`` is not as ``expected``, both are printed.
 
-        ``expected``: a value, or a class of which the result must be.
+        ``expected``: a value to which ``found`` must be equal, or a class of which it must be an instance.
         """
         passed = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
         self.passed += passed
@@ -154,15 +161,15 @@ class Tour(contextlib.ExitStack):
 
 
 def _code_by_line(part: Part) -> dict[int, list[str]]:
-    """Return the code of each step, by the line of its ``yield``.
+    """Return the lines of code of each step, by the line number of its ``yield``.
 
-    The code is the source after the ``yield`` before. If there is no source between them, it is the expression of the
-    result.
+    The code of a step is the source between the ``yield`` before and its own ``yield``. If there is none, it is the
+    expression for the result.
     """
     lines, start = inspect.getsourcelines(part)
     tree = ast.parse(whole := "".join(lines)).body[0]
     assert isinstance(tree, ast.FunctionDef)
-    found, before = {}, tree.body[0].end_lineno or 0  # The first step begins after the docstring.
+    found, before = {}, tree.body[0].end_lineno or 0  # The code of the first step begins after the docstring.
     for one in sorted((one for one in ast.walk(tree) if isinstance(one, ast.Yield)), key=lambda one: one.lineno):
         source = [line.rstrip()[tree.body[0].col_offset :] for line in lines[before : one.lineno - 1]]
         assert isinstance(one.value, ast.Tuple)
@@ -209,33 +216,33 @@ def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
 
 
 _opened: dict[str, Any] = {}
-"""Memory that the other process has opened."""
+"""Memory that the other process has opened, by name."""
 
 
 def open_(memory: ipc.ImportedBuffer, name: str) -> str:
-    """Keep memory that this process has opened under ``name``, and return the name of its class."""
+    """Store ``memory``, which this process has opened, under ``name``. Returns the name of its class."""
     _opened[name] = memory
     return type(memory).__name__
 
 
 def idle(name: str) -> bool:
-    """Whether the stream of the memory opened as ``name`` has no work left."""
+    """Whether the stream of the memory stored under ``name`` has no work left."""
     return bool(_opened[name].stream.query())
 
 
 def read(name: str) -> list[int]:
-    """Return the different values of the bytes of the memory opened as ``name``."""
+    """Return the different values of the bytes of the memory stored under ``name``."""
     return contents(_opened[name], _opened[name].stream)
 
 
 def fill(name: str, value: int) -> None:
-    """Fill the memory opened as ``name`` with the byte ``value``, and wait for its stream."""
+    """Fill the memory stored under ``name`` with the byte ``value``, and wait for its stream."""
     _opened[name].fill(value)
     _opened[name].stream.synchronize()
 
 
 def close(name: str) -> None:
-    """Close the memory opened as ``name``, and wait for its stream."""
+    """Close the memory stored under ``name``, and wait for its stream."""
     memory = _opened.pop(name)
     memory.close()
     memory.stream.synchronize()
@@ -289,9 +296,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the parts. Returns 0 if all results are as expected, else 1."""
+    """Run the parts of the tour. Returns the exit code: 0 if all results are as expected, else 1."""
     terminal.paragraph(terminal.bold(chosen.headline), 0)
-    # The last step asks the checker for objects that were not released.
+    # Checked, because the last step asks this driver for objects that were not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
         terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
@@ -302,8 +309,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             for part in PARTS:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
-        gc.collect()  # After a failure, objects of the part may be in a cycle with the error.
-        tour.device.synchronize()  # A synchronisation also releases objects that were dropped before.
+        gc.collect()  # After a failure, objects of a part may be in a reference cycle with the error.
+        tour.device.synchronize()  # The synchronisation also releases objects that were dropped before.
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()

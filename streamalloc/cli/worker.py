@@ -1,4 +1,4 @@
-"""The other process of ``info``, ``bench`` and ``tour``: a new interpreter with the same driver."""
+"""The second process that ``info``, ``bench`` and ``tour`` use: a new interpreter with the same driver."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from streamalloc.driver import Driver, set_default
 from streamalloc.driver.internal import choice_of
 
 SECONDS = 60.0
-"""Seconds to wait for the other process. To make a context takes long on a busy GPU."""
+"""Seconds to wait for the other process. Making a context takes long on a busy GPU."""
 context: Any = multiprocessing.get_context("spawn")
-"""Way to start processes. A child of a fork could not use CUDA."""
+"""The way in which processes are started: spawn, because a child of a fork could not use CUDA."""
 
 
 class WorkerError(RuntimeError):
-    """The other process has raised an error, whose class and text are the message, or it has ended."""
+    """The other process has ended, or a function has raised an error there. The message has the error's class and
+    text.
+    """
 
 
 def start(driver: Driver, half: Callable[..., object], *arguments: Any) -> tuple[Any, Connection]:
-    """Start a process that calls ``half(theirs, *arguments)`` with its end of a pipe.
+    """Start a process that calls ``half(theirs, *arguments)``. ``theirs`` is its end of a pipe. Returns a tuple of the
+    process and this process's end of the pipe.
 
-    Returns the process and our end.
-
-    The process uses the same driver, or simulates the same machine. It ends without output once our end is closed.
+    The process uses the same driver, or simulates the same machine. The process ends without output once this process's
+    end of the pipe is closed.
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(choice_of(driver), half, theirs, *arguments), daemon=True)
@@ -40,7 +42,8 @@ def start(driver: Driver, half: Callable[..., object], *arguments: Any) -> tuple
 
 def _run(driver: str, half: Callable[..., object], connection: Connection, *arguments: Any) -> None:
     set_default(choose(driver).driver)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C ends the command, and with it our end of the pipe.
+    # Ctrl+C ends the command, and so closes the command's end of the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):
         half(connection, *arguments)
 
@@ -54,7 +57,7 @@ class Worker(Closes):
     def ask(self, function: Callable[..., object], *arguments: object) -> Any:
         """Call ``function`` in the other process, and return its result.
 
-        Memory and events among the arguments are shared.
+        Memory and events among the arguments are shared with the other process.
 
         Raises
         ------
@@ -75,7 +78,7 @@ class Worker(Closes):
         return answer
 
     def close(self) -> None:
-        """End the process and wait for it; after 60 s it is killed. Idempotent."""
+        """End the process and wait for its end. After 60 s it is killed. Idempotent."""
         self._connection.close()
         try:
             self.process.join(SECONDS)
@@ -85,7 +88,9 @@ class Worker(Closes):
 
 
 def _answer(connection: Connection) -> None:
-    """Call the functions that :meth:`Worker.ask` sends, and send their results, until the command closes its end."""
+    """Call the functions that :meth:`Worker.ask` sends, and send their results back, until the command closes its end
+    of the pipe.
+    """
     while True:
         try:
             function, arguments = connection.recv()
