@@ -419,9 +419,9 @@ class Recorder:
 
     @_notification(delivers=True)
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`.
-
-        With ``on="raise"`` an incomplete export raises :class:`DriverMisuseError`.
+        """Record that importers may use the memory once the queued work of ``stream`` is done. ``name``: name of the
+        announcement, which importers pass to :meth:`opened`. With ``on="raise"`` an incomplete export raises
+        :class:`DriverMisuseError`.
         """
         state = self.state
         state.sources.clear()
@@ -429,9 +429,9 @@ class Recorder:
 
     @_notification()
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits for an announcement of :meth:`shared`; None: the host has waited.
+        """Record that ``stream`` waits for an announcement of :meth:`shared`. None: the host has waited for it.
 
-        ``name``: the name of the announcement. ``word``: the address of the value that the wait reads.
+        ``name``: name of the announcement. ``word``: address of the value for which the stream waits.
         """
         waiting = None if stream is None else self.state.stream(stream)
         self.state.interprocess.opened(waiting, address, nbytes, name, word)
@@ -440,13 +440,16 @@ class Recorder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
+        """Texts on everything that this run did not check: one for each reason, with a count and the first place in the
+        program.
+        """
         return self.state.notes.texts()
 
     def outstanding(self) -> dict[str, list[int]]:
-        """Return handles or addresses that were created by this driver and not released, by kind.
+        """Return the handles or addresses that calls of this driver have made and not released: a list for each kind of
+        object.
 
-        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        A ``"mapping"`` is listed by its address, from ``cuMemMap`` to ``cuMemUnmap``.
         """
         return self._alone(self.state.account.outstanding)
 
@@ -455,15 +458,15 @@ class Recorder:
         return self._alone(self.state.leaks)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`DriverMisuseError` if anything is outstanding."""
+        """Raise :class:`DriverMisuseError` if :meth:`outstanding` returns anything."""
         if left := self.outstanding():
             shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
             raise DriverMisuseError(f"not released: {shown} ({left})")
 
     def finish(self) -> list[Hazard]:
-        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
+        """Attempt deferred releases, check the work that is queued behind waits, and add leaks. Returns all hazards.
 
-        Without this call the end of the process does the same, and prints what was not shown.
+        Without this call, the end of the process does the same, and prints the hazards that were not shown.
         """
         self.settle()
         self.finished = True
@@ -471,7 +474,8 @@ class Recorder:
 
     def settle(self) -> None:
         end = monotonic() + _PATIENCE
-        # Dropped objects are released only after their queued work, so they may need several attempts.
+        # An object that the program has dropped is released only after its queued work, so this may take several
+        # attempts.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
         self._alone(self.state.close)
@@ -479,39 +483,42 @@ class Recorder:
         self._alone(self._reports.take)
 
     def close(self) -> None:
-        """Check the work of waiting streams, without a report of leaks."""
+        """Check the work that is queued behind waits. Leaks are not reported."""
         self.finished = True
         self._alone(self.state.close)
         self._reports.deliver(self._alone(self._reports.take))
 
     def show_rest(self) -> None:
-        """Print the hazards that were not shown, their number, and what was not checked."""
+        """Print the hazards that were not shown, the number of hazards, and the notes on what was not checked."""
         self._reports.show_rest(summary=True)
 
     def show_at_once(self, test: ParentTest | None) -> None:
-        """Show each hazard when it is found: in the parent test, or on stderr if ``test`` is None."""
+        """From now on show each hazard when it is found: in the parent process's test, or on stderr if ``test`` is
+        None.
+        """
         self._reports.show_at_once(test)
 
 
 class RefusedCall:
-    """Second half of a rule that raised an error before the call, because of its arguments."""
+    """Second half of a rule whose first half raised ``error``, because of the arguments of the call."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self, answer: tuple[Any, ...]) -> None:
-        # The driver refuses wrong arguments. If it accepts these, the rule is wrong.
+        # The driver refuses wrong arguments. If it accepts them, the rule is wrong, so its error is raised.
         if not answer[0]:
             raise self._error
 
 
 class _WithoutLock:
-    """Wrapped driver for the checker's own questions, which release the lock."""
+    """The wrapped driver for calls that the checker itself makes. Such a call releases the lock while it runs."""
 
     def __init__(self, driver: Any, turn: _CallTurn) -> None:
-        # The driver and the turn, not the recorder: recorder, state and this object would form a cycle, and the driver
-        # would live until a garbage collection. Nor a weak reference to the recorder: the collector clears it before
-        # the finalisers of its garbage run, and a finaliser may still make a call.
+        # This object refers to the driver and the turn, not to the recorder: otherwise recorder, state and this object
+        # would form a cycle, and the driver would exist until a garbage collection. A weak reference to the recorder
+        # would not do: the collector clears it before the finalisers of its garbage run, and a finaliser may still make
+        # a call.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:
@@ -524,7 +531,9 @@ class _WithoutLock:
 
 
 def _handle(args: tuple[Any, ...]) -> int:
-    """Return the handle in a call's first argument; 0 for any other argument, which the driver refuses."""
+    """Return the handle in the first argument of a call as a number; 0 if this argument is no handle, so that the
+    driver refuses it.
+    """
     try:
         return number_of(args[0])
     except REFUSED:
@@ -534,7 +543,9 @@ def _handle(args: tuple[Any, ...]) -> int:
 # -- the driver ------------------------------------------------------------------------------------------------
 
 _EXIT_PRIORITY = -100
-"""Priority among the exit functions of multiprocessing. It is below the default, so those of programs run first."""
+"""Priority among the exit functions of multiprocessing. It is below the default, so that the program's functions run
+first.
+"""
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
@@ -542,7 +553,7 @@ _QUEUES_HOST_FUNCTION: dict[str, tuple[Any, str]] = {
     "cuLaunchHostFunc_v2": (_HOST_FUNCTION, "CUhostFn"),
     "cuStreamAddCallback": (_CALLBACK, "CUstreamCallback"),
 }
-"""C type and pointer class of the host function, by call."""
+"""For each call that queues a host function: the C type of the function, and the bindings' class of its pointer."""
 _NODE_OF_HOST_FUNCTION = {
     "cuGraphAddHostNode": 3,
     "cuGraphHostNodeSetParams": 1,
@@ -550,7 +561,7 @@ _NODE_OF_HOST_FUNCTION = {
     **dict.fromkeys(("cuGraphAddNode", "cuGraphAddNode_v2", "cuGraphAddNode_v3"), -1),
     **dict.fromkeys(("cuGraphNodeSetParams", "cuGraphExecNodeSetParams"), -1),
 }
-"""Index of the argument with node parameters, which may contain a host function."""
+"""For each call: the index of the argument with node parameters, which may contain a host function."""
 
 
 class CheckedDriver(Wrapper, Recorder):
@@ -561,12 +572,14 @@ class CheckedDriver(Wrapper, Recorder):
         Recorder.__init__(self, driver, on, uninitialized)
         self._poison = Poison(driver, self.state) if poison else None
         self._host_functions: dict[int, Any] = {}
-        """By pointer: our host functions. They are kept here because the driver may still call them."""
+        """The functions that stand in for the program's host functions, by pointer. They are kept here, because the
+        driver may still call them.
+        """
         _alive.add(self)
         if from_server():
             from multiprocessing.util import Finalize
 
-            # Report by a finaliser of multiprocessing. Before Python 3.13 forked processes do not run atexit functions.
+            # Reported by a finaliser of multiprocessing: before Python 3.13 forked processes run no atexit functions.
             # From 3.13 on, spawned processes run them before the program's finalisers, whose frees would then be
             # missing and look like leaks.
             Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
@@ -582,11 +595,13 @@ class CheckedDriver(Wrapper, Recorder):
     def _call(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name not in RULES and name not in COUNTED:
             answer = _keeps_convention(name, function(*args))
-            if name not in _QUEUES_HOST_FUNCTION:  # stand-ins of their host functions (HostCall) follow those calls
+            # Calls with host functions have a record of their own (HostCall), so they are not unchecked.
+            if name not in _QUEUES_HOST_FUNCTION:
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
-            # A finaliser runs in the middle of a rule, whose state is half changed. Its call is recorded afterwards.
+            # A finaliser makes the call in the middle of a rule, whose state is half changed. The call is recorded
+            # afterwards.
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer
@@ -599,7 +614,7 @@ class CheckedDriver(Wrapper, Recorder):
         try:
             answer = _keeps_convention(name, function(*args))
         except BaseException:
-            # The bindings refused the arguments, so the driver was not called.
+            # The bindings have refused the arguments, so the driver was not called.
             self._alone(rest, INVALID)
             raise
         self.end_call(name, args, answer, rest)
@@ -612,7 +627,7 @@ class CheckedDriver(Wrapper, Recorder):
     def _stand_in(self, kind: Any, theirs: int, call: HostCall) -> int:
         """Return a pointer to a host function that calls ``theirs`` and records when ``theirs`` begins and ends.
 
-        ``kind``: its C type. ``call``: the record of its calls.
+        ``kind``: C type of the function. ``call``: record of its calls.
         """
         function = kind(theirs)
 
@@ -624,7 +639,7 @@ class CheckedDriver(Wrapper, Recorder):
                 function(*args)
             finally:
                 self._alone(call.ends)
-                # A graph may call the function at each launch, so its pointer stays valid.
+                # A graph may call the function at each launch, so its pointer then stays valid.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
 
@@ -641,13 +656,13 @@ class CheckedDriver(Wrapper, Recorder):
         except REFUSED:
             number = 0
         if not number:
-            return self._call(name, launch, args)  # not a host function: the driver refuses the call
+            return self._call(name, launch, args)  # The argument is no host function, so the driver refuses the call.
         call = self._alone(host_function, self.state, stream)
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except REFUSED:
-            # Keep the pointer: if a signal handler raised the error, the driver has the function and may call it.
+            # The pointer is kept: if a signal handler raised the error, the driver has the function and may call it.
             self._alone(call.refused)
             raise
         node = call.node
@@ -689,7 +704,7 @@ _alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._turn.lock = RLock()
-        one._reports.shown.update(one.hazards)  # hazards from before the fork, which the parent shows
+        one._reports.shown.update(one.hazards)  # Hazards from before the fork are shown by the parent.
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -697,12 +712,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _at_exit() -> None:
-    """Report the hazards found at the end of the process, after the process's arguments are dropped."""
+    """Report the hazards at the end of the process. First the arguments of the process are dropped, because they may
+    keep memory.
+    """
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()
         process._args, process._kwargs = (), {}
     if _alive:
-        gc.collect()  # memory that only a reference cycle keeps, as a traceback can, is no leak
+        gc.collect()  # Memory that only a reference cycle keeps, for example by a traceback, is no leak.
     for one in tuple(_alive):
         if not one.finished:
             if one.process == os.getpid():
@@ -714,22 +731,22 @@ def _at_exit() -> None:
 # -- poison: conspicuous values in unwritten and freed memory --------------------------------------------------
 
 ALLOCATED, FREED = 0xCB, 0xDB
-"""Byte values of allocated and of freed memory."""
+"""Bytes with which allocated and freed memory is filled."""
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _WRITE = 3
 
 
 class Poison:
-    """Fills of memory with conspicuous values, by calls of the wrapped driver that are not recorded."""
+    """Fills memory with conspicuous values, by calls of the wrapped driver that are not recorded."""
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
         self._state = state
         self._delays = bool(getattr(driver, "is_simulated", False))
-        """Whether copies to host memory are delayed (:meth:`_delay`): only on a simulated driver."""
+        """Whether copies to host memory are delayed (:meth:`_delay`), which is done only on a simulated driver."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
-        """Fill memory that a call is about to free, or, given the answer, memory that it has allocated."""
+        """Fill memory that a call is about to free. If ``answer`` is given, fill memory that the call has allocated."""
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
         if answer is None and name in _FREES:
@@ -754,18 +771,20 @@ class Poison:
         else:
             with self._under(range_.context):
                 if value == FREED:
-                    self._driver.cuCtxSynchronize()  # queued work may use the memory until cuMemFree's wait
+                    # Queued work may use the memory until cuMemFree has waited for it, so the device is synchronised
+                    # before the fill.
+                    self._driver.cuCtxSynchronize()
                 self._now(range_.base, range_.size, value)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
-        # The fill runs in the stream of the allocation or free, so it is ordered as that operation is.
+        # The fill is made in the stream of the allocation or the free, so it is ordered like that operation.
         found = self._state.stream(stream)
         if found not in self._state.streams.captures:
             with self._under(found.context):
                 self._driver.cuMemsetD8Async(address, value, size, stream)
 
     def _now(self, address: int, size: int, value: int) -> None:
-        """Fill memory on a separate stream and wait for the fill. Notes it if that is impossible."""
+        """Fill memory on a separate stream, and wait for the fill. If that is impossible, a note is added."""
         failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
         if failed:
             self._state.notes.add("poison")
@@ -777,7 +796,7 @@ class Poison:
     def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
         """Fill the target of a copy to host memory, and delay the copy until the host waits.
 
-        A host that reads the target too early sees the fill.
+        A host that reads the target too early then reads the fill value.
         """
         target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
         pieces = self._state.addresses.pieces(target, nbytes)
@@ -790,7 +809,7 @@ class Poison:
                 self._driver.cuLaunchHostFunc(stream, _DELAY, 0)
 
     def _granted(self, address: Any, size: Any, descriptors: Any) -> None:
-        """Fill the parts of mapped memory to which a device gets its first access (``cuMemSetAccess``)."""
+        """Fill those parts of mapped memory to which a device gets access for the first time (``cuMemSetAccess``)."""
         writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
         contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
         for one in mappings(self._state, number_of(address), int(size)) if contexts else ():
@@ -814,18 +833,18 @@ class Poison:
 
 
 _WAITED = threading.Event()
-"""Set when the host waits, so that delayed copies go on."""
+"""Set when the host waits, so that delayed copies continue."""
 _LONGEST_DELAY = 0.02
-"""A copy is delayed for at most this many seconds. The host may wait for the copy by means that the checker does not
-see, and a longer delay would then hold the program up.
+"""Longest delay of a copy in seconds. The host may wait for the copy by means that the checker does not see, and a
+longer delay would then hold the program up.
 """
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# At module level, so that it lives as long as the process: the driver may call it after the checker has gone.
+# At module level, so that it exists until the process ends: the driver may call it after the checker has ended.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}
-"""By a call that frees: the kind of memory that is filled before the call."""
+"""For each call that frees: the kind of memory that is filled before the call."""
 _ALLOCATES = frozenset(
     ["cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAlloc", "cuMemAllocPitch", "cuMemHostAlloc", "cuMemAllocHost"]
 )
-"""Calls that allocate memory, which is filled after them."""
+"""Names of the calls that allocate memory, which is filled after the call."""
