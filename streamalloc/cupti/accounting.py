@@ -1,8 +1,8 @@
 """Account of the device memory of the process, by library and source line.
 
-Callbacks sum up the driver calls that allocate and free. They make no driver call themselves. So the figures that only
-the driver has (reserves of pools, memory of graphs, free memory) are read when :meth:`Memory.moments` is called.
-PyTorch and CuPy tell which blocks their segments have.
+CUPTI callbacks sum up the driver calls that allocate and free memory. The callbacks make no driver call themselves. So
+the figures that only the driver has (reserves of pools, memory of graphs, free memory) are read when
+:meth:`Memory.moments` is called. The blocks inside a library's segments are read from PyTorch and CuPy.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
-"""Number of entries that PyTorch's history keeps. It is limited, because to read so many already takes two seconds."""
+"""Number of entries in PyTorch's history. It is limited, because reading this many entries already takes two
+seconds.
+"""
 _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
 _WORDS = {"HALF": 16, "FLOAT": 32}
-"""Bits of a channel, for array formats whose names have words in place of a number."""
-# Kinds of memory, the values of Row.what: first those that the driver allocates, then the parts of a library's
-# segments. Programs that read the reports compare these texts, so a changed text breaks them.
+"""Bits of a channel, for array formats whose names have a word in place of a number."""
+# Kinds of memory, the values of Row.what: first the kinds that the driver allocates, then the parts of a library's
+# segments. Programs that read the reports compare these texts, so a changed text would break them.
 REST = "context, modules and the driver's own"
 POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
 LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
@@ -48,9 +50,9 @@ def _array_bytes(desc: Any) -> int:
 
 
 def _mipmap_bytes(desc: Any, levels: int) -> int:
-    """Return the bytes of all levels.
+    """Return the bytes of all levels of a mipmapped array.
 
-    Each level has half the extent of the one before, in each dimension of the array.
+    Each level has half the extent of the level before, in each dimension of the array.
     """
     whole, most = _array_bytes(desc), max(int(desc.Width), int(desc.Height), int(desc.Depth), 1)
     shrinks = 1 + (int(desc.Height) > 0) + (int(desc.Depth) > 0)
@@ -67,8 +69,8 @@ _MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
     "cuArray3DCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
     "cuMipmappedArrayCreate": ("array", "arrays", lambda args, answer: _mipmap_bytes(*args[:2])),
 }
-"""Functions that allocate: kind of the handle, name of the memory, and the function that gets the bytes from arguments
-and answer.
+"""For each function that allocates: kind of the handle, name of the memory's kind, and a function that gets arguments
+and answer and returns the bytes.
 """
 _ENDERS = {
     "cuMemFree": "memory",
@@ -77,22 +79,24 @@ _ENDERS = {
     "cuArrayDestroy": "array",
     "cuMipmappedArrayDestroy": "array",
 }
-"""Functions that free: kind of the handle."""
+"""For each function that frees: kind of the handle."""
 
 
 class Line:
-    """Library and place of the program that allocate one kind of memory."""
+    """A library and a place in the program that allocate one kind of memory."""
 
     __slots__ = ("library", "place", "what", "where")
 
     def __init__(self, where: int, library: str, what: str, place: Stack) -> None:
         self.where = where
-        """Context of the calls, or ``-1 - ordinal`` for calls that name a device."""
+        """Handle of the context of the calls; for calls that name a device, ``-1 - ordinal``."""
         self.library, self.what, self.place = library, what, place
 
 
 class Row(NamedTuple):
-    """Device memory that one library holds by one place of the program. A :class:`Moment` lists them."""
+    """Device memory that one library has allocated at one place in the program. A :class:`Moment` has a tuple of
+    rows.
+    """
 
     device: int
     library: str
@@ -104,12 +108,14 @@ class Row(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Device memory of the process at one moment. :class:`Memory` returns it."""
+    """Device memory of the process at one time. :meth:`Memory.moments` returns these objects."""
 
     name: str
     rows: tuple[Row, ...]
     driver: dict[int, int]
-    """Bytes of the process by device, as the driver reports them; empty if the driver was not asked at this moment."""
+    """Bytes that the process uses by device ordinal, as the driver reports them; empty if the driver was not asked at
+    this time.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +126,8 @@ class Moment(NamedTuple):
 class _Held:
     """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped.
 
-    ``handles`` and ``maps`` count these. ``keys`` are its keys in ``Memory._held``. ``address`` is that of the latest
-    mapping; before the first mapping it is the handle.
+    ``handles`` and ``maps`` are the numbers of both. ``keys``: its keys in ``Memory._held``. ``address``: address of
+    the latest mapping; before the first mapping, the handle.
     """
 
     __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
@@ -132,26 +138,26 @@ class _Held:
 
 
 class Sums:
-    """Sums of bytes by line, now and at a marked moment."""
+    """Sums of bytes for each :class:`Line`, now and at a marked time."""
 
     def __init__(self) -> None:
         self.now: Counter[Line] = Counter()
         self.total = 0
         self._since: Counter[Line] = Counter()
-        """Changes by line since the mark. A mark copies nothing, because each new peak sets one."""
+        """Changes of the sums since the mark, by line. A mark copies nothing, because each new peak sets a mark."""
 
     def add(self, line: Line, nbytes: int) -> None:
-        """Add ``nbytes`` bytes to a line; a negative number removes some."""
+        """Add ``nbytes`` bytes to the sum of ``line``. A negative number subtracts bytes."""
         self.now[line] += nbytes
         self._since[line] += nbytes
         self.total += nbytes
 
     def mark(self) -> None:
-        """Make this moment the marked one, instead of an earlier one."""
+        """Mark the present time, in place of an earlier mark."""
         self._since.clear()
 
     def marked(self) -> Counter[Line]:
-        """Return the bytes by line that there were at the mark."""
+        """Return the bytes of each line at the mark."""
         found = self.now.copy()
         found.subtract(self._since)
         return found
@@ -164,31 +170,33 @@ class Memory:
         self._driver = driver
         self.libraries: Libraries = Libraries(self._library_has, "alloc", splits_rmm=False, most_entries=_MOST_ENTRIES)
         self.failure: BaseException | None = None
-        """Error of this object, apart from the errors of the subscription."""
+        """Error in this object itself, as opposed to errors of the subscription; None if there was none."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
         # Reentrant, because a finaliser may free memory on the thread that holds the lock.
         self._lock = threading.RLock()
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
-        """Memory by kind and handle."""
+        """Memory of allocations by kind and handle."""
         self._mapped: dict[int, tuple[int, _Held]] = {}
-        """Bytes of each mapping and its memory, by address."""
+        """For each mapping, by its address: its bytes, and the memory that is mapped."""
         self._blocks: dict[int, tuple[Line, int]] = {}
-        """CuPy's live blocks, by address."""
+        """CuPy's blocks in use: line and bytes, by address."""
         self._sums, self._block_sums = Sums(), Sums()
         """Bytes that driver calls have allocated, and bytes of CuPy's blocks."""
         self._peak = self._peak_blocks = 0
-        """Most bytes that driver calls had allocated at once, and most bytes of CuPy's blocks at that peak."""
+        """Most bytes that driver calls had allocated at the same time, and the bytes of CuPy's blocks at that time."""
         self._peak_from = self._peak_to = 0
-        """Times at which the peak began and ended. The end is 0 while the peak lasts."""
+        """Times at which the peak began and ended, in the unit of the calls' times. The end is 0 while the peak
+        lasts.
+        """
         self._pools: dict[int, int] = {}
-        """Device ordinal of each pool that the process made, by handle; -1 for a pool in host memory."""
+        """Device ordinal of each pool that the process has made, by pool handle; -1 for a pool in host memory."""
         self._capturing: dict[int, int] = {}
-        """Thread that began each capture, by stream handle."""
+        """For each capture, by stream handle: the thread that began it."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
-        """The latest refused allocation: its text, its time, and what both sums were then."""
+        """The latest allocation that the driver refused: its text, its time, and both sums at that time."""
 
     @property
     def error(self) -> BaseException | None:
@@ -198,9 +206,8 @@ class Memory:
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def called(self, call: DriverCall) -> None:
-        """Add the memory that a driver call allocates, or remove what it frees.
-
-        It is the listener of the subscription.
+        """Add the memory that a driver call allocates, or remove the memory that it frees. The subscription calls this
+        method for each call.
         """
         name, result = call.function, int(call.answer[0])
         with self._lock:
@@ -221,8 +228,8 @@ class Memory:
     def _is_captured(self, call: DriverCall) -> bool:
         """Whether a call became a node of a graph, so that it allocates and frees nothing now.
 
-        A stream may have joined a capture by an event, which is not followed. So each such call of a thread that
-        captures counts as captured.
+        A stream may have joined a capture by an event, and events are not followed here. So each such call counts as
+        captured if its thread has a capture.
         """
         if not self._capturing or not call.function.endswith("Async"):
             return False
@@ -247,7 +254,7 @@ class Memory:
         handle = number_of(call.answer[1])
         if not handle or self._is_captured(call):
             return
-        # A graph or the end of its pool may have freed earlier memory at this address, without a call.
+        # A graph, or the end of a pool, may have freed earlier memory at this address without a call.
         self._end((kind, handle), call.time)
         held = _Held(self._line(where, what, call.place), int(size(call.args, call.answer)), (kind, handle))
         self._held[kind, handle] = held
