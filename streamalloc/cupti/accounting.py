@@ -331,7 +331,7 @@ class Memory:
         self._contexts.add(number_of(call.answer[1]))
 
     def _library_has(self, event: Event) -> None:
-        """Add or remove the memory of an event of CuPy's allocator."""
+        """Add the memory of a block that CuPy's allocator gave out, or remove the memory of a block that was freed."""
         with self._lock:
             segment = self._held.get(("memory", event.address))
             if event.kind == SEGMENT and segment is not None:
@@ -344,23 +344,28 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    self._mark()  # The driver's memory is still at its peak, and the blocks have reached a new peak.
+                    # The peak of the driver's memory still lasts, and the bytes in blocks have reached a new maximum in
+                    # this time.
+                    self._mark()
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])
 
     # -- outside of callbacks --------------------------------------------------------------------------------------
 
     def moments(self) -> list[Moment]:
-        """Return the memory now, at the peak, and when the driver last refused memory, if it did.
+        """Return one :class:`Moment` each for now, for the peak, and for the last refusal by the driver, if there was
+        one.
 
-        The peak is that of the memory that driver calls have allocated. If it lasted for a while, the blocks are those
-        of the moment at which they had most bytes. The reserve of a pool at the peak counts as the largest so far.
+        The peak is that of the bytes that driver calls have allocated. If the peak lasted for a while, the blocks
+        listed are those of the moment at which they had most bytes. The reserve of a pool at the peak counts as the
+        largest so far.
         """
         torch = Torch(self.libraries.snapshot())
         self._catch_up()
         with self._lock:
             contexts, pools = self._contexts.copy(), self._pools.copy()
-        # No driver call under the lock: it may wait for a callback on another thread, which waits for the lock.
+        # No driver call is made under the lock. A driver call may wait for a callback on another thread, and that
+        # callback waits for the lock.
         ask = _Asked(self._driver, contexts, pools)
         of_process = self._process.figures() if self._process is not None else {}
         with self._lock:
@@ -380,9 +385,9 @@ class Memory:
         return found
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
-        """Return the bytes that driver calls have allocated: now, at the peak, and now by library.
+        """Return the bytes that driver calls have allocated: now, at the peak, and now by name of the library.
 
-        Makes no driver call.
+        This method makes no driver call.
         """
         self._catch_up()
         with self._lock:
@@ -396,7 +401,7 @@ class Memory:
             self._subscription.catch_up()
 
     def now(self) -> Moment:
-        """Return the memory now. Not for finalisers, because it makes driver calls."""
+        """Return the memory now. Finalisers must not call this method, because it makes driver calls."""
         return self.moments()[0]
 
     def _now(self, torch: Torch, ask: _Asked, of_process: dict[str, int]) -> Moment:
@@ -453,14 +458,14 @@ class Memory:
         return Moment(name, tuple(row for row in rows if row.nbytes > 0), {})
 
     def _forget_lost(self, ask: _Asked) -> None:
-        """Remove the memory of the contexts that have been destroyed."""
+        """Remove from the account the memory of the contexts that have been destroyed (``ask.lost``)."""
         for key, held in [*self._held.items()]:
             if held.line.where in ask.lost:
                 self._end(key, 0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
-        """Follow the driver calls of the process within the ``with`` block.
+        """Follow the driver calls of the process within the ``with`` block. Its value is this object.
 
         Raises :class:`CuptiError` if CUPTI is unusable.
         """
@@ -474,19 +479,21 @@ class Memory:
 
 
 class _Asked:
-    """Figures that only the driver has, read at one moment outside of callbacks."""
+    """Figures that only the driver can answer. The constructor asks for all of them, outside of callbacks."""
 
     def __init__(self, driver: Any, contexts: set[int], pools: dict[int, int]) -> None:
         self._devices: dict[int, int] = {}
         self._pools = pools
         self._reserved: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
-        """Bytes that pools hold by device: now under False, and the largest so far under True."""
+        """Bytes that memory pools reserve, by device ordinal: now under the key False, the largest so far under
+        True.
+        """
         self._graphs: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
-        """The same for memory of graphs."""
+        """Bytes reserved for graph memory nodes, with the same keys."""
         self.lost: set[int] = set()
-        """Contexts that have been destroyed."""
+        """Handles of the contexts that have been destroyed."""
         self.free: dict[int, tuple[int, int, str]] = {}
-        """Free and total bytes, and the UUID, by device."""
+        """Free bytes, total bytes and UUID of each device, by ordinal."""
         current = driver.cuCtxGetCurrent()
         for context in (contexts | ({number_of(current[1])} if not int(current[0]) else set())) - {0}:
             if int(driver.cuCtxPushCurrent(cuda.CUcontext(context))[0]):
@@ -522,19 +529,19 @@ class _Asked:
                 self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
-        """Return the device ordinal for :attr:`Line.where`."""
+        """Return the device ordinal for a value of :attr:`Line.where` (a context handle, or -1 - ordinal)."""
         return -1 - where if where < 0 else self._devices.get(where, 0)
 
     def rows(self, sums: Counter[Line]) -> Iterator[Row]:
-        """Yield a row for each line that has bytes."""
+        """Yield a row for each line of ``sums`` that has bytes."""
         for line, nbytes in sums.items():
             if nbytes:
                 yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
 
     def reserves(self, sums: Counter[Line], high: bool) -> Iterator[Row]:
-        """Yield rows for the memory of graphs, and for what pools reserve beyond their allocations.
+        """Yield rows for the memory of graphs, and for the bytes that pools reserve beyond their allocations.
 
-        ``sums``: bytes by line at that moment. ``high``: the moment is the peak.
+        ``sums``: bytes by line at that moment. ``high``: whether the moment is the peak.
         """
         for device, nbytes in self._graphs[high].items():
             yield Row(device, "the driver", GRAPHS, (), nbytes)
@@ -572,20 +579,20 @@ _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
     "cuCtxCreate": Memory._context,
 }
 FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
-"""Functions that the account follows."""
+"""Names of the driver functions whose calls change the account."""
 
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
     """Account for the device memory that this process allocates in a ``with`` block, by the program or any library.
 
-    Import the libraries and initialise CUDA in the block. Memory from before is in the row "context, modules and the
-    driver's own".
+    Import the libraries and initialise CUDA in the block. Memory allocated before the block is counted in the row
+    "context, modules and the driver's own".
 
     Raises
     ------
     CuptiError
-        CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
+        CUPTI's library is missing, or another tool has subscribed: CUPTI allows one subscriber at a time.
 
     Reference: CUPTI's callback API, ``cuptiSubscribe``; ``cuMemGetInfo``, ``cuMemPoolGetAttribute``.
     :doc:`/docs/guides/any-program` has an example of ``memory``.
@@ -595,9 +602,9 @@ def memory() -> Iterator[Memory]:
 
 
 class Followed(Wrapper):
-    """Driver whose calls go to ``account.called``, as those of :func:`subscribe` do.
+    """Driver that passes each call of ``functions`` to ``account.called``, as a subscription (:func:`subscribe`) does.
 
-    For programs on the simulated driver.
+    The simulated driver has no CUPTI, so programs on that driver use this wrapper instead.
     """
 
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
@@ -611,6 +618,7 @@ class Followed(Wrapper):
             context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
-            except Exception as error:  # As in a subscription, the program goes on.
+            # The program continues after an error of the account, as it does with a subscription.
+            except Exception as error:
                 self._account.failure = error
         return answer

@@ -1,18 +1,20 @@
 """Blocks: the memory that PyTorch's and CuPy's allocators give to tensors and arrays without a driver call.
 
-An allocator gets segments from the driver and divides them into blocks. A freed block may be given to its next owner at
-once, in the order of the stream on which it was allocated. If another stream still reads the block, the first kernel of
-the next owner overwrites it meanwhile: the commonest fault of programs with several streams.
+An allocator gets segments from the driver and divides each segment into blocks. A freed block may be given to its next
+owner at once: the reuse is ordered only on the stream on which the block was allocated. If another stream still reads
+the block, the first kernel of the next owner overwrites it meanwhile: the commonest fault of programs with several
+streams.
 
-PyTorch's memory history tells of a block only later. So :class:`Blocks` logs each use with the clock of its stream.
-:meth:`Blocks.merge` then judges uses, allocations and frees in the order of time:
+PyTorch's memory history is read only later. So :class:`Blocks` logs each use together with the clock of its stream: the
+operations that surely come before the use. :meth:`Blocks.merge` then judges uses, allocations and frees in the order of
+time:
 
 * The first use of a new block by a kernel counts as a write, because nobody reads what nothing has written. Later uses
   by a kernel count as reads, unless it is known what the kernel writes. Copies and fills count as what they are.
 * The uses by other streams than the block's own must have ended before the first use of the next owner.
 
-Of a block that only its own stream uses, just the first use and the latest ones are kept, because they need no
-judgement. While only one stream has work, nothing is judged, and the older uses are forgotten.
+Of a block that only its own stream uses, just the first use and the latest ones are kept, because these uses need no
+judgement. While only one stream has work, nothing is judged, and older uses are dropped from the log.
 """
 
 from __future__ import annotations
@@ -37,30 +39,33 @@ ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
 
 
 class Event(NamedTuple):
-    """Act of a library's allocator: it gave out a block, took one back, or got a segment from the driver."""
+    """Act of a library's allocator: it gave out a block, took a block back, or got a segment from the driver."""
 
     time: int
-    """Nanoseconds since the epoch."""
+    """Time of the act, in ns since the epoch."""
     kind: str
     address: int
     nbytes: int
     stream: int
-    """Handle of the block's stream, in whose order the block is reused."""
+    """Handle of the block's stream. The allocator reuses the block in the order of this stream."""
     owner: str
-    """Name of the allocator's library."""
+    """Name of the library that has the allocator, such as "PyTorch"."""
     place: Callable[[], Stack]
-    """Returns the place in the program. To find it costs time, and few places are shown."""
+    """Function that returns the place in the program. It is called only for places that are shown, because a call takes
+    long.
+    """
 
 
 def kernel_of(launch: DriverCall) -> Kernel:
-    """Return the kernel that a launch runs. The call must be a launch."""
+    """Return the kernel of ``launch``, which must be a kernel launch (its ``kernel`` is then a :class:`Kernel`)."""
     return cast("Kernel", launch.kernel)
 
 
 def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
-    """Return the addresses that a launch uses: those among its arguments.
+    """Return the addresses among the arguments of a kernel launch.
 
-    If the driver does not tell the arguments, return those of the operator's tensors, or None without an operator.
+    If the driver does not tell the arguments, returns the first address of each tensor of the PyTorch operator, or None
+    if no operator made the launch.
     """
     if launch.pointers is None and launch.operands:
         return tuple(operand[0] for operand in launch.operands)
@@ -68,10 +73,11 @@ def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
 
 
 def parts_of(launch: DriverCall) -> tuple[Part, ...]:
-    """Return the parts of memory that a launch uses: start, end, and whether the kernel writes it (None: unknown).
+    """Return the parts of memory that a launch uses: start, end, and whether the kernel writes the part (None:
+    unknown).
 
-    A part is a tensor of the operator at one of the addresses, or one byte at an address outside of all tensors. Of
-    parts that overlap only the first is returned; written parts come before others.
+    A part is a tensor of the operator at one of the addresses, or one byte at an address outside of all tensors. If two
+    parts overlap, only the first part is returned; written parts come first.
     """
     return _parts(kernel_of(launch), addresses_of(launch) or (), tuple(launch.operands))
 
@@ -79,7 +85,7 @@ def parts_of(launch: DriverCall) -> tuple[Part, ...]:
 @functools.lru_cache(10_000)
 def _parts(kernel: Kernel, addresses: tuple[int, ...], operands: tuple[Operand, ...]) -> tuple[Part, ...]:
     written = kernel.written(addresses)
-    # Without a convention it is not known (None) whether the kernel writes an address.
+    # If no convention tells which addresses the kernel writes, any of them may be written: None means unknown.
     unknown = False if written else None
     first: dict[int, Operand] = {}
     for operand in operands:
@@ -114,13 +120,13 @@ class Run(NamedTuple):
 
     stream: TrackedStream
     at: int
-    """Number of the first launch in its stream."""
+    """Number that the first launch has in the order of its stream."""
     clock: dict[int, int]
-    """Operations that come before the first launch: number of the last one of each stream, by number of the stream."""
+    """Clock of the first launch: for each stream, by its number, the number of the last operation that comes before."""
     launches: list[DriverCall]
 
     def uses(self) -> list[Use]:
-        """Return one use for each launch of the run."""
+        """Return one :class:`Use` for each launch of the run."""
         found = []
         for at, one in enumerate(self.launches, self.at):
             what, parts = kernel_of(one).what, parts_of(one)
@@ -129,23 +135,23 @@ class Run(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Call that uses memory, with the clock of its stream."""
+    """One driver call that uses memory, with the clock of its stream (:attr:`clock`)."""
 
     time: int
     stream: TrackedStream
     at: int
-    """Number of the operation in its stream."""
+    """Number that the call has in the order of its stream."""
     clock: dict[int, int]
-    """Operations that come before it, as :attr:`Run.clock`."""
+    """Operations that come before the call, in the form of :attr:`Run.clock`."""
     what: str
     place: Stack
     parts: Sequence[Part]
-    """Parts of memory that the call uses; written parts come first."""
+    """Parts of memory that the call uses: start, end, and whether the call writes. Written parts come first."""
     captured: int = 0
-    """Time of the capture, for a call that runs in a graph; else 0."""
+    """Time of the stream capture in ns, for a call that runs in a graph; 0 for other calls."""
 
     def access(self, write: bool) -> Access:
-        """Return the use in the form that the judge takes. ``write``: whether the access writes."""
+        """Return this use as the :class:`Access` that the checker's judge takes. ``write``: whether the use writes."""
         return Access(self.stream, self.what, self.place, write, time=self.at)
 
 
@@ -154,56 +160,58 @@ class _Block:
     event: Event
     stream: TrackedStream
     previous: list[Range]
-    """Freed blocks at some of these addresses that other streams have used."""
+    """Freed blocks that overlap this block's addresses, and that streams other than their own have used."""
     is_fresh: bool
-    """Whether no call has used the block."""
+    """Whether no call has used the block yet."""
     place: Stack = ()
-    """Place of the first call that used the block."""
+    """Place in the program of the first call that used the block."""
     wrote: tuple[Use, Part] | None = None
     last: tuple[Use, Part] | None = None
-    """Latest write, and latest use, on the block's own stream."""
+    """Latest write and latest use (each with its part of memory) on the block's own stream; None if there was none."""
     seen: Use | None = None
-    """Latest use. A launch with several addresses in the block counts once."""
+    """Latest use. It prevents that a launch with several addresses in the block counts more than once."""
     range: Range | None = None
-    """The judge's record of uses; None while only the block's own stream has used the block."""
+    """Record of the uses for the checker's judge; None until a stream other than the block's own uses the block."""
     end: int = 0
-    """Address after the last byte."""
+    """Address after the last byte of the block."""
 
     def __post_init__(self) -> None:
         self.end = self.event.address + self.event.nbytes
 
 
 class Blocks:
-    """Blocks of all libraries, and the log of their uses."""
+    """Blocks of the allocators of all libraries, and the log of the calls that use these blocks."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._live: dict[int, Event | _Block] = {}
-        """Live blocks by address. A block stays an :class:`Event` until its first use."""
+        """Live blocks by address. A block that no call has used is an :class:`Event`, which is cheaper than a
+        ``_Block``.
+        """
         self._bases: list[int] = []
-        """Sorted addresses of live blocks."""
+        """Addresses of live blocks, in ascending order."""
         self._streams: dict[int, TrackedStream] = {}
-        """Streams by handle, destroyed ones too, because their uses are judged later."""
+        """Streams by handle. Destroyed streams are kept, because their uses are judged later."""
         self._gone = AddressMap(state.notes)
-        """Freed blocks that other streams have used."""
+        """Freed blocks that streams other than their own have used, by address."""
         self._known_from = 0
-        """Time until which uses were forgotten."""
+        """Time in ns up to which uses have been dropped from the log."""
         self.captures: list[tuple[int, int]] = []
-        """Times of begin and end of each capture; the end is 0 while the capture goes on."""
+        """Time of begin and time of end of each stream capture, in ns; the end is 0 while the capture goes on."""
         self._uses: list[Use | Run] = []
         self._events: list[Event] = []
         self.count = 0
-        """Number of logged uses."""
+        """Number of logged uses. Each launch of a run counts."""
 
     def log(self, use: Use | Run) -> None:
-        """Log a use, or the uses of a run."""
+        """Add a use, or all uses of a run, to the log."""
         self._uses.append(use)
         self.count += len(use.launches) if isinstance(use, Run) else 1
 
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
         """Judge the logged uses and the allocators' ``events`` up to the time ``upto`` (ns), in the order of time.
 
-        While only one stream has work (``is_alone``), judge nothing, and forget the older half of many uses.
+        While only one stream has work (``is_alone``), nothing is judged. Of many uses the older half is then dropped.
         """
         for one in events:
             self._events.append(one)
@@ -229,7 +237,9 @@ class Blocks:
                 self._happened(step)
 
     def _forget(self) -> None:
-        """Forget the older half of the logged uses. Only one stream has had work, so none of them can be wrong."""
+        """Drop the older half of the logged uses. Only one stream has had work, so none of these uses can be a
+        hazard.
+        """
         half = len(self._uses) // 2 or 1
         last = self._uses[half - 1]
         self._known_from = last.launches[-1].time if isinstance(last, Run) else last.time
@@ -279,9 +289,9 @@ class Blocks:
         for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
-                # A part of one byte is an address that lies in no tensor. A launch that has counted in this block skips
-                # it, so that a launch counts once. Written parts come first, so the part that counted is a write if any
-                # part is.
+                # A part of one byte is an address that lies in no tensor. If the same launch has counted in this block
+                # already, the part is skipped, so that each launch counts once. Written parts come first, so the part
+                # that counted is a write if any part of the launch is a write.
                 continue
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
@@ -301,11 +311,11 @@ class Blocks:
                 self._judge(block, use, part)
 
     def _is_of_graphs(self, event: Event) -> bool:
-        """Whether a block was given out during a capture. Such memory belongs to graphs."""
+        """Whether the block was given out during a stream capture. Such memory belongs to graphs."""
         return any(begin <= event.time and (not end or event.time <= end) for begin, end in self.captures)
 
     def _is_stale(self, block: _Block, use: Use) -> None:
-        """Report a graph that uses memory which has got another owner since the capture."""
+        """Report that a graph uses memory which has been given to another owner since the capture."""
         event = block.event
         range_ = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
         what = (
@@ -315,11 +325,11 @@ class Blocks:
         self._state.judge.report("use after free", what, remedy, range_, use.place)
 
     def _judge(self, block: _Block, use: Use, part: Part) -> None:
-        """Compare a use of a block with earlier uses by other streams."""
+        """Pass the use to the judge, which compares it with the earlier uses of the block by other streams."""
         if block.range is None:
             event = block.event
-            # The check lets PyTorch record lines from the second stream on. A block from before has none, so its first
-            # use names its place.
+            # PyTorch records source lines only from the second stream on. A block allocated earlier has no source line,
+            # so the place of its first use is shown instead.
             place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
             for one in {id(one): one for one in (block.wrote, block.last) if one is not None}.values():
@@ -332,7 +342,7 @@ class Blocks:
         self._state.judge.use((piece,), use.access(bool(write)), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
-        """Report uses by earlier owners of the memory that may still run at the first use of the new owner."""
+        """Report uses by earlier owners of the memory that may still run when the new owner first uses it."""
         judge, clock, previous = self._state.judge, Clock(use.clock), block.previous
         block.previous = []
         for old in previous:
@@ -351,4 +361,4 @@ class Blocks:
 
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
-"""Largest number of uses in the log while only one stream has work."""
+"""Largest number of uses that the log keeps while only one stream has work."""

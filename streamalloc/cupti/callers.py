@@ -1,4 +1,6 @@
-"""The library that calls the driver, found on the C stack, and the device memory of this process as NVML reports it."""
+"""Name of the library that calls the driver, found on the C stack, and this process's device memory according to
+NVML.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,15 @@ _NATIVE_NAMES = {
     **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
 }
 NATIVE = frozenset(_NATIVE_NAMES.values())
-"""NVIDIA's libraries that allocate memory for themselves and order its uses themselves."""
+"""NVIDIA's libraries. They allocate memory for themselves, and order the uses of this memory themselves."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
-"""Files of the frames between libcuda and the library that called it: runtime, CUPTI, ctypes, the bindings."""
-_PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")  # The program's own object may have no path.
+"""Files that may lie on the C stack between libcuda and the library that called it: runtime, CUPTI, ctypes,
+bindings.
+"""
+# The program's own executable may be listed without a path, so the name alone must match.
+_PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _MOST_FRAMES = 64
 
@@ -40,16 +45,18 @@ class _Symbol(ctypes.Structure):
 
 
 _frames = (ctypes.c_void_p * _MOST_FRAMES)()
-# Not ``CDLL``: it releases the GIL during a call, and another thread would overwrite ``_frames``.
+# ``CDLL`` would release the GIL during a call, and another thread could overwrite ``_frames``. ``PyDLL`` keeps the GIL.
 _c = ctypes.PyDLL(None)
-_backtrace: Any = getattr(_c, "backtrace", None)  # A function of glibc. Other C libraries may lack it.
+# ``backtrace`` is a function of glibc, which other C libraries may lack.
+_backtrace: Any = getattr(_c, "backtrace", None)
 if _backtrace is not None:
-    _backtrace(_frames, 1)  # The first call loads libgcc and allocates memory, so it must not be in a callback.
+    # The first call loads libgcc and allocates memory, which must not happen in a callback. So it is made here.
+    _backtrace(_frames, 1)
 
 
 @functools.cache
 def _file(address: int) -> str:
-    """Return the path of the shared library that contains an address (``dladdr``); empty if there is none."""
+    """Return the path of the shared library that contains ``address`` (``dladdr``); "" if no library contains it."""
     found = _Symbol()
     return (found.file or b"").decode(errors="replace") if _c.dladdr(ctypes.c_void_p(address), _at(found)) else ""
 
@@ -59,12 +66,12 @@ def _at(thing: Any) -> Any:
 
 
 def caller(frame: FrameType | None) -> str:
-    """Return the name of the library that called the driver, for use in a callback.
+    """Return the name of the library that called the driver. It is to be called in a callback.
 
     ``frame``: the innermost Python frame.
 
-    It is the first frame of the C stack outside of the driver and the bindings. If that is Python itself, it is the
-    first package on Python's stack.
+    The library is that of the first frame of the C stack outside of the driver and the bindings. If this frame is
+    Python's own, it is the first installed package on Python's stack, or the program.
     """
     count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
@@ -106,23 +113,23 @@ class _Process(ctypes.Structure):
 
 
 class Gpu(NamedTuple):
-    """Memory of a GPU as NVML reports it. NVML needs no CUDA context."""
+    """Free bytes of a GPU, and the bytes of each process on it, as NVML reports them. NVML needs no CUDA context."""
 
     free: int
     processes: dict[int, int]
-    """Bytes of each process, by process number. In a container the numbers are those of the host."""
+    """Bytes of each process, by process number. In a container these are process numbers of the host."""
 
 
 _MOST_PROCESSES = 256
 _UNKNOWN = (1 << 64) - 1
-"""NVML's number of bytes for a process whose memory it does not know."""
+"""Number that NVML reports for a process whose bytes are not known."""
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the GPUs by UUID; empty without NVML.
+    """Return the GPUs by UUID; empty if NVML is missing or fails.
 
-    NVML needs no CUDA. A call of the driver would initialise it, and a program could no longer use CUDA in a child that
-    it forks.
+    Driver calls are no substitute for NVML: they would initialise CUDA, and the program could no longer use CUDA in a
+    child that it forks.
     """
     try:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
@@ -150,21 +157,21 @@ def gpus() -> dict[str, Gpu]:
 
 
 class Process:
-    """Device memory of this process, as NVML reports it."""
+    """Device memory of this process according to NVML, since this object was made."""
 
     def __init__(self) -> None:
         self._before = gpus()
-        """The GPUs when this object was made."""
+        """The GPUs by UUID, as they were when this object was made."""
         self._numbers: dict[str, int] = {}
-        """Number of this process in NVML, by GPU. :meth:`figures` finds it."""
+        """Process number by which NVML lists this process, by UUID of the GPU; found by :meth:`figures`."""
 
     def figures(self) -> dict[str, int]:
-        """Return the bytes of this process by UUID of the GPU. GPUs for which NVML does not tell are left out."""
+        """Return the bytes of this process, by UUID of the GPU. A GPU is left out if NVML does not tell these bytes."""
         found = {}
         for name, gpu in gpus().items():
             before = self._before.get(name, Gpu(0, {}))
-            # In a container NVML reports the host's process numbers, not that of ``os.getpid``. So the only number that
-            # is new since the beginning is taken as that of this process.
+            # In a container NVML reports the host's process numbers, which differ from ``os.getpid``. So if exactly one
+            # process is new on the GPU since the beginning, it is taken as this process.
             new = [os.getpid()] if os.getpid() in gpu.processes else [*gpu.processes.keys() - before.processes]
             number = self._numbers.get(name, 0)
             if number not in gpu.processes and len(new) == 1:
@@ -174,13 +181,13 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Return by how many bytes the free memory of the GPU ``name`` has decreased to ``free`` since the beginning.
+        """Return how many bytes of the GPU with UUID ``name`` have been taken since this object was made.
 
-        None if NVML does not know the GPU.
+        ``free``: free bytes of the GPU now. None if NVML did not list the GPU.
         """
         return self._before[name].free - free if name in self._before else None
 
 
 def uuid_text(data: bytes) -> str:
-    """Return the UUID of a GPU, given as 16 bytes, in NVML's notation."""
+    """Return the UUID of a GPU as text in NVML's form ("GPU-…"). ``data``: the UUID as 16 bytes."""
     return f"GPU-{uuid.UUID(bytes=data)}"

@@ -38,16 +38,18 @@ from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
-"""Environment variable with the folder in which checked child processes write their hazards."""
+"""Environment variable with the path of the folder in which checked child processes write their hazards."""
 _MOST_LOGGED = 20_000
-"""Number of logged uses after which the libraries' histories are read and the uses judged."""
+"""Number of logged uses after which the histories of the libraries are read, and the uses judged."""
 _FEW_ENTRIES = 50_000
-"""Entries that PyTorch's history keeps while one stream works alone."""
+"""Number of entries that PyTorch's history keeps while only one stream has work."""
 _GLANCE = 0.001
-"""Seconds after which a thread that waits for its turn looks again whether another asks PyTorch's allocator."""
+"""Seconds between two tests by a thread that waits for the lock. It tests whether another thread waits for the mutex of
+PyTorch's allocator.
+"""
 _MOST_WAITING = 1000
-"""Largest number of launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. They wait,
-because it costs less to follow many at once.
+"""Largest number of launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind. These calls are
+followed together, because that costs less than one at a time.
 """
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
@@ -58,20 +60,22 @@ _HOST, _DEVICE = cuda.CUmemorytype.CU_MEMORYTYPE_HOST, cuda.CUmemorytype.CU_MEMO
 
 
 class _Seen:
-    """Stand-in for the driver, which callbacks must not call. It answers the checker from the calls seen so far."""
+    """Stand-in for the driver, because callbacks must not call the driver. It answers from the calls followed so
+    far.
+    """
 
     is_simulated = True
-    """True, as for a simulated machine: the checker sees the calls of all libraries."""
+    """True, as for a simulated machine: the checker is told of the calls of all libraries."""
 
     def __init__(self) -> None:
         self.context = 0
-        """Current context of the thread whose call is being followed."""
+        """Handle of the current context of the thread whose call is being followed."""
         self.addresses: Any = None
         self._devices: dict[int, int] = {}
-        """Device of each context."""
+        """Device ordinal of each primary context, by context handle."""
 
     def saw(self, call: DriverCall) -> None:
-        """Remember the device of a primary context, if the call has returned one."""
+        """Store the device of a primary context, if ``call`` has returned such a context."""
         if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
             self._devices[call.answer[1]] = call.args[0]
 
@@ -99,16 +103,18 @@ class _Seen:
 
 
 class _Found(RaisedAgain):
-    """Exception for the first hazard. It takes no arguments, because ``PyThreadState_SetAsyncExc`` takes a class."""
+    """Exception that says that there is a hazard. It takes no arguments, because ``PyThreadState_SetAsyncExc`` gets a
+    class.
+    """
 
     def __init__(self) -> None:
         super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
 class _Raising(threading.Thread):
-    """Thread that raises :class:`_Found` in the main thread every half second until the block ends.
+    """Thread that raises :class:`_Found` in the main thread every half second until the block of :func:`check` ends.
 
-    Once is not enough: Python prints and drops an exception that arrives in a callback or a finaliser.
+    To raise it once is not enough: Python prints and drops an exception that arrives in a callback or a finaliser.
     """
 
     def __init__(self) -> None:
@@ -124,57 +130,65 @@ class _Raising(threading.Thread):
 
 
 class Check:
-    """Check of all code of the process. :func:`check` returns it."""
+    """Check of the driver calls of all code in this process. :func:`check` returns a context manager that gives it."""
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
-        """Whether the first hazard raises in the main thread."""
+        """Whether the first hazard raises an exception in the main thread."""
         self._raising: _Raising | None = None
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
         self._recorder.state.on_use = self._used
-        self._recorder.state.streams.foreign.may_write = True  # The driver does not tell which bytes a kernel writes.
+        # The driver does not tell which bytes a kernel writes, so any kernel may write.
+        self._recorder.state.streams.foreign.may_write = True
         self._libraries = Libraries(stacks=None, most_entries=_FEW_ENTRIES)
         self._blocks = Blocks(self._recorder.state)
         self._operators: Operators | None = None
-        """Dispatch mode of PyTorch; None until the program makes a stream, because on one stream no order can be
-        missing.
+        """Dispatch mode of PyTorch; None until the program makes a stream. With one stream the order of operations is
+        never in doubt, so the mode is not needed.
         """
         self._has_streams = False
         self._waiting: deque[DriverCall] = deque()
-        """Calls that are not followed yet, oldest first. Launches wait for the next call of another kind, because
-        consecutive launches on a stream are one step of the checker.
+        """Calls that are not followed yet, oldest first. A launch waits for the next call of another kind, because the
+        checker takes consecutive launches on a stream as one step.
         """
         self._turn = threading.Lock()
-        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it. If such a
-        thread went on, it could overwrite the arguments of its call before the checker reads them.
+        """Lock that a thread holds while it follows the waiting calls. The callbacks of other threads wait for the
+        lock. If one of these threads went on, it could overwrite the arguments of its call before the checker has read
+        them.
         """
         self._worker = 0
-        """Thread that follows the waiting calls; 0 while no thread does."""
+        """Ident of the thread that follows the waiting calls; 0 if no thread does."""
         self._late: dict[int, int] = {}
-        """Time of the last call that did not wait for the lock, by thread. Until then arguments may be overwritten."""
+        """By thread: time in ns of its last call that did not wait for the lock. The arguments of its calls up to this
+        time may have been overwritten.
+        """
         self._handles: set[int] = set()
-        """Handles of streams on which kernels were launched."""
+        """Handles of the streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()
-        """Addresses that a library of NVIDIA has just allocated for itself."""
+        """Addresses of memory that a library of NVIDIA has just allocated for itself, and that the checker does not
+        track yet.
+        """
         self._first: TrackedStream | None = None
-        """The first stream with work."""
+        """First stream on which an operation was followed; None before."""
         self._is_alone = True
-        """Whether only one stream has had work, and nothing was captured. Then no use can be wrong, and the libraries'
-        histories are not read.
+        """Whether only one stream has had work, and no capture has begun. Then no use can be a hazard, and the
+        histories of the libraries are not read.
         """
         self._has_new_segments = False
-        """Whether a library may have allocated a segment since its history was read."""
+        """Whether a library may have allocated a segment since the histories were read."""
         self._was_read = False
-        """Whether uses were judged before. The first time, PyTorch is asked for its live blocks, too."""
+        """Whether uses have been judged before. If not, PyTorch is asked for its live blocks in addition to its
+        history.
+        """
         self._subscription: Subscription = Subscription(self._called, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
         self._libraries.gate = gate = self._subscription.gate
         self._recorder.state.judge.sees_grants = lambda: not gate.has_left_out
 
     @property
     def hazards(self) -> list[Hazard]:
-        """All hazards so far, oldest first, one for each pair of places."""
+        """All hazards so far, oldest first. Two hazards with the same pair of places in the program count once."""
         return self._recorder.hazards
 
     @property
@@ -184,15 +198,15 @@ class Check:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts that say which calls and memory the check did not follow."""
+        """Texts that say which calls and which memory were not checked."""
         return self._recorder.notes
 
     @contextlib.contextmanager
     def running(self, at_once: bool) -> Iterator[Check]:
-        """Check the process within the ``with`` block. ``at_once``: print each hazard when it is found.
+        """Check the process within the ``with`` block. Its value is this object.
 
-        Raises :class:`CuptiError` if CUPTI cannot be used. If hazards are to raise, the first one raises
-        ``DriverMisuseError``, at the latest at the end of the block.
+        ``at_once``: whether each hazard is printed when it is found. Raises :class:`CuptiError` if CUPTI cannot be
+        used. With ``raises``, the first hazard raises ``DriverMisuseError``, at the latest at the end of the block.
         """
         if at_once:
             self._recorder.show_at_once(None)
@@ -212,7 +226,9 @@ class Check:
             raise _Found
 
     def _raise_here(self) -> None:
-        """End the thread that raises in the main thread: its exception must not arrive after the block."""
+        """End the thread that raises :class:`_Found` in the main thread, so that no exception arrives after the
+        block.
+        """
         if self._raising is not None:
             self._raising.ended.set()
             self._raising.join()
@@ -229,9 +245,9 @@ class Check:
 
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
-        """Check the Python processes, too, that the program starts within the ``with`` block.
+        """Also check the Python processes that the program starts within the ``with`` block.
 
-        Each writes its hazards to a file in ``folder``.
+        Each of these processes writes its hazards to a JSON file in ``folder``.
         """
         ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
         before = {name: os.environ.get(name) for name in ours}
@@ -245,7 +261,9 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses, with the acts of the libraries' allocators, up to ``upto`` (ns; None: now)."""
+        """Judge the logged uses against the acts of the libraries' allocators, up to the time ``upto`` (ns; None:
+        now).
+        """
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
@@ -265,8 +283,8 @@ class Check:
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
-        # PyTorch makes these calls with its allocator's mutex. To wait for another thread, which may wait for that
-        # mutex, would deadlock.
+        # PyTorch may make these calls while it holds its allocator's mutex. To wait here for another thread, which may
+        # wait for that mutex, could deadlock.
         is_quiet = not is_launch and function in QUIET and self._libraries.torch is not None
         self._waiting.append(call._replace(is_late=True) if is_quiet else call)
         if is_quiet or call.is_late:
@@ -279,13 +297,15 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # A native library, such as cuDNN, has allocated this memory, and may fill it on its own stream. The program
-            # cannot order that work, so a report of a missing order would be of no use.
+            # A library of NVIDIA, such as cuDNN, has allocated this memory, and may fill it on a stream of its own. The
+            # program cannot order that work, so a report of a missing order would not help.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
     def _with_operands(self, call: DriverCall) -> DriverCall:
-        """Enter the dispatch mode on this thread, and return the call; a launch gets the operator's tensors."""
+        """Enter the dispatch mode on this thread. Returns the call, with the tensors of the PyTorch operator if it is a
+        launch.
+        """
         torch = self._libraries.torch
         if self._operators is None and torch is not None:
             self._operators = Operators(torch)
@@ -298,18 +318,20 @@ class Check:
         return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
     def _work(self, call: DriverCall | None = None) -> None:
-        """Follow all waiting calls. ``call``: the call of this thread, which made it come here."""
+        """Follow all waiting calls. ``call``: the call whose callback runs on this thread; None outside of
+        callbacks.
+        """
         if self._worker == threading.get_ident():
-            # A finaliser made the call while this thread was in the loop below, and the loop takes it.
+            # A finaliser made the call while this thread was in the loop below. The loop then takes this call, too.
             return
         is_mine = False
         try:
             while not is_mine:
-                # ``map`` calls ``acquire`` from C. So no signal handler can run, and raise, between the call and the
-                # assignment, which would leave the lock held.
+                # ``map`` calls ``acquire`` from C, so no signal handler can raise between the call and the assignment.
+                # Such an exception would leave the lock held for ever.
                 (is_mine,) = map(self._turn.acquire, (True,), (_GLANCE,))
-                # Another thread waits for the mutex of PyTorch's allocator, which this thread may hold. To wait for
-                # that thread would deadlock.
+                # Another thread waits for the mutex of PyTorch's allocator, and this thread may hold that mutex. To
+                # wait for the other thread would deadlock.
                 if not is_mine and call is not None and self._subscription.gate.is_asking:
                     self._late[call.thread] = call.time
                     return
@@ -330,11 +352,11 @@ class Check:
         state = self._recorder.state
         state.now, self._seen.context = one.time, one.context
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
-            # Read the libraries' histories first, so that a use is compared with its block and not with the whole
-            # segment. That takes the allocator's mutex. This call does not hold it: PyTorch makes no call of ``_USES``
-            # with the mutex.
+            # The libraries' histories are read before this use, so that the use is compared with its block and not with
+            # the whole segment. The reading takes the allocator's mutex. This thread does not hold it, because PyTorch
+            # makes no call of ``_USES`` with the mutex.
             self.merge(one.time)
-        # A thread that did not wait for the lock may have overwritten the arguments of this call.
+        # If its thread did not wait for the lock, the thread may have overwritten the arguments of this call.
         state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)
@@ -349,12 +371,12 @@ class Check:
             self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
-        """Follow consecutive launches of one thread on one stream."""
+        """Follow consecutive launches that one thread made on one stream."""
 
         def runs(stream: TrackedStream) -> None:
             self._uses(stream)
             self._blocks.log(Run(stream, stream.time, stream.clock.known.copy(), launches))
-            # Each launch needs a time of its own on the stream, because uses of equal time have no order.
+            # Each launch needs its own time on the stream, because two uses of equal time have no order.
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
@@ -377,7 +399,7 @@ class Check:
         try:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
         except REFUSED:
-            # C code may pass what the bindings never do, such as a null pointer for the answer.
+            # C code may pass arguments that the bindings never pass, such as a null pointer for the answer.
             self._recorder.state.notes.add("calls", call.function, call.place)
         addresses, address = self._recorder.state.addresses, call.answer[-1]
         if self._of_natives and address in self._of_natives and (found := addresses.find(address)) is not None:
@@ -385,7 +407,7 @@ class Check:
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Remember that a stream has work. From the second stream on, uses have to be judged."""
+        """Note that the stream has work. Once a second stream has work, uses have to be judged."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first
@@ -394,7 +416,7 @@ class Check:
         self._uses(stream)
         _, low, high = piece
         now, clock = self._recorder.state.now, stream.clock.known.copy()
-        # None: unknown. A kernel's use may write, and its first use of new memory counts as a write.
+        # None means that the write is unknown. A kernel may write, and its first use of new memory counts as a write.
         part = low, high, access.write or (None if node.kernel else False)
         what, place, captured = access.what, access.stack, node.captured
         self._blocks.log(Use(now, stream, access.time, clock, what, place, (part,), captured))
@@ -406,18 +428,19 @@ def _kernel(launch: DriverCall) -> Kernel:
 
 @contextlib.contextmanager
 def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
-    """Check the stream order of all driver calls in a ``with`` block, by the program, PyTorch, CuPy and any library.
+    """Check the stream order of all driver calls in a ``with`` block, made by the program, PyTorch, CuPy or any
+    library.
 
     The check follows memory of pools, ``cuMemAlloc``, mappings, pinned memory, and the blocks of PyTorch's and CuPy's
-    allocators, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
-    addresses are among its arguments. It writes
+    allocators, with the copies, fills, kernels, waits, graphs and frees that use it. The check assumes that a kernel
+    uses the memory whose addresses are among its arguments, and that the kernel writes
 
-    * its output, if it is an element-wise kernel of PyTorch or CuPy;
+    * its output, if the kernel is an element-wise kernel of PyTorch or CuPy;
     * new memory that no call has used before;
     * what the schema of PyTorch's operator says, once the program has made a stream.
 
-    All else that a kernel does is unknown, and counts as a read. So a race is missed if its only write is by such a
-    kernel, in memory that was used before.
+    All other uses by a kernel are unknown, and count as reads. So a race is missed if its only write is such an unknown
+    use.
 
     Import the libraries and initialise CUDA in the block. Leaks are not reported, because libraries keep memory until
     the end.
@@ -427,13 +450,13 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
     at_once
         Whether to print each hazard on the standard error stream when it is found.
     raises
-        Whether the first hazard raises :class:`~streamalloc.driver.DriverMisuseError` in the main thread: soon after it
-        was found, or at the end of the block.
+        Whether the first hazard raises :class:`~streamalloc.driver.DriverMisuseError` in the main thread. The exception
+        comes soon after the hazard was found, at the latest at the end of the block.
 
     Raises
     ------
     CuptiError
-        CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
+        CUPTI's library is missing, or another tool has subscribed: CUPTI allows one subscriber at a time.
 
     Reference: CUPTI's callback API, ``cuptiSubscribe``. :doc:`/docs/reference/cupti` has an example.
     """
@@ -442,7 +465,7 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
 
 
 def check_child() -> None:
-    """Check this process until it ends. A checked process has started it (:meth:`Check.in_children`)."""
+    """Check this process until it ends. A checked parent process has started it (:meth:`Check.in_children`)."""
     folder = Path(os.environ[VARIABLE])
     check, undo = Check(raises=False), contextlib.ExitStack()
     undo.enter_context(check.running(at_once=True))

@@ -1,15 +1,17 @@
-"""CUPTI's callback in machine code: it records some driver calls without the GIL, and passes the others to Python.
+"""CUPTI's callback in machine code: it stores some driver calls without the GIL, and passes the others to Python.
 
 A callback in Python waits for the GIL. PyTorch's allocator holds its mutex while it queries, records and destroys the
 events of ``record_stream``, frees segments (``empty_cache``), and maps expandable segments. If another thread holds the
-GIL and waits for that mutex, the two threads deadlock. A thread that reads PyTorch's memory history does just that. So
-the machine code stores calls of these functions in a ring buffer:
+GIL and waits for that mutex, the two threads deadlock. A thread that reads PyTorch's memory history holds the GIL and
+waits for the mutex. So the machine code stores calls of these functions in a ring buffer:
 
 * all of them while a thread is in the block of :meth:`Gate.asking`;
-* after the import of PyTorch, queries and frees by threads without the GIL. Their source line matters little.
+* after the import of PyTorch, event queries and frees by threads without the GIL. The source line of these calls
+  matters little.
 
 The next callback in Python takes the stored calls. CUPTI calls back twice, before and after each driver call; the
-machine code ignores the first. It needs Linux on x86-64. Elsewhere every callback waits for the GIL.
+machine code ignores the first callback. The machine code needs Linux on x86-64. Elsewhere every callback waits for the
+GIL.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 Callback = Callable[[int, int, int, int], None]
-"""Takes user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
+"""Type of the callback in Python. It takes user data, domain, number of the function, and address of a
+``CUpti_CallbackData``.
+"""
 C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
 _LATER, _WITHOUT_GIL, _UNSEEN = 1, 2, 4
-"""Flags of a function. ``_LATER``: its calls are stored while a thread asks PyTorch's allocator. ``_WITHOUT_GIL``:
-after the import of PyTorch, its calls by threads without the GIL are stored, too. ``_UNSEEN``: its calls are dropped
-where others are stored, because their arguments point to memory of the caller, which may be gone later.
+"""Flags of a driver function. ``_LATER``: its calls are stored while a thread is in :meth:`Gate.asking`.
+``_WITHOUT_GIL``: after the import of PyTorch, its calls by threads without the GIL are stored, too. ``_UNSEEN``: where
+calls of other functions are stored, its calls are dropped, because their arguments point to memory of the caller.
 """
 _MODES = {
     **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_GIL),
@@ -42,21 +46,21 @@ _MODES = {
     **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), _LATER | _UNSEEN),
 }
 QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"}
-"""Functions that PyTorch often calls while the thread holds the GIL and the allocator's mutex. Their callbacks must
-wait for no other thread, because that thread may wait for the mutex.
+"""Functions that PyTorch often calls while the thread holds both the GIL and the allocator's mutex. The callbacks of
+these functions must not wait for another thread, because that thread may wait for the mutex.
 """
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
-"""Number of slots of the ring, and the form of a slot: number of the function, result, thread, context, arguments. The
-machine code stores a call only while fewer than 4,000 slots are filled. The others are for threads that have made this
-test at the same moment.
+"""Number of slots of the ring buffer, and the format of a slot: number of the function, result, thread, context,
+arguments. The machine code stores a call only while fewer than 4,000 slots are filled. The other slots are for threads
+that have passed this test at the same moment.
 """
 _PATIENCE = 1.0
-"""Longest time in seconds to wait for the callbacks of other threads. Without the limit the wait would not end if a
-signal handler has ended a callback before it was counted.
+"""Longest time in seconds to wait for the callbacks of other threads. If a signal handler ends a callback before it was
+counted, the count is never reached; the limit ends the wait.
 """
 _CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_GIL = range(9)
 """Indices of the 64-bit words that the machine code uses. ``_ASKING``, ``_ENTERED``, ``WRITTEN``, ``_LEFT_OUT`` and
-``TAKEN`` are counters. The ring has calls while ``WRITTEN`` differs from ``TAKEN``.
+``TAKEN`` are counters. The ring buffer contains calls while ``WRITTEN`` differs from ``TAKEN``.
 """
 _CODE = """
 00: 83 39 01                   cmp DWORD PTR [rcx],0x1                 ; before the call: return
@@ -115,37 +119,37 @@ b3: f0 48 ff 47 28             lock inc QWORD PTR [rdi+0x28]           ; left_ou
 b8: c3                         ret
 b9: ff 27                      jmp QWORD PTR [rdi]                     ; Python
 """
-"""The callback in machine code. A line has the offset, the bytes, the instruction, and its purpose. On entry rdi has
-the address of the words, edx the number of the function, and rcx the address of the ``CUpti_CallbackData``.
+"""The callback in machine code. Each line has offset, bytes, instruction and purpose. On entry rdi is the address of
+the words, edx the number of the function, and rcx the address of the ``CUpti_CallbackData``.
 """
 
 
 class Written(NamedTuple):
-    """Driver call that the machine code has stored."""
+    """One driver call that the machine code has stored in a slot of the ring buffer."""
 
     number: int
-    """CUPTI's number of the function."""
+    """Number of the driver function in CUPTI."""
     result: int
     thread: int
     context: int
     args: Any
-    """First 40 bytes of the arguments, as a ctypes buffer."""
+    """First 40 bytes of the struct with the arguments, as a ctypes buffer."""
 
 
 class Gate:
-    """Machine code in front of one callback in Python, with its words and its ring of calls.
+    """Machine code that CUPTI calls before one callback in Python, with its words and its ring buffer of stored calls.
 
-    ``functions`` has the names of the subscribed functions by number.
+    ``functions``: names of the subscribed functions, by CUPTI's number.
     """
 
     def __init__(self, callback: Callback, functions: dict[int, str]) -> None:
         self._kept = C_CALLBACK(callback)
         self.left = 0
-        """Number of callbacks in Python that have ended. ``callback`` counts those of functions with flags."""
+        """Number of callbacks in Python that have ended, of functions with flags. ``callback`` has to count them."""
         self.inside: list[int] = []
-        """Threads that are in such a callback in Python. ``callback`` keeps the list."""
+        """Idents of the threads that are in such a callback in Python. ``callback`` has to keep this list."""
         self.modes: Any = (ctypes.c_uint8 * (max(functions, default=0) + 1))()
-        """Flags of each function by number; 0 for none."""
+        """Flags of each function, by CUPTI's number; 0 for functions without flags."""
         self._later = {number: _MODES[name] for number, name in functions.items() if name in _MODES}
         for number, mode in self._later.items():
             self.modes[number] = mode & ~_WITHOUT_GIL
@@ -154,19 +158,19 @@ class Gate:
         self._lock = threading.Lock()
         self._code = _executable(machine_code(_CODE))
         self.address: int = ctypes.cast(self._kept, ctypes.c_void_p).value or 0
-        """Address of the function that CUPTI calls; it takes ``user`` as its data."""
+        """Address of the C function to pass to CUPTI. :attr:`user` has to be passed as its user data."""
         self._words[_CALLBACK] = self.address
         self._words[_TABLE], self._words[_RING] = ctypes.addressof(self.modes), ctypes.addressof(self._ring)
         self._words[_HAS_GIL] = ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p).value or 0
         self.words: Any = memoryview(self._words).cast("B").cast("Q")
-        """The words of the machine code, by the indices above."""
+        """The 64-bit words that the machine code uses, by the indices ``_CALLBACK`` to ``_HAS_GIL``."""
         self.user: int = ctypes.addressof(self._words)
         if self._code is not None:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
 
     @property
     def has_left_out(self) -> bool:
-        """Whether calls were dropped, because their arguments could not be stored."""
+        """Whether calls were dropped because their arguments could not be stored (flag ``_UNSEEN``)."""
         return bool(self.words[_LEFT_OUT])
 
     @property
@@ -175,25 +179,29 @@ class Gate:
         return bool(self.words[_ASKING])
 
     def write_frees(self) -> None:
-        """Store the queries and frees of threads without the GIL from now on, since PyTorch was imported."""
+        """From now on, store the event queries and frees by threads without the GIL. It is called when PyTorch is
+        imported.
+        """
         for number, mode in self._later.items():
             self.modes[number] = mode
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Let the ``with`` block take the mutex of PyTorch's allocator without a deadlock.
+        """Allow the code in the ``with`` block to take the mutex of PyTorch's allocator without a deadlock.
 
-        It first waits until the callbacks of other threads have ended, because one may hold the mutex and wait for the
-        GIL.
+        On entry it waits until the callbacks of other threads have ended, because one of these threads may hold the
+        mutex and wait for the GIL.
         """
         words = self.words
         words[_ASKING] += 1
         try:
             end, own = monotonic() + _PATIENCE, self.inside.count(get_ident())
-            # The count of ended callbacks is read first. In the other order, a callback that begins and ends between
-            # the two reads would hide one that still runs.
+            # The count of ended callbacks is read before the count of begun ones. In the other order, a callback that
+            # begins and ends between the two reads would hide another callback that still runs.
             while (ended := own + self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
-                if monotonic() > end:  # A signal handler has raised in the callback before it counted its end.
+                # A signal handler has raised in the callback before the callback counted its end, so the wait would
+                # never end.
+                if monotonic() > end:
                     self.left += entered - ended
                 sleep(1e-4)
             yield
@@ -201,18 +209,21 @@ class Gate:
             words[_ASKING] -= 1
 
     def take(self) -> Iterator[Written]:
-        """Yield the stored calls, oldest first, and remove them. Yields none while another thread takes them."""
+        """Yield the stored calls, oldest first, and remove them. Yields nothing while another thread is in this
+        method.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
             while self.words[WRITTEN] != self.words[TAKEN]:
                 at = self.words[TAKEN] % _SLOTS * _SLOT.size
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
-                    sleep(0)  # Another thread has reserved the slot and not filled it yet.
+                    sleep(0)  # Another thread has reserved the slot and has not filled it yet.
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
                 try:
                     struct.pack_into("I", self._ring, at, 0)
-                # The number is 0 now. If a signal handler raised before the count, the next take would wait for ever.
+                # The slot's number is 0 now. If a signal handler raised before the count below, the next :meth:`take`
+                # would wait for this slot for ever.
                 finally:
                     self.words[TAKEN] += 1
                 yield Written(number, result, thread, context, ctypes.create_string_buffer(args))
@@ -221,17 +232,19 @@ class Gate:
 
 
 def machine_code(listing: str) -> bytes:
-    """Return the bytes of an assembler listing: hexadecimal, in columns 5 to 31 of each line."""
+    """Return the machine code of an assembler listing. Each line has the code in hexadecimal, in columns 5 to 31."""
     return b"".join(bytes.fromhex(line[4:31]) for line in listing.strip().splitlines())
 
 
 def _executable(code: bytes) -> mmap.mmap | None:
-    """Return executable memory with the code; None elsewhere than on Linux and x86-64, or if the system refuses it."""
+    """Return executable memory that contains ``code``; None if the platform is not Linux on x86-64, or the system
+    refuses.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
-    # SELinux and similar systems refuse memory that is writable and executable at the same time.
+    # The memory is made executable and no longer writable: SELinux and similar systems refuse memory that is both.
     at = ctypes.addressof(ctypes.c_char.from_buffer(made))
     refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(len(made)), _READ_AND_EXECUTE)
     return None if refused else made

@@ -1,4 +1,4 @@
-"""Names of ``cupti``, beside the public ones, that other areas use."""
+"""Private names of ``cupti`` that other packages of streamalloc use."""
 
 from streamalloc.cupti.accounting import FUNCTIONS, REST, Followed
 from streamalloc.cupti.recording import ALLOCATIONS, Recording

@@ -1,9 +1,9 @@
-"""Kernels: their names, the pointers among the arguments of a launch, and which of these the kernel writes.
+"""Kernels: their names, the pointers among the arguments of a launch, and which of these pointers the kernel writes to.
 
 The driver tells the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
-address counts as a pointer. Which pointers a kernel writes is known where its library keeps to a convention:
+address counts as a pointer. Which pointers a kernel writes to is known only if its library has a convention:
 
-* PyTorch's element-wise kernels have the output as the first pointer, and its reductions as the second.
+* PyTorch's element-wise kernels have the output as the first pointer, and its reductions have the output as the second.
 * PyTorch's kernels for lists of tensors, such as those of optimizers, change the tensors of the first list.
 * CuPy's kernels have the output as the last pointer.
 """
@@ -27,17 +27,17 @@ Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for the driver's answer about a kernel."""
 _SMALL = 64
-"""Largest size of an argument, in bytes, of which PyTorch sets every byte. Larger arguments may contain stale bytes of
-earlier calls.
+"""Largest size in bytes of an argument of which PyTorch sets every byte. In larger arguments some bytes may be left
+from earlier calls.
 """
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
-"""Range of the device addresses that the driver returns."""
+"""Lowest and highest device address that the driver returns."""
 
 
 class Kernel(str):
-    """Kernel, as its mangled name. Attributes say how to read its arguments.
+    """Mangled name of a kernel. The attributes say how to read the arguments of its launches.
 
-    ``sizes`` has the bytes of each argument; None if the driver does not tell them.
+    ``sizes``: bytes of each argument; None if the driver does not tell the sizes.
     """
 
     def __new__(cls, name: str, sizes: list[int] | None) -> Kernel:
@@ -50,33 +50,40 @@ class Kernel(str):
         made._lists = _lists(readable, sizes[0]) if sizes else None
         made._parts = None if sizes is None else _parts(readable, sizes, made._lists is not None)
         if sizes and made._lists is None and _OF_LISTS.search(readable):
-            # The lists of this version have an unknown form. Their unused slots hold addresses of earlier calls.
+            # The lists of tensors have an unknown form in this version of PyTorch. Their unused slots may hold
+            # addresses of earlier calls, so no pointer counts as written.
             made._written, made.is_known = None, False
         made._has_rows = "::CatArrayBatchedCopy" in readable
         made._at = struct.Struct(f"{len(sizes or ())}Q").unpack_from
         return made
 
     what: str
-    """Name for reports: the C++ name without arguments."""
+    """"kernel" and the C++ name without arguments, for reports."""
     is_known: bool
-    """Whether a convention tells which pointers the kernel writes."""
+    """Whether a convention tells which pointers the kernel writes to."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
-    """Match of the pattern of a convention, and the function that picks the written pointers; None if no convention
+    """Match of a convention's pattern, and the function that returns the written pointers; None if no convention
     matches.
     """
     _parts: list[tuple[int, int, int]] | None
-    """Parts of the arguments that may have pointers, as :func:`_parts` returns them; None for unknown sizes."""
+    """Parts of the arguments that may contain pointers, as :func:`_parts` returns them; None if the sizes are
+    unknown.
+    """
     _lists: _Lists | None
-    """Lists of tensors in the first argument; None without them."""
+    """Lists of tensors in the first argument; None if there are none."""
     _has_rows: bool
-    """Whether a launch sets only one pointer of an argument for each row of the grid."""
+    """Whether a launch sets only one pointer of an argument for each row of the grid (PyTorch's kernels for
+    ``cat``).
+    """
     _at: Callable[[Any, int], Addresses]
-    """Reads the addresses of the arguments, which ``kernelParams`` lists."""
+    """Function that reads the addresses of the arguments from the array ``kernelParams``. It takes memory and
+    address.
+    """
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
-        """Return the pointers among the arguments of a launch; None if they cannot be read.
+        """Return the pointers among the arguments of a launch; None if the arguments cannot be read.
 
-        That is so if the driver does not tell the sizes of the arguments, or if the launch passes them as one block
+        They cannot be read if the driver does not tell their sizes, or if the launch passes the arguments as one block
         (``CU_LAUNCH_PARAM_BUFFER_POINTER``). ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns`` and
         ``rows`` are ``gridDimX`` and ``gridDimY``.
         """
@@ -93,23 +100,27 @@ class Kernel(str):
         return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Return those of a launch's ``addresses`` that the kernel writes by convention; empty without a convention."""
+        """Return those of a launch's ``addresses`` to which the kernel writes by convention; empty if no convention
+        applies.
+        """
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
 class _Lists(NamedTuple):
-    """Lists of tensors in the first argument of a PyTorch kernel (``TensorListMetadata``).
+    """Layout of the lists of tensors in the first argument of a PyTorch kernel (``TensorListMetadata``).
 
-    Each list is a row of pointers. A launch fills the first slots of each row; the others hold addresses of earlier
-    calls. Another row has the sizes of the tensors.
+    Each list is a row of pointers. A launch fills the first slots of each row; the other slots may hold addresses of
+    earlier calls. Another row has the sizes of the tensors.
     """
 
     rows: tuple[int, ...]
-    """Numbers of the rows that have pointers."""
+    """Indices of the rows that contain pointers."""
     slots: int
-    """Slots in a row."""
+    """Number of slots in a row; a slot holds one pointer."""
     slot_of_block: int
-    """Offset of ``block_to_tensor``: for each block of the grid, one byte with the slot of its tensor, ascending."""
+    """Offset in bytes of ``block_to_tensor``. It has one byte for each block of the grid: the slot of its tensor,
+    ascending.
+    """
 
     def words(self, place: int, blocks: int) -> bytes:
         last = place + self.slot_of_block + min(blocks, _MOST_BLOCKS) - 1
@@ -118,7 +129,7 @@ class _Lists(NamedTuple):
 
 
 def _lists(name: str, size: int) -> _Lists | None:
-    """Return the lists in the first argument of a PyTorch kernel, which has ``size`` bytes.
+    """Return the layout of the lists in the first argument of a PyTorch kernel. ``size``: bytes of the argument.
 
     None if the kernel has no lists, or lists of an unknown form.
     """
@@ -128,8 +139,8 @@ def _lists(name: str, size: int) -> _Lists | None:
     count = int(found["count"])
     slots = 96 if found["scalars"] and count == 1 else _SLOTS.get(count, 0)
     rows = (*range(count), count + 1) if found["fused"] else (*range(count),)
-    # The struct ends with block_to_tensor (a byte for each block) and block_to_chunk (an int for each). Between the
-    # sizes and these it has a scalar or the address of a step counter for each tensor, or nothing.
+    # The struct ends with block_to_tensor (one byte for each block) and block_to_chunk (one int for each block). Before
+    # these and after the sizes, it has for each tensor a scalar or the address of a step counter, or nothing.
     slot_of_block = size - 5 * _MOST_BLOCKS - (0 if found["scalars"] else 8)
     before = slot_of_block - 8 * slots * (count + 1)
     known = (4 * slots, 8 * slots) if found["scalars"] else (8 * slots if found["fused"] else 0,)
@@ -137,32 +148,33 @@ def _lists(name: str, size: int) -> _Lists | None:
 
 
 def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int, int]]:
-    """Return the parts of the arguments that may have pointers: number of the argument, first byte, and size.
+    """Return the parts of the arguments that may contain pointers: index of the argument, first byte, size in bytes.
 
-    The first argument is left out if ``has_lists``.
+    With ``has_lists``, the first argument is left out, because its pointers are read by :class:`_Lists`.
     """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
-        # Arguments: number of elements, functor, pointers. The first pointer of all counts as the output, and the
-        # functor may have pointers, too. So the third argument goes first.
+        # The arguments are number of elements, functor, pointers. The first pointer that is found counts as the output,
+        # and the functor may contain pointers, too. So the third argument is moved to the front.
         found.insert(0, found.pop(2))
     return [one for one in found if one[2]]
 
 
 def _part(name: str, size: int) -> tuple[int, int]:
-    """Return the first byte and the size of the part of an argument that may have pointers.
+    """Return first byte and size in bytes of the part of an argument that may contain pointers.
 
-    PyTorch does not initialise all bytes of its large structs: they hold stack contents, addresses of earlier launches
-    among them. So only the parts that PyTorch sets are read.
+    PyTorch does not initialise all bytes of its large structs. The other bytes are old stack contents, which may be
+    addresses of earlier launches. So only the parts that PyTorch sets are read.
     """
     if size <= _SMALL or "at::native::" not in name:
         return 0, size // 8 * 8
     if "::reduce_kernel<" in name:
-        # The last 64 bytes: source, two targets, two buffers, semaphores, which are six pointers; then two words of
-        # settings.
+        # The last 64 bytes of the struct are six pointers (source, two targets, two buffers, semaphores) and two words
+        # of settings.
         return size - 64, 48
     if "::elementwise_kernel<" in name:
-        # An OffsetCalculator, which has 304 bytes and 100 for each tensor, and then a pointer to each tensor.
+        # The struct is an OffsetCalculator, which has 304 bytes and 100 for each tensor, followed by a pointer to each
+        # tensor.
         count = round((size - 304) / 108)
         return -(-_calculator(count) // 8) * 8, 8 * count
     if "::index_elementwise_kernel<" in name or "_gather_elementwise_kernel<" in name:
@@ -170,12 +182,14 @@ def _part(name: str, size: int) -> tuple[int, int]:
         return start, (size - start) // 8 * 8
     if "::CatArrayBatchedCopy" in name or "::multi_tensor_apply_kernel<" in name:
         return 0, size // 8 * 8
-    # Only the first word of another large argument is sure to be set. An OffsetCalculator has no pointers.
+    # Of any other large argument, only the first word is sure to be set. An OffsetCalculator has no pointers at all.
     return 0, 8 * (size not in map(_calculator, range(1, 9)))
 
 
 def _calculator(tensors: int) -> int:
-    """Return the bytes of PyTorch's ``OffsetCalculator`` for so many tensors: divisors and strides of 25 dimensions."""
+    """Return the size in bytes of PyTorch's ``OffsetCalculator`` for this number of tensors: divisors and strides of 25
+    dimensions.
+    """
     return 4 + 25 * (12 + 4 * tensors)
 
 
@@ -188,28 +202,30 @@ def _addresses(words: bytes) -> Addresses:
 
 
 _known: dict[bytes, Addresses] = {}
-"""Pointers by the bytes of the arguments. Programs launch the same kernels with the same arguments again and again."""
+"""Pointers by the bytes of the arguments. It saves work, because programs launch a kernel with the same arguments many
+times.
+"""
 _MOST_KNOWN = 10_000
 
 
 class Kernels:
-    """Kernels of the process by ``CUfunction`` handle.
+    """Kernels of the process, by ``CUfunction`` handle.
 
-    CUPTI's callback must make no driver call, so a thread asks the driver for the sizes of their arguments, once for
-    each kernel.
+    CUPTI's callback must make no driver call. So a thread of this object asks the driver, once for each kernel, for the
+    sizes of the arguments.
     """
 
     def __init__(self) -> None:
         self.known: dict[int, Kernel] = {}
-        """Kernels by handle."""
+        """Kernels that were asked for, by handle."""
         self._asked: SimpleQueue[tuple[int, str, int, threading.Event] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
-        """Ask the thread for a kernel, and wait up to 2 s for its answer. Returns the kernel.
+        """Ask the thread about a kernel, wait up to 2 s for the answer, and return the kernel.
 
-        ``symbol``: address of the mangled name, or 0. Without an answer in time, the sizes of the arguments are
-        unknown.
+        ``symbol``: address of the mangled name, or 0. If there is no answer in time, the sizes of the arguments count
+        as unknown.
         """
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()
@@ -217,12 +233,16 @@ class Kernels:
         return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
-        """Start the thread that asks the driver. Not for callbacks, because the start of a thread releases the GIL."""
+        """Start the thread that asks the driver. Callbacks must not call this method: the start of a thread releases
+        the GIL.
+        """
         self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
         self._thread.start()
 
     def forget(self) -> None:
-        """Forget all kernels. After the unload of a module the driver may give their handles to other kernels."""
+        """Drop all kernels. After a module was unloaded, the driver may give the handles of its kernels to other
+        kernels.
+        """
         self.known = {}
 
     def close(self) -> None:
@@ -238,14 +258,15 @@ class Kernels:
 
 
 def _sizes(function: int, context: int) -> list[int] | None:
-    """Return the bytes of each argument of a kernel; None if the driver does not tell them."""
+    """Return the size in bytes of each argument of a kernel; None if the driver does not tell the sizes."""
     cuda.cuCtxSetCurrent(cuda.CUcontext(context))
-    # A launch may name its kernel by a CUkernel or a CUfunction.
+    # The handle of a launch may be a CUkernel or a CUfunction, so both functions are tried.
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
             sizes.append(int(answer[2]))
-        # The driver answers INVALID_VALUE for the number after the last argument.
+        # For the index after the last argument the driver answers INVALID_VALUE. So this answer means that the list is
+        # complete.
         if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:
             return sizes
     return None
@@ -257,19 +278,19 @@ _LISTS = (
 )
 _OF_LISTS = re.compile(_LISTS)
 _SLOTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Slots of a row by the number of lists, from PyTorch's ``MultiTensorApply.cuh``."""
+"""Number of slots of a row, by number of lists; from PyTorch's ``MultiTensorApply.cuh``."""
 _MOST_BLOCKS = 320
-"""Thread blocks for which the lists have room, from the same file."""
+"""Number of thread blocks for which a struct of lists has space, from ``MultiTensorApply.cuh``, too."""
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
     (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
     (re.compile(r"at::native::reduce_kernel<"), lambda found, _: found[1:2]),
-    # The last template argument of the functor is the number of the list with the results.
+    # The last template argument of the functor is the number of the list that gets the results; here it is 0.
     (
         re.compile(_LISTS + r".*\b(?:Unary|Binary|Ternary|Pointwise)Op\w*(?<!Tensor)Functor<[^<>]*, 0>"),
         lambda found, lists: found[: len(found) // int(lists["count"])],
     ),
-    # Fused Adam has a step counter for each tensor, in addition to the lists.
+    # Fused Adam has a list of step counters in addition to the other lists, so the pointers are divided by one more.
     (
         re.compile(_LISTS + r".*\bFusedAdam\w*Functor<"),
         lambda found, lists: found[: len(found) // (int(lists["count"]) + 1)],
@@ -283,7 +304,7 @@ def _demangled(name: str) -> str:
         return name
     try:
         demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):  # Without libstdc++ the name stays mangled.
+    except (OSError, AttributeError):  # If libstdc++ is missing, the name stays mangled.
         return name
     demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()

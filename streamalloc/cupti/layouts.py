@@ -1,9 +1,9 @@
 """Layout in memory of the arguments of driver functions, derived from the signatures in cuda-bindings.
 
-CUPTI gives a callback the address of a struct with the arguments of the call, in their order. The bindings have the C
-signature of each function, with the types, and the Python function, with the names of the inputs. The other arguments
-are pointers through which the driver answers. So there is no table of functions to maintain. Only the sizes of structs
-in arrays are listed here (``_ELEMENTS``), because the bindings do not tell them.
+CUPTI gives a callback the address of a struct with the arguments of the call, in their order. From the bindings come
+the types of the arguments (the C signature of each function) and the names of the inputs (the Python function). All
+other arguments are pointers through which the driver answers. So there is no table of functions to maintain. Only the
+sizes of structs in arrays are listed here (``_ELEMENTS``), because the bindings do not tell them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from streamalloc.driver.bindings import c_signature, cuda, parameters, takes
 
 Read = Callable[[int], Any]
-"""Reads a value at an address."""
+"""Function that takes an address and returns the value that is stored there."""
 
 _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("int", "CUdevice"), ctypes.c_int32),
@@ -29,29 +29,33 @@ _NUMBERS: dict[str, Any] = {
     "float": ctypes.c_float,
     "PY_LONG_LONG": ctypes.c_int64,
 }
-"""ctypes' types of C's numbers. All other types are handles, addresses and sizes, and have 8 bytes."""
+"""ctypes type of each number type of C. Values of all other types are handles, addresses and sizes, of 8 bytes."""
 _BY_VALUE = {"CUmemLocation": (8, 4), "CUipcMemHandle": (64, 1), "CUipcEventHandle": (64, 1)}
-"""Size and alignment of structs that are passed by value."""
+"""Size and alignment in bytes of each struct that is passed by value."""
 _ELEMENTS = {"CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUstreamBatchMemOpParams": 48}
-"""Bytes of structs that are passed in arrays."""
+"""Size in bytes of each struct that is passed in an array."""
 _MOST = 65536
-"""Largest number of elements to read of an array. Without the limit, a wrong length could exhaust memory."""
+"""Largest number of elements that are read of an array. Without this limit a wrong length could exhaust memory."""
 
 
 class Layout(NamedTuple):
-    """Layout of the arguments of a function: each is an offset and a function that reads it."""
+    """Layout of the struct with the arguments of a driver function. For each argument: offset in bytes, and its
+    reader.
+    """
 
     inputs: tuple[tuple[int, Read], ...]
-    """Arguments of the bindings' Python function, in their order."""
+    """Input arguments, in the order of the bindings' Python function."""
     arrays: tuple[tuple[int, int, int, Read], ...]
-    """Arrays among the inputs: index of the array, index of its length, bytes of an element, and a function that reads
-    an element.
+    """Arrays among the inputs: index of the array, index of its length, size of an element in bytes, and the function
+    that reads an element.
     """
     outputs: tuple[tuple[int, Read], ...]
-    """Pointers to which the driver writes its answer."""
+    """Pointer arguments, to which the driver writes its answer."""
 
     def arguments(self, at: int) -> tuple[Any, ...]:
-        """Read the arguments at the address ``at``. Returns them as the bindings' function takes them."""
+        """Return the input arguments of the struct at the address ``at``, in the form that the bindings' function
+        takes.
+        """
         values = [read(at + offset) for offset, read in self.inputs]
         for index, length, size, read in self.arrays:
             first, count = values[index], min(int(values[length] or 0), _MOST)
@@ -59,9 +63,10 @@ class Layout(NamedTuple):
         return tuple(values)
 
     def answer(self, at: int, result: int) -> tuple[Any, ...]:
-        """Read the driver's answer through the arguments at ``at``.
+        """Return the driver's answer, read through the pointers of the struct at the address ``at``.
 
-        Returns it as the bindings do, the result code first.
+        It has the form of the bindings, with the result code first. If the result is an error, all other items are
+        None.
         """
         if result:
             return (_member(cuda.CUresult, result), *(None for _ in self.outputs))
@@ -71,12 +76,12 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout(function: str) -> Layout | None:
-    """Return the layout of a driver function's arguments; None if these bindings lack the function."""
+    """Return the layout of a driver function's arguments; None if the installed bindings lack the function."""
     types, names = c_signature(function), parameters(function)
     if not hasattr(cuda, function):
         return None
-    # The Python function has only the inputs. The outputs are the first pointers to non-constant memory in the C
-    # signature, as many as the Python function lacks.
+    # The bindings' Python function takes only the inputs. The outputs are the first pointers to non-constant memory in
+    # the C signature; their number is that of the arguments which the Python function lacks.
     answers = len(types) - len(names)
     inputs: list[tuple[int, Read]] = []
     outputs: list[tuple[int, Read]] = []
@@ -98,8 +103,8 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
     counts = [index for index, name in enumerate(names) if re.search(r"(?i)count|num", name)]
     found = []
     for index in listed:
-        # The argument with the length of the list is the next one whose name contains "count" or "num". If none
-        # follows, it is the last such argument before the list.
+        # The length of a list is the next argument whose name contains "count" or "num". If no such argument follows
+        # the list, the length is the last such argument before it.
         length = next((one for one in counts if one > index), next(reversed(counts), None))
         kind = kinds[index].removesuffix("*").replace("const", "").strip()
         if length is None or not kinds[index].endswith("*"):
@@ -111,7 +116,7 @@ def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tup
 
 
 def _size(kind: str) -> tuple[int, int]:
-    """Return size and alignment of a C type in bytes."""
+    """Return size and alignment of a C type, in bytes."""
     if kind in _BY_VALUE:
         return _BY_VALUE[kind]
     found = ctypes.sizeof(_NUMBERS[kind]) if kind in _NUMBERS else 4 if _is_enum(kind) else 8
@@ -124,7 +129,7 @@ def _is_enum(kind: str) -> bool:
 
 
 def _is_structure(kind: str) -> bool:
-    """Whether a class of the bindings is a struct with fields. Classes of handles have no fields."""
+    """Whether the bindings' class ``kind`` is a struct with fields. Classes of handles have no fields."""
     found = getattr(cuda, kind, None)
     return isinstance(found, type) and hasattr(found, "getPtr") and bool(_fields(found))
 
@@ -135,7 +140,7 @@ def _fields(structure: Any) -> tuple[str, ...]:
 
 
 def _reads(kind: str) -> Read:
-    """Return the function that reads a value of a C type."""
+    """Return the function that reads a value of the C type ``kind``, given its address."""
     kind = kind.replace("const", "").strip()
     if kind in _BY_VALUE or _is_structure(kind):
         return _structure(kind)
@@ -149,7 +154,9 @@ def _reads(kind: str) -> Read:
 
 
 def _pointed(kind: str) -> Read:
-    """Return the function that reads a pointer argument: the fields of a struct, else the address."""
+    """Return the function that reads an input of a pointer type: it gives the fields of a struct, or else the
+    address.
+    """
     target = kind.removesuffix("*").replace("const", "").strip()
     if not _is_structure(target) or target in _ELEMENTS:
         return _word
@@ -168,7 +175,7 @@ def _structure(kind: str) -> Read:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of the fields of a struct, because the caller's memory is valid only during the callback."""
+    """Return a copy of a struct's fields, because the memory of the caller is valid only during the callback."""
     kind: Any = type(value)
     fields = _fields(kind) if hasattr(value, "getPtr") else ()
     if not fields:
@@ -178,7 +185,7 @@ def _copy(value: Any) -> Any:
         try:
             setattr(found, name, _copy(getattr(value, name)))
         except (TypeError, ValueError, NotImplementedError):
-            # The field has an unknown enum number, or is the inactive side of a union.
+            # The field has an enum number that the bindings do not know, or is the inactive member of a union.
             setattr(found, name, 0)
     return found
 
@@ -186,7 +193,7 @@ def _copy(value: Any) -> Any:
 def _member(members: Any, value: int) -> Any:
     try:
         return members(value)
-    except ValueError:  # The value is newer than these bindings, which have no member for it.
+    except ValueError:  # The driver is newer than the bindings, which have no member for this value.
         return value
 
 

@@ -1,4 +1,4 @@
-"""Blocks that allocators of libraries give out: PyTorch's from its memory history, CuPy's and RMM's from hooks."""
+"""Blocks of the allocators of PyTorch (read from its memory history), CuPy and RMM (told by hooks)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from streamalloc.cupti.subscription import frames_of, is_library
 from streamalloc.driver.internal import Stack
 
 _MOST_ENTRIES = 1_000_000
-"""Entries that PyTorch's history keeps between two readings."""
+"""Number of entries that PyTorch's history keeps between two readings, when all actions are recorded."""
 _DEPTH = 8
 _ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMENT, "segment_map": SEGMENT}
-"""Kind of event for each action of PyTorch's history. A free is complete once the streams of ``record_stream`` are done
-with the block.
+"""Kind of event for each action of PyTorch's history. The action ``free_completed`` comes once all streams given to
+``record_stream`` are done with the block.
 """
 
 
 class Libraries:
-    """Allocators of PyTorch, CuPy and RMM, imported already or later.
+    """Allocators of PyTorch, CuPy and RMM, whether the program has imported these libraries already or imports them
+    later.
 
-    ``take`` gets the events of hooks; without it :meth:`events` returns them, too. ``stacks`` names the actions for
-    which PyTorch records stack frames. Without ``splits_rmm``, blocks of RMM give no events.
+    ``take`` is called with each event of the hooks; if it is None, :meth:`events` returns these events, too. ``stacks``
+    names the actions for which PyTorch records stack frames. With ``splits_rmm=False``, blocks of RMM give no events.
     """
 
     def __init__(
@@ -44,20 +45,20 @@ class Libraries:
         most_entries: int = _MOST_ENTRIES,
     ) -> None:
         self.torch: Any = None
-        """PyTorch, once the program has imported it."""
+        """The module ``torch`` once the program has imported it; None before."""
         self.gate: Gate | None = None
-        """Gate of the subscription. Functions that lock PyTorch's allocator enter :meth:`Gate.asking`."""
+        """Gate of the subscription. Functions that lock PyTorch's allocator run inside :meth:`Gate.asking`."""
         self._events: list[Event] = []
         self._take = take or self._events.append
         self._stacks = stacks
         self.most_entries: int = most_entries
-        """Largest number of entries of the history that PyTorch records."""
+        """Largest number of entries that PyTorch's history keeps."""
         self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[Libraries]:
-        """Receive the events of the libraries within the ``with`` block."""
+        """Receive the events of the libraries within the ``with`` block. Its value is this object."""
         found = {"torch": self._follow_torch, "cupy": self._follow_cupy}
         if self._splits_rmm:
             found["rmm"] = self._follow_rmm
@@ -79,8 +80,8 @@ class Libraries:
     def events(self, of_torch: bool = True, live: bool = False) -> list[Event]:
         """Return the events since the last call.
 
-        ``of_torch``: also those of PyTorch's history, which takes long to read. ``live``: also an allocation at time 0
-        for each live block of PyTorch, because the history drops its oldest entries.
+        ``of_torch``: also read PyTorch's history, which takes long. ``live``: also add an allocation at time 0 for each
+        live block of PyTorch, because the history may have dropped the entries of its allocation.
         """
         found = self._events[:]
         del self._events[: len(found)]
@@ -97,19 +98,19 @@ class Libraries:
                     self._open.callback(setattr, torch.cuda.memory, name, function)
                     setattr(torch.cuda.memory, name, _through(self.gate, function))
             self._make_streams_in_turn(torch.cuda.Stream)
-        # PyTorch calls these functions after it has initialised CUDA. A direct call would initialise CUDA, and a
-        # program could no longer use it in a forked child.
+        # PyTorch calls these functions after it has initialised CUDA. A direct call here would initialise CUDA, and a
+        # program could no longer use CUDA in a forked child.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
 
     def _make_streams_in_turn(self, kind: Any) -> None:
-        """Let one thread at a time make a ``torch.cuda.Stream``. The others wait without the GIL.
+        """Make ``torch.cuda.Stream(...)`` run on one thread at a time. Other threads wait without the GIL.
 
-        With the first stream PyTorch makes all streams of its pool. Other threads would wait for that with the GIL, for
-        which the callbacks of the first thread wait.
+        When the first stream is made, PyTorch makes all streams of its pool. Other threads would wait for that while
+        they hold the GIL, and the callbacks of the first thread wait for the GIL.
         """
         made, lock = kind.__dict__.get("__new__"), threading.RLock()
-        if made is None:  # PyTorch makes streams in another way in this version: there is no function to guard.
+        if made is None:  # This version of PyTorch makes streams in another way, so there is no function to guard.
             return
 
         def make(cls: Any, *args: Any, **named: Any) -> Any:
@@ -120,18 +121,20 @@ class Libraries:
         self._open.callback(setattr, kind, "__new__", made)
 
     def _release_lock(self) -> None:
-        """Set PyTorch's option to release the allocator's mutex while it calls ``cudaMalloc``.
+        """Make PyTorch's allocator release its mutex while it calls ``cudaMalloc``, by PyTorch's own option.
 
-        The callback of that call waits for the GIL. The thread with the GIL may wait for the mutex, to drop a tensor.
+        The callback of that call waits for the GIL, and the thread with the GIL may wait for the mutex in order to free
+        a tensor.
         """
         torch = self.torch
-        # Before PyTorch 2.10 the settings cannot be read, so those of the environment count.
+        # PyTorch before 2.10 has no function that returns the settings, so those of the environment variables are used.
         given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: given)()
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if change is None:  # PyTorch before 2.9 has the function here.
+        if change is None:  # In PyTorch before 2.9 the function is in ``torch.cuda.memory``.
             change = torch.cuda.memory._set_allocator_settings
-        # Some versions reset the settings that a call does not repeat. Of a setting given twice, the last value counts.
+        # Some versions reset each setting that a call does not repeat, so all are given again. The last value of a
+        # setting counts.
         change(",".join(one for one in (settings, _UNLOCKED) if one))
 
     def _record(self, **more: bool) -> None:
@@ -141,16 +144,18 @@ class Libraries:
         )
 
     def record_all(self) -> None:
-        """Let PyTorch record stack frames of all actions from now on, and keep more entries.
+        """From now on, make PyTorch record stack frames of all actions, and keep more entries.
 
-        That is the most expensive part of a check.
+        This recording is the most expensive part of a check.
         """
         self._stacks, self.most_entries = "all", _MOST_ENTRIES
         if self.torch is not None and self.torch.cuda.is_initialized():
             self._record()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return PyTorch's segments with their blocks, and its memory history; empty before PyTorch uses CUDA."""
+        """Return PyTorch's snapshot: its segments with their blocks, and its history. It is empty before PyTorch uses
+        CUDA.
+        """
         torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
@@ -197,7 +202,7 @@ class Libraries:
     # -- RMM -------------------------------------------------------------------------------------------------------
 
     def _follow_rmm(self, rmm: ModuleType) -> None:
-        """Put callbacks around each RMM resource that divides its memory, such as a pool."""
+        """Put callbacks around each RMM resource that divides its memory into blocks, such as a pool."""
         mr = rmm.mr
 
         def around(resource: Any) -> Any:
@@ -242,24 +247,26 @@ _WITHOUT_BLOCKS = (
     "CudaAsyncMemoryResource",
     "CudaAsyncViewMemoryResource",
 )
-"""Resources of RMM that make a driver call for each allocation, which the subscription sees."""
+"""RMM resources that make a driver call for each allocation. The subscription receives these calls, so no callbacks are
+needed.
+"""
 _around_rmm: list[Any] = []
-"""Resources with callbacks. They are never freed, because RMM keeps raw pointers to them."""
+"""RMM resources with callbacks. They are kept for ever, because RMM holds raw pointers to them."""
 
 
 _UNLOCKED = "release_lock_on_cudamalloc:True"
-"""PyTorch's setting that :meth:`Libraries._release_lock` makes."""
+"""Setting of PyTorch's allocator that :meth:`Libraries._release_lock` makes."""
 
 
 _WITH_LOCK = (
     *("_snapshot", "_record_memory_history", "memory_snapshot", "memory_stats_as_nested_dict"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats"),
 )
-"""Functions of ``torch.cuda.memory`` that wait for the allocator's mutex with the GIL."""
+"""Functions of ``torch.cuda.memory`` that wait for the allocator's mutex while they hold the GIL."""
 
 
 def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function``, which locks PyTorch's allocator, while no callback awaits the GIL."""
+    """Return a function that calls ``function`` inside :meth:`Gate.asking`. ``function`` locks PyTorch's allocator."""
 
     @functools.wraps(function)
     def ask(*args: Any, **named: Any) -> Any:
@@ -270,14 +277,14 @@ def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Finder of modules that calls a function after the import of some of them."""
+    """Import finder that calls a function after the import of certain modules (``then``: functions by module name)."""
 
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
         self._then = then
         self._busy: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a module for which there is a function; None for other modules."""
+        """Return the spec of the module ``name`` if there is a function for it; None for other modules."""
         if name not in self._then or name in self._busy:
             return None
         self._busy.add(name)
@@ -299,7 +306,7 @@ class _Following(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # The module keeps its loader. Put the original one back, because others may look at its class.
+        # The module keeps its loader for ever. The original loader is put back, because other code may test its class.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -307,7 +314,7 @@ class _Following(Loader):
 
 
 def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the live blocks of a segment of a snapshot, each with its address."""
+    """Yield the address and the snapshot entry of each live block of a segment."""
     address: int = segment["address"]
     for block in segment["blocks"]:
         if block["state"].startswith("active"):
@@ -316,7 +323,7 @@ def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:
-    """Return the innermost frames of the program among the frames of an entry of PyTorch's history."""
+    """Return the innermost frames that belong to the program, of an entry of PyTorch's history."""
     theirs = [one for one in frames if not is_library(one["filename"])]
     return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])
 
@@ -325,10 +332,11 @@ _codes: dict[tuple[str, str, int], CodeType] = {}
 
 
 def _code(file: str, name: str, line: int) -> CodeType:
-    """Return a code object that stands for a line of a file."""
+    """Return a code object that stands for one source line of a file, so that places have one form."""
     key = file, name, line
     if key not in _codes:
-        # Code objects are equal if their constants are, whatever their files. So the file is a constant, too.
+        # Two code objects are equal if their constants are, even with different files. So the file is made a constant,
+        # too.
         stand_in = (lambda: None).__code__.replace(co_filename=file, co_name=name, co_firstlineno=line)
         _codes[key] = stand_in.replace(co_consts=(None, file))
     return _codes[key]

@@ -1,7 +1,7 @@
 """CUPTI's callback API through ctypes: the library, its one subscription, and its errors.
 
-NVIDIA's Python package for CUPTI is not used, because its callbacks cost twice as much as those of ctypes. A training
-step makes a thousand driver calls.
+NVIDIA's Python package for CUPTI is not used, because its callbacks take twice the time of callbacks by ctypes. A
+training step makes a thousand driver calls.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
-"""All addresses of the process as one buffer. A slice, or :mod:`struct`, reads a few bytes much faster than a ctypes
-pointer.
+"""All addresses of the process as one buffer. Reading a few bytes by a slice or by :mod:`struct` is much faster than by
+a ctypes pointer.
 """
 _DRIVER_API = 1
 _MOST_FUNCTIONS = 1500
-"""A number above the numbers of all functions; CUPTI 13 has about 800."""
+"""Upper limit of the function numbers that are tried. CUPTI 13 has about 800 functions."""
 _ALREADY = 39
-"""``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
+"""Result code ``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 
 class CuptiError(RuntimeError):
     """CUPTI cannot be used: the library is missing, another tool has subscribed, or a call failed.
 
-    :func:`check`, :func:`memory` and :func:`subscribe` raise it: :doc:`/docs/reference/cupti`.
+    :func:`check`, :func:`memory` and :func:`subscribe` raise this error; see :doc:`/docs/reference/cupti`.
     """
 
 
@@ -40,7 +40,7 @@ class Library:
         self._subscriber = ctypes.c_void_p()
 
     def functions(self) -> dict[int, str]:
-        """Return the names of the driver functions that CUPTI reports, by number (``cuptiGetCallbackName``)."""
+        """Return the names of the driver functions that CUPTI reports, by CUPTI's number (``cuptiGetCallbackName``)."""
         found, name = {}, ctypes.c_char_p()
         for number in range(1, _MOST_FUNCTIONS):
             if not self._library.cuptiGetCallbackName(_DRIVER_API, number, ctypes.byref(name)) and name.value:
@@ -48,14 +48,14 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Make CUPTI call the C function at ``callback`` before and after each call of ``functions`` in the process.
+        """Make CUPTI call a C function before and after each call of ``functions`` in the process.
 
-        The first argument of the C function is ``user``.
+        ``callback``: address of the C function. ``user``: its first argument. ``functions``: CUPTI's numbers.
 
         Raises
         ------
         CuptiError
-            Another tool has subscribed (a profiler, a debugger), or this process has already.
+         Another tool has subscribed (a profiler, a debugger), or this process has subscribed already.
         """
         to = ctypes.c_void_p(callback), ctypes.c_void_p(user)
         result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), *to)
@@ -68,7 +68,7 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the subscription. Callbacks of other threads may still run after it has returned."""
+        """End the subscription. Callbacks on other threads may still run after this method has returned."""
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()
@@ -93,7 +93,7 @@ def _load() -> Any:
 
 
 def _paths() -> Iterator[str]:
-    """Yield the paths to try: by name, as loaded already; in NVIDIA's wheels; in the toolkit."""
+    """Yield the names and paths to try: names that the loader finds, then NVIDIA's wheels, then the CUDA toolkit."""
     yield from _NAMES
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []

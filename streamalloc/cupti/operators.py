@@ -1,8 +1,8 @@
-"""A dispatch mode of PyTorch: it tells which tensors an operator reads and writes, according to the operator's schema.
+"""Dispatch mode of PyTorch that finds which tensors an operator reads and writes, from the operator's schema.
 
-PyTorch calls a dispatch mode in place of each operator, and the mode then runs the operator. That costs about 5 us each
-time. So :func:`check` enters the mode when the program makes its first stream; on one stream no wait can be missing.
-Autograd's threads have the modes of the thread that called ``backward``.
+PyTorch calls a dispatch mode in place of each operator, and the mode then runs the operator. That costs about 5 us for
+each operator. So :func:`check` enters the mode only when the program makes its first stream; before that no wait can be
+missing. Autograd's threads have the modes of the thread that called ``backward``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ from typing import Any, NamedTuple
 from streamalloc.cupti.kernels import Kernel
 
 Operand = tuple[int, int, bool]
-"""Memory of a tensor: address of the first byte, address after the last byte, and whether the operator writes it. For a
-tensor with gaps only the first element is given, because the gaps may belong to other tensors.
+"""Memory of one tensor: address of the first byte, address after the last byte, and whether the operator writes the
+tensor. For a tensor with gaps between its elements, it is only the first element, because the gaps may belong to other
+tensors.
 """
 Operands = list[Operand]
 
 
 class _Schema(NamedTuple):
     tensors: list[tuple[int, str, bool]]
-    """Position and name of each tensor argument, and whether the operator writes it."""
+    """For each tensor argument: position, name, and whether the operator writes the tensor."""
     has_lists: bool
     """Whether an argument is a list of tensors."""
     makes_results: bool
-    """Whether the operator returns only new tensors, and no argument."""
+    """Whether all tensors that the operator returns are new, and not arguments of the call."""
 
 
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
-"""Operators that use only a part of a tensor, and have no tensor of indices by which :class:`Operators` would notice.
+"""Operators that use only a part of a tensor, and have no tensor of indices by which :class:`Operators` could notice
+this.
 """
 
 
 class Operators:
-    """Dispatch mode. It is no ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under those."""
+    """Dispatch mode. It is not a ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under a mode of
+    that class.
+    """
 
     supports_higher_order_operators = True
 
@@ -47,31 +51,35 @@ class Operators:
         self._plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
         self._schemas: dict[Any, _Schema | None] = {}
         self._running: dict[int, list[Any] | None] = {}
-        """The operator that each thread runs: function, arguments, operands (None until asked for), and whether to add
-        the results at its end.
+        """By thread, the operator that it runs: function, arguments, keyword arguments, operands (None until asked
+        for), and whether the results are to be added to the operands when the operator ends.
         """
         self._of_thread = local()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Answer PyTorch that the mode is no part of PyTorch itself: False."""
+        """Tell PyTorch that the mode is not a part of PyTorch itself: returns False."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Answer PyTorch that compiled code need not call this mode: True."""
+        """Tell PyTorch that compiled code need not call this mode: returns True."""
         return True
 
     def enter(self) -> None:
-        """Push the mode at the bottom of this thread's mode stack. The top must stay the program's, which pops it."""
-        # While an operator runs, PyTorch has popped the mode, and pushes it again at the end. Pushed here too, it would
-        # be on the stack twice.
+        """Push the mode at the bottom of this thread's mode stack. The top has to stay the program's mode, because the
+        program pops it.
+        """
+        # While an operator runs, PyTorch has popped the mode, and pushes it again when the operator ends. If the mode
+        # were pushed here, too, it would then be twice on the stack.
         if not (hasattr(self._of_thread, "entered") or self._running.get(get_ident())):
             self._of_thread.entered = True
             self._change([self])
 
     def close(self) -> None:
-        """Remove the mode from this thread's stack. Other threads keep it, because each has a stack of its own."""
+        """Remove the mode from this thread's stack. It stays on the stacks of other threads, which this thread cannot
+        change.
+        """
         self._change([])
 
     def _change(self, lowest: list[Any]) -> None:
@@ -87,13 +95,14 @@ class Operators:
     ) -> Any:
         for kind in types:
             if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # The subclass then calls the operator on its inner tensors, which come here.
+                # The subclass then calls the operator on its inner tensors, and this method is called for them.
+                return NotImplemented
         thread, running = get_ident(), self._running
         now = running[thread] = [function, args, kwargs, None, False]
         try:
             result = function(*args, **kwargs) if kwargs else function(*args)
             if now[4]:
-                with contextlib.suppress(RuntimeError):  # A tensor without memory raises this error.
+                with contextlib.suppress(RuntimeError):  # ``data_ptr`` raises this error for a tensor without memory.
                     self._add_results(now[3], result)
             return result
         finally:
@@ -105,10 +114,11 @@ class Operators:
                 found.append((low, low + one.nbytes, True))
 
     def operands(self, thread: int, kernel: Kernel, pointers: tuple[int, ...] | None) -> Operands:
-        """Return the tensors of the operator that a thread runs, for a kernel that it launches.
+        """Return the tensors of the PyTorch operator that ``thread`` runs, for a kernel that this thread launches.
 
         The list is empty if the thread runs no operator, or one that may use only parts of its tensors. If the driver
-        does not tell the kernel's arguments (``pointers`` is None), the operator's results join the list at its end.
+        does not tell the kernel's arguments (``pointers`` is None), the operator's results are added to the list when
+        the operator ends.
         """
         running = self._running.get(thread)
         if running is None:
@@ -117,14 +127,14 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        # A list may have thousands of tensors, and to read them takes time. If a convention tells which pointers the
-        # kernel writes, the tensors are not needed.
+        # A list may have thousands of tensors, and to read them all takes long. If a convention tells which pointers
+        # the kernel writes to, the tensors are not needed.
         if schema is None or (schema.has_lists and kernel.is_known):
             return []
         if found is None:
             try:
                 found = self._operands(schema, args, kwargs or {})
-            except (RuntimeError, NotImplementedError):  # A tensor without memory raises these errors.
+            except (RuntimeError, NotImplementedError):  # Tensors without memory raise these errors.
                 found = []
             running[3] = found
         operands: Operands = found
@@ -142,7 +152,7 @@ class Operators:
                         continue
                     return []
                 if not (write or (dtype := tensor.dtype).is_floating_point or dtype.is_complex):
-                    return []  # Indices and masks choose parts of the other tensors.
+                    return []  # An index or a mask chooses parts of the other tensors.
                 if low := tensor.data_ptr():
                     found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
         return found
@@ -152,9 +162,9 @@ _LISTS = (list, tuple)
 
 
 def _schema(function: Any) -> _Schema | None:
-    """Return the tensor arguments of an operator; None if it may use only parts of them.
+    """Return the tensor arguments of an operator; None if the operator may use only parts of its tensors.
 
-    That is so for operators of extensions: one may take a whole KV cache and write a block of it.
+    Operators of extensions may do so: one may take a whole KV cache and write one block of it.
     """
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.name.startswith("aten::") or schema.name in _OF_PARTS:
@@ -169,9 +179,9 @@ def _schema(function: Any) -> _Schema | None:
 
 
 def _extent(tensor: Any) -> int:
-    """Return the bytes that count for a tensor that is not contiguous.
+    """Return how many bytes count for a tensor that is not contiguous.
 
-    They are all of its bytes if it only has another order, and one element if it has gaps.
+    These are all its bytes if its elements have no gaps and only another order; or else the bytes of one element.
     """
     steps = tensor.stride()
     reach = 1 + sum(map(mul, tensor.shape, steps)) - sum(steps)

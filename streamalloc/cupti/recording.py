@@ -1,4 +1,6 @@
-"""Recording of allocations and frees in order of time: those of the driver, and the blocks of PyTorch and CuPy."""
+"""Recording of allocations and frees in the order of time: those of driver calls, and the blocks of PyTorch, CuPy and
+RMM.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,30 @@ from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
 _MOST_ENTRIES = 5_000_000
-"""Number of entries that PyTorch's history keeps. They take some GB of host memory."""
+"""Number of entries that PyTorch's history keeps. So many entries take some GB of host memory."""
 ALLOCATIONS = frozenset(("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFree", "cuMemFreeAsync"))
-"""Functions whose calls are recorded."""
+"""Names of the driver functions whose calls are recorded."""
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS
 
 
 class Recording:
-    """Allocations of this process within the block of :meth:`running`."""
+    """Allocations and frees of this process within the block of :meth:`running`."""
 
     def __init__(self) -> None:
         self.libraries: Libraries = Libraries(stacks=None, most_entries=_MOST_ENTRIES)
         self.failure: BaseException | None = None
-        """The error that ended the recording early; None if there was none."""
+        """The error that ended the recording early; None if there was no error."""
         self._calls: list[Call] = []
 
     def called(self, call: DriverCall) -> None:
-        """Record a driver call. It is the listener of the subscription."""
+        """Record a driver call. The subscription calls this method."""
         self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
 
     def calls(self) -> list[Call]:
         """Return all allocations and frees, in the order of time.
 
-        A block of a library counts as memory of ``cuMemAllocAsync``. The segments that hold the blocks are left out.
+        The allocation of a block by a library has the form of a call of ``cuMemAllocAsync``. The segments that contain
+        blocks are left out.
         """
         blocks = []
         for event in self.libraries.events():
@@ -73,7 +76,8 @@ class Recording:
             finally:
                 subscription.close()
                 self.failure = subscription.error
-                self._calls = self.calls()  # Taken here, because the end of followed() ends PyTorch's history.
+                # The list is made here, because PyTorch's history is deleted at the end of ``followed()``.
+                self._calls = self.calls()
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

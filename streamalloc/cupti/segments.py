@@ -1,6 +1,6 @@
 """Segments of the allocators of PyTorch and CuPy, split into live blocks, cached memory and fragments.
 
-PyTorch's are also known for an earlier time, because its memory history can be undone step by step.
+PyTorch's segments can also be found for an earlier time, because its memory history can be undone step by step.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from streamalloc.cupti.libraries import live_blocks, place_in_history
 from streamalloc.driver.internal import Stack
 
 Blocks = dict[int, tuple[int, Any]]
-"""Bytes and origin of each live block, by address."""
+"""Size in bytes and origin of each live block, by address. Bytes are added up by origin (for PyTorch, the place of the
+allocation).
+"""
 
 
 class Split(NamedTuple):
-    """Bytes of segments by use."""
+    """Sums of the bytes of segments, by their use."""
 
     cached: int
-    """Bytes of segments without a live block. The allocator can free such segments."""
+    """Bytes of segments that contain no live block. The allocator can return such segments to the driver."""
     fragments: int
-    """Bytes of free parts of segments with a live block."""
+    """Bytes of the free parts of segments that contain a live block."""
     live: Counter[Any]
-    """Bytes of live blocks, by origin."""
+    """Bytes of live blocks, added up by origin."""
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
-    """Split segments, given as bytes by address, by the ``blocks`` that are live in them."""
+    """Split ``segments`` (bytes by address) by the live ``blocks`` that they contain."""
     bases = sorted(segments)
     inside: Counter[int] = Counter()
     live: Counter[Any] = Counter()
@@ -43,15 +45,15 @@ def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
 
 
 class Torch:
-    """Segments and live blocks of PyTorch at one moment, with its memory history."""
+    """Segments and live blocks of PyTorch's allocator at one moment, and the memory history up to that moment."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self.segments: dict[int, int] = {}
-        """Bytes of each segment, by address."""
+        """Size of each segment in bytes, by address."""
         self.blocks: dict[int, tuple[int, Any]] = {}
-        """Bytes and origin of each live block, by address."""
+        """Size in bytes and origin of each live block, by address."""
         self.device_of: dict[int, int] = {}
-        """Device ordinal of each segment, by address."""
+        """Device ordinal of each segment, by address of the segment."""
         for segment in snapshot.get("segments", ()):
             self.segments[segment["address"]] = segment["total_size"]
             self.device_of[segment["address"]] = segment["device"]
@@ -63,15 +65,17 @@ class Torch:
         self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
 
     def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
-        """Return the segments and blocks at a moment from ``start`` to ``stop`` (ns) when the segments had ``nbytes``.
+        """Return the segments and blocks at a moment between ``start`` and ``stop`` (ns) when the segments had
+        ``nbytes`` in all.
 
-        Of several such moments, it is that at which the live blocks had most bytes. None if the history has no such
+        Of several such moments, the one with the most bytes in live blocks is taken. None if the history has no such
         moment.
         """
         reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
         best = (-1, -1)
         for index in range(len(self._history), -1, -1):
-            # PyTorch's clock differs slightly from the clock of the driver calls.
+            # The times are compared with a tolerance, because PyTorch's clock differs slightly from that of the driver
+            # calls.
             before = self._history[index - 1]["time_us"] * 1000 if index else 0
             after = self._history[index]["time_us"] * 1000 if index < len(self._history) else stop
             if reserved == nbytes and before <= stop + _SKEW and after >= start - _SKEW:
@@ -85,12 +89,14 @@ class Torch:
         return self._before(best[1]) if best[1] >= 0 else None
 
     def has(self, address: int) -> bool:
-        """Whether an address is in a segment."""
+        """Whether ``address`` is in a segment."""
         at = bisect_right(self._bases, address) - 1
         return at >= 0 and address < self._bases[at] + self.segments[self._bases[at]]
 
     def _before(self, index: int) -> Torch:
-        """Return the segments and blocks before an entry of the history: the entries from it on are undone."""
+        """Return the segments and blocks before the history's entry ``index``: this entry and all later ones are
+        undone.
+        """
         made = Torch({})
         segments, blocks, device_of = dict(self.segments), dict(self.blocks), dict(self.device_of)
         for entry in reversed(self._history[index:]):
@@ -105,8 +111,8 @@ class Torch:
                 segments[address] = nbytes
                 device_of[address] = entry["device"]
         origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
-        # An entry of a free does not have the frames of its block. The last allocation at the address before it has the
-        # frames.
+        # The entry of a free does not have the frames of its block. These frames are in the entry of the last
+        # allocation at the same address before the moment.
         for entry in reversed(self._history[:index]):
             if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
                 found.frames = entry.get("frames") or ()
@@ -114,13 +120,13 @@ class Torch:
         return made
 
     def devices(self) -> set[int]:
-        """Return the ordinals of the devices that have segments."""
+        """Return the ordinals of the devices on which PyTorch has segments."""
         return {self.device_of.get(address, 0) for address in self.segments}
 
     def split(self, device: int) -> Split:
-        """Split the segments of the device with this ordinal.
+        """Split the segments of the device with the ordinal ``device``.
 
-        The origin of a live block is the place of its allocation.
+        The origin of a live block is the place of its allocation (a stack).
         """
         theirs = {one: size for one, size in self.segments.items() if self.device_of.get(one, 0) == device}
         found = split(theirs, self.blocks)
@@ -131,7 +137,7 @@ class Torch:
 
 
 def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
-    """Remove a range of addresses from the segments. A mapping may be any part of an expandable segment."""
+    """Remove a range of addresses from the segments. The range may be any part of an expandable segment."""
     for base, size in segments.items():
         if base <= address < base + size:
             segments.pop(base)
@@ -141,7 +147,9 @@ def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
 
 
 class _Origin:
-    """Stack frames of an allocation. For a block that was freed later they are set when its allocation is found."""
+    """Stack frames of an allocation. If the block was freed later, its frames are set when the entry of its allocation
+    is found.
+    """
 
     __slots__ = ("frames",)
 
@@ -153,7 +161,7 @@ class _Origin:
 
 
 _SKEW = 1_000_000
-"""Nanoseconds by which the clocks of PyTorch's history and of the driver calls may differ."""
+"""Tolerance in ns between the clock of PyTorch's history and the clock of the driver calls."""
 _OF_BLOCKS = ("alloc", "free_completed")
 _SIGNS = {
     "alloc": 1,
@@ -163,4 +171,4 @@ _SIGNS = {
     "segment_map": 1,
     "segment_unmap": -1,
 }
-"""Sign by action of the history: 1 if the action adds memory, -1 if it removes memory."""
+"""Sign by action of PyTorch's history: 1 if the action adds memory, -1 if it removes memory."""

@@ -25,78 +25,86 @@ from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
 _PER_THREAD = 2
-"""Handle of the per-thread default stream. Functions with a suffix of ``_ENDING`` take 0 for this stream."""
+"""Handle of the per-thread default stream. For functions whose names end in ``_ptsz`` or ``_ptds``, 0 means this
+stream.
+"""
 _OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate"}
-"""Functions whose names in the bindings differ from CUPTI's."""
+"""Functions that have another name in CUPTI than in the bindings: name in the bindings, by CUPTI's name."""
 _SAME = (
     *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
     *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
 )
-"""Functions whose older versions have the same arguments, so all versions are followed. Of other functions only the
-newest version is followed, which the bindings call.
+"""Functions whose older versions have the same arguments: all their versions are followed. Of any other function only
+the newest version is followed, because the bindings call that version.
 """
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
-# The version number given to functions of _OTHER_NAMES, so that they count as newer than all versions of the function.
+# Version number of the functions of _OTHER_NAMES. It is above all others, so that they count as the newest version.
 _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
-"""Reads a ``CUpti_CallbackData``: site (0 before the call), and the addresses of the arguments, the result, the name of
-the kernel, and the context.
+"""Function that reads a ``CUpti_CallbackData``: site (0 before the call), and the addresses of the arguments, of the
+result, of the kernel's name, and of the context.
 """
 _launch = struct.Struct("QII24xQQ").unpack_from
-"""Reads the arguments of ``cuLaunchKernel``: function, first two sizes of the grid, stream, arguments."""
+"""Function that reads the arguments of ``cuLaunchKernel``: function, ``gridDimX``, ``gridDimY``, stream,
+``kernelParams``.
+"""
 _launch_ex = struct.Struct("QQQ").unpack_from
-"""Reads the arguments of ``cuLaunchKernelEx``: configuration, function, arguments."""
+"""Function that reads the arguments of ``cuLaunchKernelEx``: address of the configuration, function,
+``kernelParams``.
+"""
 _code = struct.Struct("I").unpack_from
 _configuration = struct.Struct("II24xQ").unpack_from
-"""Reads a ``CUlaunchConfig``: first two sizes of the grid, stream."""
+"""Function that reads a ``CUlaunchConfig``: ``gridDimX``, ``gridDimY``, stream."""
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
-"""Functions that launch a kernel."""
+"""Names of the driver functions that launch a kernel."""
 _DEEPEST = 8
-"""Largest number of frames of a place."""
+"""Largest number of stack frames in :attr:`DriverCall.place`."""
 
 
 class DriverCall(NamedTuple):
-    """Driver call that has returned, made by any code of the process. Listeners of :func:`subscribe` get it."""
+    """Driver call that has returned, made by any code of the process. The listener of :func:`subscribe` gets it."""
 
     function: str
     """Name of the function, as ``cuda.bindings.driver`` has it."""
     args: tuple[Any, ...]
-    """Arguments in the form of the bindings, structures as objects with the same fields. For a kernel launch, only
-    function and stream.
+    """Arguments in the form of the bindings, with structs as objects that have the same fields. For a kernel launch
+    they are only the function and the stream.
     """
     answer: tuple[Any, ...]
-    """The answer in the form of the bindings, result code first."""
+    """The driver's answer in the form of the bindings, with the result code first."""
     thread: int
     context: int
-    """Current context of the calling thread."""
+    """Handle of the current context of the calling thread."""
     place: Stack
-    """Innermost frames of the program, without frames of libraries; for a launch, one frame. A thread of C++ has no
-    Python frames, so its calls have the frames of the main thread.
+    """Innermost stack frames of the program, without frames of libraries. For a launch it is only one frame. A C++
+    thread has no Python frames, so its calls have the frames of the main thread.
     """
     time: int
-    """Nanoseconds since the epoch, when the call returned."""
+    """Time at which the call returned, in ns since the epoch."""
     kernel: str = ""
-    """Mangled name of a launched kernel."""
+    """Mangled name of the launched kernel; empty for other calls."""
     pointers: tuple[int, ...] | None = ()
-    """Words of a kernel's arguments that may be addresses; None if the driver does not tell the arguments."""
+    """Values among a kernel's arguments that may be device addresses; None if the driver does not tell the
+    arguments.
+    """
     operands: Operands | tuple[()] = ()
-    """Tensors of the PyTorch operator that launches the kernel: first byte, end, and whether the operator writes them.
-    Only :func:`check` asks PyTorch for them.
+    """Tensors of the PyTorch operator that launches the kernel: address of the first byte, address after the last byte,
+    and whether the operator writes the tensor. Only in :func:`check` are they filled in.
     """
     is_late: bool = False
-    """Whether the listener is called later than the call, while its thread goes on. ``place`` is then where the thread
-    is at that later time. Some calls that PyTorch makes while it holds a mutex are late.
+    """Whether the listener is called some time after the call, while the calling thread goes on. ``place`` is then
+    where the thread is at that later time. Some calls that PyTorch makes while it holds a mutex are late.
     """
 
 
 class Subscription:
-    """Subscription to driver calls, which :func:`subscribe` returns."""
+    """Subscription to driver calls, the value of the ``with`` block of :func:`subscribe`."""
 
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
-        """The first error of the listener or of this object. After it, callbacks pass no calls to the listener. A
-        ``KeyboardInterrupt`` is not kept: it is raised again later.
+        """First error of the listener or of this object; None before. After an error the listener gets no more calls. A
+        ``KeyboardInterrupt`` is not stored here: it is raised again later.
         """
         self._listener = listener
         self._library = Library()
@@ -107,7 +115,7 @@ class Subscription:
         self._watch = _Watch()
         self._main = threading.main_thread().ident or 0
         self._waiting: Stack | None = None
-        """Place of the main thread while a thread of C++ works for it."""
+        """Frames of the main thread while a C++ thread works for it; None otherwise."""
 
     def open(self) -> None:
         """Begin to listen (``cuptiSubscribe``). Raises :class:`CuptiError` if another tool has subscribed."""
@@ -117,13 +125,13 @@ class Subscription:
             self._library.subscribe(self.gate.address, self.gate.user, self._functions)
             self._watch.open()
             undo.pop_all()
-        # A thread should keep the GIL during a callback. Otherwise another thread gets the GIL and may wait for a mutex
-        # that the calling library holds, and neither thread goes on.
+        # A thread should keep the GIL during a callback. Otherwise another thread could get the GIL and wait for a
+        # mutex that the calling library holds, and the two threads would deadlock.
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
     def close(self) -> None:
-        """End the subscription (``cuptiUnsubscribe``), after the callbacks that have begun."""
+        """End the subscription (``cuptiUnsubscribe``). Waits for the callbacks that have begun."""
         self._library.unsubscribe()
         with self.gate.asking():
             pass
@@ -133,10 +141,10 @@ class Subscription:
         sys.setswitchinterval(self._interval)
 
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
-        # No exception may leave this function: ctypes would print it between the program's output.
+        # No exception may leave this function, because ctypes would print the exception into the program's output.
         try:
             site, args, result, symbol, context = _data(memory, data)
-            # The call has returned: only then does CUPTI give a site.
+            # CUPTI calls back before the driver call, too, with the site 0. Only after the call is there an answer.
             if site and self.error is None and not _is_child:
                 if self._words[WRITTEN] != self._words[TAKEN]:
                     self._take_written()
@@ -146,25 +154,27 @@ class Subscription:
                 else:
                     self._returned(number, args, result, context)
             elif self.gate.modes[number]:
-                # The machine code has counted the begin of this callback, and Gate.asking waits for its end.
+                # The machine code has counted the begin of this callback. If the end were not counted, Gate.asking
+                # would wait for it.
                 self.gate.left += 1
         except BaseException as error:
             self._fail(error)
 
     def catch_up(self) -> None:
-        """Pass the calls that the gate has stored to the listener. Not for callbacks."""
+        """Pass the calls that the gate has stored to the listener. Callbacks must not call this method."""
         try:
             self._take_written()
         except Exception as error:
             self._fail(error)
 
     def _take_written(self) -> None:
-        # The frames at the time of the call are gone, so the threads' current ones are used.
+        # The frames at the time of the call are lost, so the current frames of the threads are used.
         now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
             if one.result and name == "cuEventQuery":
-                continue  # The event has not completed. Allocators query such events very often.
+                # The event has not completed. Allocators make such queries very often, and they order nothing.
+                continue
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
             if one.thread not in places:
@@ -174,8 +184,9 @@ class Subscription:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            # The signal arrived during a callback, where its exception would be lost, so it is raised again later.
-            # Not by Thread.start, which waits for the new thread: that would raise in this callback again.
+            # The signal arrived during a callback, where its exception would be lost, so the exception is raised again
+            # later. ``Thread.start`` is not used: it waits for the new thread, so the exception would arrive in this
+            # callback again.
             _thread.start_new_thread(_interrupt_soon, ())
         elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
@@ -196,7 +207,7 @@ class Subscription:
                 gate.left += 1
 
     def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
-        # A training step launches hundreds of kernels. So this function is written for speed.
+        # A training step launches hundreds of kernels, so this function is written for speed.
         if _code(memory, result)[0]:
             return
         if name == "cuLaunchKernelEx":
@@ -213,24 +224,26 @@ class Subscription:
         self._listener(made(DriverCall, call))
 
     def _place(self, frame: FrameType | None, depth: int) -> Stack:
-        """Return the innermost ``depth`` frames of the program that made a call.
+        """Return the innermost ``depth`` frames of the program at a call.
 
-        For a thread of C++ they are those of the main thread.
+        For a call by a C++ thread, they are the frames of the main thread.
         """
         found = frames_of(frame, depth)
         if found or not _is_of_native_thread(frame):
             self._waiting = None
             return found
-        # A thread of C++, such as one of autograd. The main thread waits for it, so the main thread's frames are used.
+        # It is a C++ thread, such as a thread of autograd. The main thread waits for it, so the main thread's frames
+        # are used.
         if self._waiting is None:
             self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
         return self._waiting[:depth]
 
 
 def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
-    """Return the arguments of a call with the handle of the per-thread default stream in place of 0.
+    """Return the arguments of a call, with the handle of the per-thread default stream in place of stream 0.
 
-    That is so for functions to which 0 means that stream (``per_thread``). ``stream_at``: index of the stream argument.
+    With ``per_thread=False``, 0 does not mean that stream, and the arguments are returned unchanged. ``stream_at``:
+    index of the stream argument; None if there is none.
     """
     if per_thread and stream_at is not None and not given[stream_at]:
         return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
@@ -238,14 +251,16 @@ def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) 
 
 
 def _is_of_native_thread(frame: FrameType | None) -> bool:
-    """Whether a thread of C++ made the call: it has no frame, or only frames of this package's dispatch mode."""
+    """Whether a C++ thread made the call: there is no frame, or only frames of this package's dispatch mode."""
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def frames_of(frame: FrameType | None, depth: int) -> Stack:
-    """Return the innermost ``depth`` frames of the program, from ``frame`` outwards, without those of libraries."""
+    """Return the innermost ``depth`` frames that belong to the program, from ``frame`` outwards, without frames of
+    libraries.
+    """
     found = []
     while frame is not None:
         code = frame.f_code
@@ -261,23 +276,25 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
 
 
 _kinds: dict[str, bool] = {}
-"""Whether a file belongs to a library, by path. Not by code object, whose hash reads all its instructions."""
+"""Whether a file belongs to a library, by path. The key is not the code object, because its hash reads all its
+instructions.
+"""
 
 
 @contextlib.contextmanager
 def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) -> Iterator[Subscription]:
-    """Call ``listener`` with a :class:`DriverCall` after each call of driver functions in the block, by any code.
+    """Call ``listener`` with a :class:`DriverCall` after each driver call that any code makes in the ``with`` block.
 
     The listener runs on the thread of the call, with the GIL. It must make no driver call, and take no lock that a
-    thread may hold while it calls the driver. An exception in it ends the subscription: ``error`` has it, and the
-    program goes on. Calls in forked children are not seen.
+    thread may hold while it calls the driver. An exception in the listener ends the subscription, and the program goes
+    on. :attr:`Subscription.error` is then this exception. Calls in forked children are not reported.
 
     Parameters
     ----------
     listener
-        Function that is called.
+        Function that takes a :class:`DriverCall`.
     functions
-        Names of the functions, as ``cuda.bindings.driver`` has them. Each call of one costs some 5 us.
+        Names of the driver functions to report, as in ``cuda.bindings.driver``. Each reported call costs some 5 us.
 
     Raises
     ------
@@ -296,10 +313,11 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
 
 
 class _Watch:
-    """Warning on the error output if no Python thread has run for a minute: a likely deadlock.
+    """Timer that prints a warning on stderr if no Python thread has run for a minute, which is likely a deadlock.
 
-    A callback may wait for the GIL while its library holds a mutex for which the thread with the GIL waits. No Python
-    code runs then. So a POSIX timer calls ``warnx`` of the C library, unless a Python thread sets the timer again.
+    The callback of a driver call may wait for the GIL while the calling library holds a mutex, and the thread with the
+    GIL may wait for that mutex. Then no Python code runs. So a POSIX timer calls ``warnx`` of the C library, unless a
+    Python thread sets the timer again in time.
     """
 
     def __init__(self) -> None:
@@ -312,7 +330,8 @@ class _Watch:
         """Start the timer, if the C library has ``timer_create``."""
         if hasattr(self._c, "timer_create") and hasattr(self._c, "warnx"):
             text, function = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._text, self._c.warnx))
-            # A ``struct sigevent``: argument of the function, signal, way of notification, function.
+            # The fields are those of ``struct sigevent``: argument of the function, signal, way of notification,
+            # function.
             event = struct.pack("QiiQ40x", text, 0, _SIGEV_THREAD, function)
             if not self._c.timer_create(_CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
                 threading.Thread(target=self._go_on, name="streamalloc watch", daemon=True).start()
@@ -325,35 +344,41 @@ class _Watch:
         self._c.timer_delete(self._timer)
 
     def close(self) -> None:
-        """End the watch, so that no warning follows."""
+        """End the timer, so that no warning follows."""
         self._ended.set()
 
 
 _MOST_SILENT = 60.0
-"""Seconds without a running Python thread until the warning."""
+"""Seconds without a running Python thread after which the warning is printed."""
 _HANG = b"""streamalloc: no thread of Python has run for a minute. If the program hangs, a library has called the driver
 with a lock of its own, and its callback waits for the GIL, whose thread waits for the library's lock."""
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class RaisedAgain(DriverMisuseError):
-    """Error that a thread raises in the main thread, again and again until a block ends, also in callbacks."""
+    """Error that a thread raises in the main thread again and again until a block ends. It may arrive in a callback,
+    too.
+    """
 
 
 SOON = 0.001
-"""Seconds to wait before an exception is raised in the main thread, so that the callback it is in can end."""
+"""Seconds to wait before an exception is raised in the main thread, so that a callback that runs there can end."""
 _SWITCH_INTERVAL = 0.1
-"""Seconds that a thread keeps the GIL while another waits for it. Python's 0.005 is shorter than some callbacks."""
+"""Seconds that a thread keeps the GIL while another thread waits for it. Python's default of 0.005 s is shorter than
+some callbacks.
+"""
 made = tuple.__new__
-"""Makes a :class:`DriverCall` from a tuple of all its fields, in a third of the time of the constructor."""
+"""Function that makes a :class:`DriverCall` from its class and a tuple of all its fields. It takes a third of the time
+of the constructor.
+"""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
-"""Whether this process was forked. Its subscriptions belong to the parent."""
+"""Whether this process is a forked child. Its subscriptions belong to the parent."""
 
 
 def _interrupt_soon() -> None:
     sleep(10 * SOON)
-    _thread.interrupt_main()  # Runs the program's handler of SIGINT.
+    _thread.interrupt_main()  # This function makes Python run the program's handler of SIGINT.
 
 
 def _after_fork() -> None:
@@ -368,15 +393,15 @@ _GENERATED = ("<frozen ", "<string>", "<eval_with_key>", "/torchinductor_", "/si
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to a library, to Python or to generated code, and not to the program."""
+    """Whether ``file`` belongs to a library, to Python, or to generated code, and not to the program."""
     return file.startswith((_PACKAGE, _LIBRARY)) or any(part in file for part in _GENERATED)
 
 
 def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str, Layout, bool, int | None]]:
-    """Return the wanted functions by CUPTI's number.
+    """Return the subscribed functions, by CUPTI's number.
 
-    For each: the name in the bindings, the layout, whether stream 0 means the per-thread default stream, and the index
-    of the stream argument.
+    For each function: name in the bindings, layout of the arguments, whether stream 0 means the per-thread default
+    stream, and index of the stream argument (None if it has none).
     """
     newest: dict[str, int] = {}
     parts = {}
