@@ -1,7 +1,7 @@
 """Bridges to other libraries: their allocations from pools of streamalloc, and arrays shared without a copy.
 
-A module imports its library at the first use. The modules that replace an allocator (cuda_core, cupy, numba, rmm,
-torch) have a function ``use(...)``, which returns a :class:`Bridge`.
+Each module imports its library at the first use. The modules that replace a library's allocator (cuda_core, cupy,
+numba, rmm, torch) have a function ``use(...)``, which returns a :class:`Bridge`.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Bridge, the base class: another library allocates from pools of streamalloc.
+""":class:`Bridge` is the base class of bridges, by which another library allocates from pools of streamalloc.
 
 There are two ways:
 
 * *Handles*: the library gets the driver's handle of a pool, and calls the driver itself. No Python code runs for an
-  allocation, but for a change of the capture mode with CuPy.
-* *Callbacks*: the library calls Python for each allocation. Allocators without a handle need it: a caching allocator,
-  virtual memory that sleeps.
+  allocation, except with CuPy, where it changes the capture mode.
+* *Callbacks*: the library calls Python for each allocation. Allocators without a driver handle need this way: a caching
+  allocator, and virtual memory whose contents can be evicted (a sleep group).
 
 ``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
-``with`` block, restores the library's own allocator for later allocations. Memory allocated before stays valid, and is
-freed to its source when the library frees it. Stop the bridges of one library in the reverse order of their starts.
-Dropping a bridge does not stop it.
+``with`` block, restores the library's own allocator for later allocations. Memory that was allocated before stays
+valid, and returns to its source when the library frees it. Stop the bridges of one library in the reverse order of
+their starts. Dropping a bridge does not stop it.
 
-:class:`Sources` and :class:`Ledger` keep the rules for callbacks:
+:class:`Sources` and :class:`Ledger` obey these rules for callbacks:
 
 * Memory is allocated on the library's stream, and freed in the order of that stream, on any thread and with any current
   device. The host never waits for a stream of the library.
-* The library gets errors of its own types. No Python exception enters C code.
-* Objects that C code may call are never freed. At the end of the process the driver frees what is left.
+* The library gets exceptions of its own types. No Python exception enters C code.
+* Objects that C code may call are never freed. At the end of the process the driver frees the memory that is left.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 
 
 class AllocatorSource(Protocol):
-    """Source of memory for another library: a pool, another allocator of streamalloc, or a sleep group.
+    """Interface of a source of memory for another library: a pool, another allocator of streamalloc, or a sleep group.
 
-    An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
+    Such an object is an argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
     """
 
     @property
@@ -73,14 +73,14 @@ class AllocatorSource(Protocol):
 
 
 def library(name: str, session: Session | None = None) -> Any:
-    """Import another library and return it.
+    """Import the module ``name`` of another library, and return the module.
 
-    ``session``: that of the memory which the library is to use; None: no memory.
+    ``session``: session of the memory that the library is to use; None if it is to use no memory.
 
     Raises
     ------
     ModuleNotFoundError
-        It is not installed; the message gives the command to install it.
+        The library is not installed; the message gives the command to install it.
     ValueError
         The memory is of a simulated driver, which the library does not use.
     """
@@ -100,14 +100,15 @@ def library(name: str, session: Session | None = None) -> Any:
 
 
 def check_driver(module: ModuleType | None, session: Session) -> None:
-    """Raise ``ValueError`` if a library calls the CUDA driver and the session has a simulated one.
+    """Raise ``ValueError`` if the library calls the CUDA driver and the session's driver is a simulated one.
 
-    A module without a ``__spec__`` stands in for a library in tests, and may have any driver.
+    A module without a ``__spec__`` stands in for a library in tests, and may be used with any driver.
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # Only a simulated driver has settings, also behind a checker. Numba calls the functions of the bindings: in a block
-    # of ``testing.install`` these have ``__wrapped__``, and then Numba uses the simulated driver, too.
+    # Only a simulated driver has settings, also if a checker wraps the driver. Numba calls the functions of the
+    # bindings. In a block of ``testing.install`` these functions have ``__wrapped__``, and Numba then uses the
+    # simulated driver, too.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(
@@ -116,28 +117,29 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Started bridges. The set keeps a bridge alive that the program drops, because the library still allocates from it.
+# Bridges that are started. The set keeps a bridge alive if the program drops it, because the library still allocates
+# from it.
 _started: set[Bridge] = set()
 
 
 class Bridge(Closes, abc.ABC):
     """Bridge through which another library allocates from :attr:`sources`, from :meth:`start` to :meth:`stop`.
 
-    :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
+    :func:`streamalloc.interop.cupy.use` returns such a bridge; :doc:`/docs/guides/interop` has programs.
     """
 
     sources: Sources
-    """Pools or other allocators, by device."""
+    """Sources of memory (pools or other allocators), one for each device."""
 
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         self.sources = sources
         self._callbacks = callbacks
-        """Whether the library calls Python for pools, too."""
+        """Whether the library calls Python for each allocation even if all sources are pools."""
         self._undo: contextlib.ExitStack | None = None
 
     @abc.abstractmethod
     def _install(self, undo: contextlib.ExitStack) -> None:
-        """Set the library's allocator, and push the calls on ``undo`` that restore the earlier one."""
+        """Set the library's allocator, and push on ``undo`` the calls that restore the allocator of before."""
 
     @property
     def started(self) -> bool:
@@ -145,13 +147,13 @@ class Bridge(Closes, abc.ABC):
         return self._undo is not None
 
     def start(self) -> Self:
-        """Make the library allocate from :attr:`sources`. Returns the bridge; idempotent.
+        """Make the library allocate from :attr:`sources`, and return this bridge. Idempotent.
 
-        Raises ``ModuleNotFoundError`` if the library is not installed, and ``ValueError`` for memory of a simulated
-        driver.
+        Raises ``ModuleNotFoundError`` if the library is not installed, and ``ValueError`` if the memory is of a
+        simulated driver.
         """
         if self._undo is None:
-            # In relaxed mode the calls here invalidate no capture of other code.
+            # In relaxed capture mode the driver calls made here invalidate no capture of other code.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
@@ -179,13 +181,13 @@ class Bridge(Closes, abc.ABC):
 
 
 _Used: TypeAlias = "tuple[int, object, Stream, Callable[[int, Any], Memory]]"
-"""Stream on which a library last allocated: its handle, the library's object, our object, and the source's
-``allocate``.
+"""Stream on which a library last allocated: its handle, the library's stream object, the package's :class:`Stream`, and
+the method ``allocate`` of the source.
 """
 
 
 class Sources:
-    """Sources of memory of a bridge, one for each device.
+    """Sources of memory of one bridge, one source for each device.
 
     Raises
     ------
@@ -195,7 +197,7 @@ class Sources:
 
     def __init__(self, sources: Iterable[AllocatorSource]) -> None:
         self.by_device: dict[int, AllocatorSource] = {}
-        """Sources, by device ordinal."""
+        """Sources by device ordinal."""
         sessions = set()
         for source in sources:
             location = getattr(source, "location", None)
@@ -210,31 +212,34 @@ class Sources:
         if len(sessions) != 1:
             raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
         self.session: Session = sessions.pop()
-        """Session of the sources' driver."""
+        """Session of the driver that all sources have."""
         pooled = (MemoryPool, CachingAllocator)
         self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
-        """Whether a source releases dropped memory at points of work only, as it does virtual memory."""
+        """Whether dropped memory of some source is released only in later calls of this package (:func:`work`), as that
+        of virtual memory is.
+        """
         self._last: dict[int, _Used] = {}
-        """Stream that the library used last, by device."""
+        """Stream on which the library last allocated, by device ordinal."""
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
-        """Sources by device ordinal, if all are pools, which have handles; else None."""
+        """Sources by device ordinal if all sources are pools, which have driver handles; otherwise None."""
         pools = {ordinal: source for ordinal, source in self.by_device.items() if isinstance(source, MemoryPool)}
         return pools if len(pools) == len(self.by_device) else None
 
     def device(self, ordinal: int) -> Device:
-        """Return the device with this ordinal, of the sources' driver."""
+        """Return the :class:`Device` with the ordinal ``ordinal``, of the driver of the sources."""
         return Device(ordinal, driver=self.session.driver)
 
     def allocate(
         self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True
     ) -> Memory:
-        """Allocate memory of the device ``ordinal`` on a library's stream, given by its driver ``handle``.
+        """Allocate ``nbytes`` bytes on the device ``ordinal``, on the library's stream with the driver handle
+        ``handle``.
 
-        ``owner``: the object that keeps the stream's handle valid; None if there is none. On a stream that is being
-        captured the memory belongs to the graph. With ``in_capture=False`` it is ordinary memory in that case, too, and
-        may be used at once.
+        ``owner``: the object that keeps the stream's handle valid; None if there is none. While the stream is being
+        captured, the memory belongs to the graph. With ``in_capture=False`` the memory is ordinary in this case, too,
+        and may be used at once.
 
         Raises
         ------
@@ -244,28 +249,28 @@ class Sources:
             No source of this device was given.
         """
         used = self._last.get(ordinal)
-        # The owner is compared, too: the driver may give the handle of a destroyed stream to a new stream, which has
-        # another owner.
+        # The owner is compared, too. After a stream was destroyed, the driver may give its handle to a new stream,
+        # which has another owner.
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
-        # The memory must be usable at once, also by work that is captured, so the host waits. The wait is short, since
-        # the package's own stream has no other work: it lasts only until the memory that the pool reuses is free.
+        # The memory must be usable at once, also by captured work, so the host waits. The wait is short: the package's
+        # own stream has no other work, so it lasts only until the memory that the pool reuses is free.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
         return memory
 
     def hold(self, memory: Memory) -> object:
-        """Return an object for a library to keep while it uses memory.
+        """Return an object that the library is to keep while it uses ``memory``.
 
-        When it is dropped, the memory is freed in stream order.
+        When this object is dropped, the memory is freed in stream order.
         """
-        # Only buffers of pools need such an object. The finalisers of other memory free in stream order already: a
-        # cached buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped after
-        # the work of its users.
+        # Only buffers of pools need such an object. Other memory is freed in stream order by its own finaliser: that of
+        # a cached buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped
+        # after the work that uses it.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
@@ -273,12 +278,13 @@ class Sources:
         if source is None:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
-        # Handle 0 is the legacy default stream for all these libraries. Only in a build for per-thread default streams
-        # would it be the per-thread stream.
+        # For all these libraries, handle 0 means the legacy default stream. It would mean the per-thread default stream
+        # only in a build for per-thread default streams.
         handle_there = handle or LEGACY
         stream: Stream | None = None
         if owner is not None and handle_there not in (LEGACY, PER_THREAD):
-            # A cache has one free list for each stream object, so take the object that the session knows.
+            # A cache has one free list for each :class:`Stream` object. So the object that the session already has for
+            # this stream is used.
             with contextlib.suppress(TypeError):
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:
@@ -293,15 +299,16 @@ class Sources:
 class _Held:
     """Object that frees a buffer when a library drops it, on any thread and with any current device.
 
-    The handle of a default stream means another stream in another context, and that of the per-thread default stream on
-    another thread. So the buffer is freed on the stream as the thread of the allocation sees it.
+    The handle of a default stream means another stream in another context, and the handle of the per-thread default
+    stream means another stream on another thread. So the free uses the stream that the handle meant on the allocating
+    thread.
     """
 
     __slots__ = ("_buffer", "_thread")
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        # None: the stream is the same on every thread.
+        # None means that the handle is the same stream on every thread.
         self._thread = this_thread.number if buffer.stream.is_default else None
 
     def __del__(self) -> None:
@@ -310,20 +317,21 @@ class _Held:
 
 
 def is_captured(stream: Stream) -> bool:
-    """Whether work that is queued on a stream would be captured, or would invalidate a capture."""
+    """Whether work queued on ``stream`` now would become a part of a capture, or would invalidate a capture."""
     try:
         return not stream.closed and stream.capturing
-    except CaptureError:  # The driver raises this for the legacy stream while a blocking stream is captured.
+    except CaptureError:  # The driver refuses to query the legacy default stream while a blocking stream is captured.
         return True
-    except CudaError:  # The owner has destroyed the stream.
+    except CudaError:  # The owner of the stream has destroyed it, so nothing captures it.
         return False
 
 
 def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
-    """Free memory that a library has dropped, on its stream as the allocating ``thread`` sees it. For finalisers.
+    """Free memory that a library has dropped, on the memory's stream. For finalisers.
 
-    It takes no lock, and makes only driver calls that do not wait. The free is made at once where that is possible,
-    because the library's next allocation may need the memory. A free that failed is attempted again later.
+    ``thread``: number of the allocating thread, for the per-thread default stream; None: the stream is the same on all
+    threads. Takes no lock, and makes only driver calls that do not wait. The free is made at once if possible, because
+    the library's next allocation may need the memory. If the free fails, it is attempted again later.
     """
     session = session_of(buffer)
     if not session.usable or buffer.freed:
@@ -333,7 +341,7 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
         free_after_all(FreeAfterAll(buffer))
         return
     if not (stream.is_default and is_captured(stream)):
-        # In relaxed mode the free invalidates no capture of other code.
+        # In relaxed capture mode the free invalidates no capture of other code.
         with contextlib.suppress(CudaError, ClosedError), session.relaxed():
             buffer.free()
             return
@@ -343,30 +351,35 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
 def free_after_all(item: FreeAfterAll) -> None:
     """Free the buffers of ``item`` after all work that is queued on their device now. For finalisers.
 
-    The host does not wait. The free is queued at once, or deferred while a stream is being captured.
+    The host does not wait. The free is queued at once; while a stream is being captured, it is deferred.
     """
     queue = deferred_queue(item.session)
-    with contextlib.suppress(CudaError):  # The item stays in the queue.
+    # After an error the item stays in the queue, and the free is attempted again later.
+    with contextlib.suppress(CudaError):
         if unless_busy(functools.partial(queue.end, item), None, queue.beginning) is None:
             queue.submit(item)
 
 
 class FreeAfterAll(Deferred):
-    """Deferred free of buffers of one device, after the work of all streams that are known at that time."""
+    """Item of the queue of deferred ends: it frees buffers of one device after the work of all streams known by
+    then.
+    """
 
     def __init__(self, buffer: Buffer) -> None:
         self._device = buffer.stream.device
         self.session: Session = session_of(buffer)
         self.buffers: list[Buffer] = [buffer]
-        """Buffers to free."""
+        """Buffers that this item frees."""
         self.nbytes: int = buffer.nbytes
-        """Bytes of the buffers, about: an update by another thread may be lost."""
+        """Total size of the buffers in bytes. It may be too small, because an update by another thread may be lost."""
         self.sealed: bool = False
-        """Whether an attempt has begun."""
+        """Whether an attempt to free the buffers has begun. Buffers can no longer be added then."""
 
     def add(self, buffer: Buffer) -> bool:
-        """Add a buffer of the same device. Returns False if an attempt has begun, which would not take it."""
-        # Python does not switch threads here, between the test and the append, because nothing is called.
+        """Add a buffer of the same device, and return True. Returns False if an attempt has begun, which would miss the
+        buffer.
+        """
+        # Nothing is called between the test and the append, so Python does not switch threads between them.
         if self.sealed:
             return False
         self.buffers.append(buffer)
@@ -374,12 +387,13 @@ class FreeAfterAll(Deferred):
         return True
 
     def attempt(self) -> bool:
-        """Free the buffers on a stream that waits for all others. The driver refuses that during a capture.
+        """Free the buffers on a stream that waits for all other streams. The driver refuses this wait during a capture.
 
-        Returns whether they are freed; otherwise the item stays in the queue.
+        Returns whether the buffers are freed; if not, this item stays in the queue.
         """
         self.sealed = True
-        # This line calls no function, so Python does not switch threads within it: only one thread takes the buffers.
+        # This line calls no function, so Python does not switch threads within it. So only one thread takes the
+        # buffers.
         buffers, self.buffers = self.buffers, []
         try:
             return not buffers or self._free(buffers)
@@ -397,8 +411,8 @@ class FreeAfterAll(Deferred):
             default = next((stream for stream in streams if stream.is_default), None)
             Fence(self.session, without=(aside, default)).precede(aside)
             if default is not None:
-                # The legacy default stream comes after all blocking streams, also after those that the package does not
-                # know, such as Numba's.
+                # The legacy default stream comes after all blocking streams, including streams that the package has no
+                # object for, such as Numba's. So the wait for it covers those, too.
                 ordered_after(default, aside.wait)
             undo_all(functools.partial(_free_on, buffer, aside) for buffer in buffers)
         dropped.refused = before
@@ -406,25 +420,27 @@ class FreeAfterAll(Deferred):
 
 
 def _free_on(buffer: Buffer, stream: Stream) -> None:
-    with contextlib.suppress(ClosedError):  # Another thread has freed it.
+    with contextlib.suppress(ClosedError):  # Another thread has freed the buffer, which is no error here.
         buffer.free(stream)
 
 
 class Dropped:
-    """Buffers that libraries have dropped, in batches, because a free after all work on a device is expensive.
+    """Buffers that libraries have dropped, in batches, because each free after all work of a device is expensive.
 
-    A batch is in the queue of ends from its first buffer on. It is freed at the next point of work, or once it has
-    :data:`BATCH` buffers or :data:`BATCH_BYTES`. So large memory is freed at once.
+    A batch is in the queue of deferred ends from its first buffer on. It is freed when the queue is next worked off, or
+    as soon as it has :data:`BATCH` buffers or :data:`BATCH_BYTES` bytes. So large memory is freed at once.
     """
 
     def __init__(self, _: Session) -> None:
         self._batches: dict[int, FreeAfterAll] = {}
-        """Batches with room for more buffers, by device ordinal."""
+        """Latest batch of each device, by device ordinal."""
         self.refused: bool = False
-        """Whether the queue has batches whose free was attempted, so that the next allocation should work it off."""
+        """Whether the queue contains batches whose free was attempted. The next allocation should then work off the
+        queue.
+        """
 
     def add(self, buffer: Buffer) -> None:
-        """Put a buffer into a batch, to be freed after the work of all streams. For finalisers, on any thread."""
+        """Add a buffer to a batch, which is freed after the work of all streams. For finalisers, on any thread."""
         session, ordinal = session_of(buffer), buffer.stream.device.ordinal
         if not session.usable:
             return
@@ -434,22 +450,25 @@ class Dropped:
             deferred_queue(session).submit(batch)
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
-            self.refused = True  # Its item stays in the queue, although it has ended, until the next point of work.
+            # The item of the batch stays in the queue until the queue is worked off, even if the batch has been freed.
+            self.refused = True
 
 
 BATCH = 64
-"""Buffers from which on a batch of :class:`Dropped` is freed at once."""
+"""Number of buffers at which a batch of :class:`Dropped` is freed at once."""
 BATCH_BYTES = 1 << 20
-"""Bytes from which on a batch is freed at once."""
+"""Number of bytes at which a batch of :class:`Dropped` is freed at once."""
 dropped_of: PerDriver[Dropped] = PerDriver(Dropped)
 
 
 _asides: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""Streams of the package's own, by device ordinal, for work that must not be on a library's stream."""
+"""Streams that this package has made for work that must not be on a library's stream, by device ordinal."""
 
 
 def _aside_of(device: Device) -> Stream:
-    """Return the package's own stream of a device. It is a new one if the context of the last one was destroyed."""
+    """Return the stream that this package has made for the device. It makes a new one if the last one's context is
+    gone.
+    """
     streams = _asides(session_of(device))
     found = streams.get(device.ordinal)
     if found is not None:
@@ -461,18 +480,20 @@ def _aside_of(device: Device) -> Stream:
 
 
 class Ledger:
-    """Memory by address, for libraries whose callbacks pass only addresses."""
+    """Memory of a bridge by device address, for libraries whose callbacks pass only addresses."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources: Sources = sources
         self._held: dict[int, tuple[Memory, int, int]] = {}
-        """Memory by address, with the thread and the stream's handle of its allocation."""
+        """Memory by address, each with the number of the allocating thread and the handle of the stream."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 for no bytes."""
+        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 if no bytes were asked
+        for.
+        """
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
@@ -483,9 +504,10 @@ class Ledger:
         return address in self._held
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at an address in the order of a stream, and return its bytes; 0 for an unknown address.
+        """Free the memory at ``address`` in the order of a stream, and return its size in bytes; 0 if the address is
+        unknown.
 
-        ``handle``: that of the stream, on device ``ordinal``; None for the stream of the allocation.
+        ``handle``: handle of the stream on the device ``ordinal``; None for the stream of the allocation.
         """
         held = self._held.pop(address, None)
         if held is None:
@@ -494,10 +516,12 @@ class Ledger:
         nbytes = memory.nbytes
         same = handle is None or handle == own or (handle or LEGACY) == (own or LEGACY)
         if same and type(memory) is CachedBuffer:
-            return nbytes  # The finaliser of the buffer returns the block to the cache.
+            # When the buffer's last reference is dropped here, its finaliser returns the block to the cache.
+            return nbytes
         if not isinstance(memory, Buffer):
-            # Drop the last references to the memory first: only then is the unmap of virtual memory an item of the
-            # queue. `work` attempts the item now, so that the memory is free before the next request.
+            # The last references to the memory must be dropped first: only then is the unmap of virtual memory in the
+            # queue of deferred ends. `work` then attempts the unmap, so that the memory is free before the next
+            # request.
             del held, memory
             work(self.sources.session)
         elif same or handle is None:

@@ -1,4 +1,6 @@
-"""Bridge to cuda.core, and by it to nccl4py, nvshmem4py and nvmath, which allocate buffers of cuda.core."""
+"""Bridge to cuda.core. By it nccl4py, nvshmem4py and nvmath allocate from pools, too: they allocate buffers of
+cuda.core.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,16 @@ __all__ = ["buffer", "memory", "resource", "use"]
 def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (``Device.memory_resource``).
 
-    Each thread has its own ``Device`` objects. On other threads set a :func:`resource`. :doc:`/docs/guides/interop` has
-    a program.
+    Each thread has its own ``Device`` objects. On other threads, set ``memory_resource`` to a :func:`resource`.
+    :doc:`/docs/guides/interop` has a program.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     callbacks
-        True: cuda.core calls Python for each allocation. False: it gets the handles of pools and calls the driver.
+        True: cuda.core calls Python for each allocation. False: cuda.core gets the handles of pools and calls the
+        driver.
 
     Returns
     -------
@@ -37,7 +40,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     Raises
     ------
     TypeError, ValueError
-        A source does not allocate device memory, or two have one device or different drivers.
+        A source does not allocate device memory, or two sources have the same device or different drivers.
     ModuleNotFoundError
         cuda.core is not installed.
     """
@@ -45,11 +48,12 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
-    """Make a memory resource of cuda.core over a pool or another allocator. :func:`use` sets it on each device.
+    """Make a memory resource of cuda.core over a pool or another allocator. :func:`use` sets such a resource on each
+    device.
 
-    For a pool it is a ``DeviceMemoryResource`` with the pool's handle, which it does not own. For another allocator, or
-    with ``callbacks``, it calls Python, and each allocation must name its stream. If memory runs out, cuda.core's
-    ``CUDAError`` is raised. Raises as :func:`use`.
+    For a pool the resource is a ``DeviceMemoryResource``, which uses the pool's handle and does not own the pool. For
+    another allocator, or with ``callbacks``, the resource calls Python, and each allocation must name its stream. If
+    memory runs out, cuda.core's ``CUDAError`` is raised. Raises the errors of :func:`use`.
     """
     sources = Sources([source])
     ordinal = next(iter(sources.by_device))
@@ -57,7 +61,7 @@ def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
 
 
 class CudaCoreBridge(Bridge):
-    """Bridge that replaces the memory resource of cuda.core's devices. :func:`use` makes it."""
+    """Bridge that replaces the memory resource of cuda.core's devices. :func:`use` returns such a bridge."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         core = library("cuda.core", self.sources.session)
@@ -74,7 +78,8 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
     core = library("cuda.core", sources.session)
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
-        # Without options DeviceMemoryResource() takes the handle of the device's current pool.
+        # Without options, DeviceMemoryResource() takes the handle of the device's current pool. So the pool is made
+        # current.
         with source.make_current(), _threshold_kept(source):
             return core.DeviceMemoryResource(core.Device(ordinal))
     return resource_class(core)(sources, ordinal)
@@ -82,7 +87,9 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 
 @contextlib.contextmanager
 def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
-    """Restore a pool's release threshold after the ``with`` block: ``DeviceMemoryResource()`` raises one of 0."""
+    """Restore a pool's release threshold after the ``with`` block. ``DeviceMemoryResource()`` changes a threshold
+    of 0.
+    """
     before = pool.attributes.release_threshold
     try:
         yield
@@ -91,11 +98,11 @@ def _threshold_kept(pool: MemoryPool) -> Iterator[None]:
 
 
 def resource_class(core: Any) -> Any:
-    """Make the class of memory resources of cuda.core that call Python. ``core``: the module ``cuda.core``."""
+    """Return a class of memory resources of cuda.core that call Python. ``core``: the module ``cuda.core``."""
     base: Any = core.MemoryResource
 
     class Resource(base):  # type: ignore[misc]
-        """Resource of device memory that calls Python for each allocation."""
+        """Memory resource of cuda.core for device memory. It calls Python for each allocation."""
 
         is_device_accessible, is_host_accessible, is_managed = True, False, False
         device_id = 0
@@ -105,7 +112,7 @@ def resource_class(core: Any) -> Any:
             self.device_id = ordinal
 
         def allocate(self, size: int, *, stream: Any) -> Any:
-            """Allocate a buffer of cuda.core in the order of ``stream``.
+            """Allocate ``size`` bytes in the order of ``stream``. Returns a buffer of cuda.core.
 
             Raises cuda.core's ``CUDAError`` if memory runs out.
             """
@@ -117,14 +124,18 @@ def resource_class(core: Any) -> Any:
             return core.Buffer.from_handle(address, size, mr=self, stream=stream)
 
         def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-            """Free memory in the order of ``stream``. cuda.core calls it when a buffer is closed or dropped."""
+            """Free the memory at ``ptr`` in the order of ``stream``. cuda.core calls this method when a buffer is
+            closed or dropped.
+            """
             self._ledger.free(int(ptr), self.device_id, int(stream.__cuda_stream__()[1]))
 
     return Resource
 
 
 def _error(error: OutOfMemoryError) -> Exception:
-    """Return an error as cuda.core's ``CUDAError``, which has no public name; as it is if that class is not found."""
+    """Return the error as a ``CUDAError`` of cuda.core. This class has no public name; if it is not found, returns
+    ``error``.
+    """
     try:
         kind: Any = library("cuda.core._utils.cuda_utils").CUDAError
     except (ModuleNotFoundError, AttributeError):
@@ -134,7 +145,7 @@ def _error(error: OutOfMemoryError) -> Exception:
 
 
 def buffer(memory: Memory, stream: StreamLike) -> Any:
-    """Make a buffer of cuda.core over memory, which the buffer keeps alive. :func:`memory` does the reverse.
+    """Return a buffer of cuda.core over ``memory``. The buffer keeps the memory alive. :func:`memory` does the reverse.
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped.
@@ -145,5 +156,7 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:
-    """Return a buffer of cuda.core as memory for ``stream``; see :func:`borrow`."""
+    """Return a buffer of cuda.core as memory that ``stream`` uses, without a copy. The parameters are those of
+    :func:`borrow`.
+    """
     return borrow(buffer, stream, lender=lender)

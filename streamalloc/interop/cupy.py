@@ -21,14 +21,14 @@ __all__ = ["array", "memory", "use"]
 def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Make CuPy allocate from ``sources``, on all threads.
 
-    :doc:`/docs/recipes/one-pool` is a program.
+    :doc:`/docs/recipes/one-pool` has a program.
 
     Parameters
     ----------
     sources
-        Pools of the devices that CuPy uses, or other allocators, one for each device.
+        Pools or other allocators, one for each device that CuPy uses.
     callbacks
-        True: CuPy calls Python for each allocation. False: it gets the handles of pools.
+        True: CuPy calls Python for each allocation. False: CuPy gets the handles of pools, if all sources are pools.
 
     Returns
     -------
@@ -44,16 +44,16 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 class CuPyBridge(Bridge):
-    """Bridge that replaces CuPy's allocator. :func:`use` makes it.
+    """Bridge that replaces CuPy's allocator. :func:`use` returns such a bridge.
 
     With callbacks CuPy calls Python for each allocation, on CuPy's current stream.
 
-    With handles CuPy's own ``MemoryAsyncPool`` allocates. CuPy makes the pools current, and sets their release
-    thresholds to its limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). It does so on each device, also with
-    the current pools of devices without a source. :meth:`stop` restores the current pools and their thresholds.
-    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no capture. On
-    a captured stream, as inside ``torch.cuda.graph``, the memory belongs to the graph; on other streams it is ordinary.
-    Handles have these limits, and callbacks have not:
+    With handles CuPy's own ``MemoryAsyncPool`` allocates. CuPy makes the pools current, and sets the pools' release
+    thresholds to its own limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). It does so on each device: if a
+    device has no source, with the device's current pool. :meth:`stop` restores the current pools and their thresholds.
+    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no capture. If
+    the stream is being captured, as inside ``torch.cuda.graph``, the memory belongs to the graph. These limits hold
+    with handles, but not with callbacks:
 
     * CuPy frees in the thread's own capture mode. Dropping an array of another stream invalidates a capture in global
       mode.
@@ -69,7 +69,9 @@ class CuPyBridge(Bridge):
         undo.callback(cupy.cuda.set_allocator, before)
 
     def _by_handles(self, cupy: Any, undo: contextlib.ExitStack) -> Callable[[int], Any]:
-        """Make the pools current, and return CuPy's function that allocates from them, in relaxed capture mode."""
+        """Make the pools current, and return a function of CuPy that allocates from the current pools, in relaxed
+        capture mode.
+        """
         pools, current = self.sources.pools or {}, []
         for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
             pool = pools.get(ordinal) or MemoryPool.current(self.sources.device(ordinal))
@@ -80,7 +82,9 @@ class CuPyBridge(Bridge):
 
 
 def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Wrap ``malloc`` so that it calls the driver in relaxed mode, in which it invalidates no capture of other code."""
+    """Return a function that calls ``malloc`` in relaxed capture mode, in which it invalidates no capture of other
+    code.
+    """
     exchange = cast(Any, sources.session.driver).cuThreadExchangeStreamCaptureMode
 
     def allocate(nbytes: int) -> Any:
@@ -101,7 +105,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
 
     def allocate(nbytes: int) -> Any:
         stream, ordinal = get_stream(), get_device()
-        # CuPy's object does not keep the handle valid if CuPy has not made the stream.
+        # If CuPy has not made the stream, CuPy's stream object does not keep the handle valid, so it is no owner.
         owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
         try:
             memory = take(nbytes, ordinal, stream.ptr, stream if owned else None)
@@ -120,18 +124,18 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """Make an array of CuPy over memory, which the array keeps alive.
+    """Return an array of CuPy over ``memory``. The array keeps the memory alive.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes.
     stream
-        The stream that uses the array; default: CuPy's current stream. It waits for the work queued on the memory's
-        stream. When the array is dropped, the memory's stream waits for it. If other streams use the array, first make
-        this stream wait for them.
+        The stream that uses the array; default: CuPy's current stream. This stream waits for the work queued on the
+        memory's stream. When the array is dropped, the memory's stream waits for this stream. If other streams use the
+        array, first make this stream wait for them.
 
     Raises
     ------
@@ -145,8 +149,8 @@ def array(
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """Return an array of CuPy as memory for ``stream``.
+    """Return an array of CuPy as memory that ``stream`` uses, without a copy.
 
-    The lender is CuPy's current stream; errors as for :func:`borrow`.
+    The lender is CuPy's current stream. Raises the errors of :func:`borrow`.
     """
     return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

@@ -1,4 +1,6 @@
-"""Arrays of JAX over memory of streamalloc, and the reverse. JAX has no interface for allocators."""
+"""Arrays of JAX over memory of streamalloc, and memory over arrays of JAX. JAX has no interface for other
+allocators.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ __all__ = ["array", "memory"]
 
 
 def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Make an array of JAX over memory, which the array keeps alive.
+    """Return an array of JAX over ``memory``. The array keeps the memory alive.
 
-    JAX's stream waits for the work queued on the memory's stream. To JAX arrays are immutable, so do not write to the
+    JAX's stream waits for the work queued on the memory's stream. JAX's arrays are immutable, so do not write to the
     memory after this call.
 
     Parameters
@@ -25,7 +27,7 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes.
 
     Raises
     ------
@@ -36,5 +38,7 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:
-    """Return an array of JAX as memory for ``stream``. Do not write to it. Errors as for :func:`borrow`."""
+    """Return an array of JAX as memory that ``stream`` uses. Do not write to this memory. Raises the errors of
+    :func:`borrow`.
+    """
     return borrow(array, stream)

@@ -1,9 +1,9 @@
-"""Loans: memory that is shared with another library as an array, in stream order. The host never waits.
+"""Loans: memory that two libraries share as an array, without a copy, in stream order. The host never waits.
 
-* :class:`Lent`: a library uses memory of streamalloc. First the library's stream waits for the memory's stream. When
-  the array is dropped, the memory's stream waits for the library's.
-* :class:`Borrowed`: streamalloc uses a library's array. Its stream waits for the library's first; when the array is
-  released, the library's stream waits for it.
+* :class:`Lent`: another library uses memory of streamalloc. First the library's stream waits for the memory's stream.
+  When the array is dropped, the memory's stream waits for the library's stream.
+* :class:`Borrowed`: streamalloc uses an array of another library. First the stream of streamalloc waits for the
+  library's stream. When the array is released, the library's stream waits for the stream of streamalloc.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ from streamalloc.formats.arrays import check_dense, cuda_array, tensor_in
 from streamalloc.interop.bridge import check_driver
 from streamalloc.pool.internal import residence_of
 
-_CUDA = 2  # DLPack's type for device memory
+_CUDA = 2  # kDLCUDA, DLPack's device type for device memory
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Return memory as a typed view. Without type and shape it keeps those of a typed view, else it is bytes."""
+    """Return ``memory`` as a typed view. Without type and shape, a typed view is returned as it is, and other memory as
+    bytes.
+    """
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
 
 
 class _End(Deferred):
-    """End of a loan: the stream ``then`` waits for the work of the stream ``user``, and what was lent is released.
+    """End of a loan: the stream ``then`` waits for the work of the stream ``user``, and the lent object is released.
 
-    Without ``user`` it waits for the work of all known streams. Without ``then`` the release waits until the work is
-    done.
+    If ``user`` is None, ``then`` waits for the work of all known streams. If ``then`` is None, the object is released
+    only when the work is done.
     """
 
     __slots__ = ("_kept", "_session", "_use", "then", "thread", "user")
@@ -68,7 +70,7 @@ class _End(Deferred):
         self.user = user
         self.then = then
         self.thread: int | None = None
-        """Thread that has ended the loan; None if each thread may make ``then`` wait."""
+        """Number of the thread that has ended the loan; None if any thread may queue the wait on ``then``."""
         self._use: Fence | None = None
 
     def attempt(self) -> bool:
@@ -82,17 +84,17 @@ class _End(Deferred):
         return True
 
     def _ordered(self, use: Fence, then: Stream) -> bool:
-        # Nothing is queued while the library captures the stream: the wait would become a node of the library's graph.
-        # A later attempt queues the wait.
+        # While the library captures the stream, nothing is queued: the wait would become a node of the library's graph.
+        # A later attempt then queues the wait.
         return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 
 
 class Lent(TypedView[Any]):
-    """Memory that a library uses as an array. The array keeps it alive.
+    """Memory that another library uses as an array. The array keeps this memory alive.
 
-    ``user`` is the library's stream, which waits for the memory's stream at once. Without it the library passes its
-    stream to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the array
-    is dropped.
+    ``user`` is the library's stream. It waits for the memory's stream at once. If ``user`` is None, the library passes
+    its stream to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the
+    array is dropped.
     """
 
     __slots__ = ("_end",)
@@ -100,25 +102,29 @@ class Lent(TypedView[Any]):
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
         self._end = _End(view, self._session, None, self.stream)
-        # The queue keeps the end. If a signal handler raised in __del__, the memory would otherwise be freed too early.
+        # The queue of deferred ends keeps the end of the loan. Otherwise a signal handler that raises in __del__ could
+        # make the memory be freed too early.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
-            # The handle of a default stream means the default stream of the current device.
+            # The handle of a default stream means the default stream of the current device, so the memory's device is
+            # made current.
             with self.stream.device.current():
                 ordered = as_stream(user, self._session)
             ordered.wait(self.stream)
             self._end.user = ordered
-            # Tell a checker, because no driver call shows what the library's kernels use.
+            # A checker has to be told, because no driver call shows which memory the library's kernels use.
             self.used(ordered, write=False)
         work(self._session)
 
     @property
     def address(self) -> int:
-        """Device address of the first byte; the library's stream waits for the contents."""
+        """Device address of the first byte. The library's stream already waits for the contents."""
         return self._at
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
-        """Do as any memory does, and remember the stream that the library passes to ``__dlpack__`` as its stream."""
+        """Do as the base class does, and store the stream that the library passes to ``__dlpack__`` as the library's
+        stream.
+        """
         part = super()._ordered_part(stream, dl_device, copy)
         if self._end.user is None and stream not in (-1, None, PER_THREAD):
             self._end.user = Stream.of_handle(self.stream.device, stream, None)
@@ -128,34 +134,34 @@ class Lent(TypedView[Any]):
         end = getattr(self, "_end", None)
         if end is not None and self._session.usable:
             queue_behind(self.stream, end)
-            # End the loan now if that is possible: then the memory is freed as soon as its buffer is dropped.
+            # End the loan now, if that is possible. Then the memory is freed as soon as its buffer is dropped.
             settle(self.stream, end, end.user)
 
 
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
 
 
-# NumPy's kinds of types by DLPack's codes. Types that NumPy lacks become bytes.
+# NumPy's kinds of types, by DLPack's type codes. Types that NumPy lacks become bytes.
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
 class Borrowed(Memory, Closes):
-    """Array of another library as memory; made by :func:`borrow`.
+    """Array of another library as memory of this package; :func:`borrow` returns it.
 
-    Operations are queued on :attr:`stream`, which waits for the library's work. :meth:`close`, or dropping the object,
-    makes the library's stream wait for :attr:`stream`, and releases the array. Without a ``lender`` the array is kept
-    until the work of :attr:`stream` is done.
+    Operations are queued on :attr:`stream`, which waits for the library's work. To close or drop this object makes the
+    library's stream wait for :attr:`stream`, and releases the array. Without a ``lender`` the array is kept until the
+    work of :attr:`stream` is done.
     """
 
     __slots__ = ("__weakref__", "_address", "_end", "_keep", "dtype", "location", "managed", "nbytes", "owner", "shape",
                  "stream")  # fmt: skip
 
     stream: Stream
-    """The stream that uses the memory."""
+    """Stream that uses the memory."""
     owner: Any
-    """The library's array; None after :meth:`close`."""
+    """Array of the other library; None after :meth:`close`."""
     location: MemLocation
-    """Device with the memory, or host for pinned memory."""
+    """Device that has the memory, or host for pinned host memory."""
     managed: bool
     """Whether the driver migrates the memory between devices and host."""
     device_accessible: bool = True
@@ -165,7 +171,7 @@ class Borrowed(Memory, Closes):
     dtype: np.dtype[Any]
     """Element type."""
     shape: tuple[int, ...]
-    """Elements in each dimension."""
+    """Number of elements in each dimension."""
 
     def __init__(self, array: Any, stream: Stream, lender: Stream | None) -> None:
         self._keep: Any = None
@@ -175,8 +181,8 @@ class Borrowed(Memory, Closes):
         self.location = place.location or stream.device.location
         self.managed = place.managed
         self._end = _End((self._keep, array), self._session, stream, lender)
-        # The queue keeps the end, too. If a signal handler raises in __del__, the end is still attempted; otherwise the
-        # array would be released before the work of the stream.
+        # The queue of deferred ends keeps the end of the loan. If a signal handler raises in __del__, the end is then
+        # still attempted; otherwise the array would be released before the work of the stream is done.
         deferred_queue(self._session).end_with(self, self._end)
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
@@ -198,9 +204,10 @@ class Borrowed(Memory, Closes):
         return self._keep is None
 
     def close(self) -> None:
-        """Release the array; idempotent. The library's stream waits for the work queued on :attr:`stream`.
+        """Release the array; idempotent. The library's stream (the ``lender``) waits for the work queued on
+        :attr:`stream`.
 
-        Without a ``lender`` the array is kept until that work is done.
+        If there is no ``lender``, the array is kept until that work is done.
         """
         keep, self._keep, self.owner = self._keep, None, None
         if keep is not None:
@@ -228,26 +235,27 @@ class Borrowed(Memory, Closes):
 def borrow(
     array: Any, stream: StreamLike, *, lender: StreamLike | None = None, driver: Driver | None = None
 ) -> Borrowed:
-    """Use an array or tensor of another library as memory, without a copy, with its type and shape.
+    """Return an array or tensor of another library as memory, without a copy, with the array's type and shape.
 
     Parameters
     ----------
     array
-        A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``. The interface names no
-        device: the driver is asked (``cuPointerGetAttribute``).
+        A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``. The second interface
+        names no device, so the driver is asked (``cuPointerGetAttribute``).
     stream
-        The stream that uses the memory. It waits for the work queued on the library's current stream.
+        The stream that uses the memory. It waits for the library's current stream (DLPack), for the stream that the
+        interface names, or for ``lender``.
     lender
-        The library's stream. It waits for ``stream`` when the memory is closed, so that the library may write or free
-        the array at once. None: the array is kept until the work of ``stream`` is done.
+        The library's stream. It waits for ``stream`` when the returned memory is closed or dropped, so that the library
+        may write or free the array at once. None: the array is kept until the work of ``stream`` is done.
     driver
         The driver to use if ``stream`` is an object of another library.
 
     Raises
     ------
     TypeError, ValueError
-        ``array`` is no array in memory that devices reach, is not contiguous, or has elements that are no whole bytes;
-        or it is of the CUDA driver and ``stream`` of a simulated one.
+        ``array`` is not an array in memory that devices can access, is not contiguous, or has elements that are not
+        whole bytes. Or ``array`` is of a library that uses the CUDA driver, and ``stream`` is of a simulated driver.
 
     Examples
     --------
@@ -264,10 +272,10 @@ def borrow(
 def _taken(
     array: Any, stream: Stream, lender: Stream | None
 ) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Residence]:
-    """Return address, type, shape, owner and place of an array, and make ``stream`` wait for its contents.
+    """Return address, type, shape, owner and residence of an array, and make ``stream`` wait for its contents.
 
-    It waits for the stream that the array names, else for ``lender``. Raises ``TypeError`` and ``ValueError`` as
-    :func:`borrow`.
+    ``stream`` waits for the stream that the array names or, without such a stream, for ``lender``. Raises ``TypeError``
+    and ``ValueError`` as :func:`borrow` does.
     """
     check_driver(sys.modules.get(type(array).__module__.partition(".")[0]), session_of(stream))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -297,7 +305,8 @@ def _taken(
             "host memory, freed memory, or memory of another driver; copy_from and copy_to take host arrays as they are"
         )
     if found.stream is not None:
-        # The handle of a default stream means the default stream of the array's device.
+        # The handle of a default stream means the default stream of the array's device, which may not be that of
+        # ``stream``.
         ordinal = where.ordinal
         device = stream.device if ordinal is None else Device(ordinal, driver=session.driver)
         stream.wait(Stream.of_handle(device, found.stream, array))

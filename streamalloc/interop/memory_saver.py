@@ -1,12 +1,13 @@
-"""Interface of ``torch_memory_saver`` over sleep groups: memory of PyTorch is released and restored by tags.
+"""Interface of the library ``torch_memory_saver`` over sleep groups: memory of PyTorch is released and restored by
+tags.
 
 Replace ``from torch_memory_saver import torch_memory_saver`` by
 ``from streamalloc.interop.memory_saver import torch_memory_saver``; :doc:`/docs/recipes/memory-saver` has programs.
 
 No library is preloaded. A region routes the allocations of its thread to a ``torch.cuda.MemPool``
-(:mod:`streamalloc.interop.torch`). So memory of other threads is not paused, nor memory of ``cudaMalloc`` by other
-libraries. A pool of PyTorch has one tag and one kind of backup. In the sleep group of its device its buffers have the
-tag ``"tag:kind"``.
+(:mod:`streamalloc.interop.torch`). So memory of other threads is not paused, nor memory that other libraries get by
+``cudaMalloc``. Each pool of PyTorch has one tag and one kind of backup. Its buffers have the tag ``"tag:kind"`` in the
+sleep group of the device.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_m
 _HOOK_MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
 _NONE, _DISK = "none", "disk"
-# Number of slots in the staging memory of a DiskTier, and the largest number of bytes of a slot.
+# Number of slots in the staging memory of a DiskTier, and the largest size of a slot in bytes.
 _SLOTS, _MOST_BLOCK = 16, 64 << 20
 _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 
@@ -43,21 +44,21 @@ _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 class TorchMemorySaver:
     """Memory of PyTorch that is paused and resumed by tags, with the interface of ``torch_memory_saver``.
 
-    The module's ``torch_memory_saver`` is one; further ones are independent of it. ::
+    The module's ``torch_memory_saver`` is an object of this class. Further objects are independent of it. ::
 
         with torch_memory_saver.region(tag="weights", enable_cpu_backup=True):
             weights = torch.randn(1 << 20, device="cuda")
         torch_memory_saver.pause("weights")     # the bytes are in host memory, the device memory is free
         torch_memory_saver.resume("weights")    # same address, same bytes
 
-    Where ``torch_memory_saver`` ends the process, this class raises an error, and nothing has changed. The environment
-    variables of ``torch_memory_saver`` are read at the first use. ``TMS_INIT_ENABLE=1`` begins a region on the thread
-    of that use, which lasts until the process ends.
+    On errors for which the library ``torch_memory_saver`` ends the process, this class raises an exception and changes
+    nothing. The environment variables of ``torch_memory_saver`` are read at the first use. ``TMS_INIT_ENABLE=1`` begins
+    a region on the thread of the first use. This region lasts until the process ends.
 
     Parameters
     ----------
     driver
-        The driver; default: the default driver.
+        The driver to use; default: the default driver of the package.
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
@@ -66,15 +67,17 @@ class TorchMemorySaver:
         self._margin = 0
         self._initialized = False
         self._regions = 0
-        """Number of regions that were entered and not left."""
+        """Number of regions that are active now."""
         self._groups: dict[int, SleepGroup] = {}
         """Sleep groups by device ordinal."""
         self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
-        """Bridges by device, by ``"tag:kind"``, and for graphs by the pool of PyTorch that the bridge replaces."""
+        """Bridges by device ordinal, tag ``"tag:kind"`` and, for graphs, the pool of PyTorch that the bridge replaces
+        (or None).
+        """
         self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostMemory] = weakref.WeakKeyDictionary()
-        """Backups in host memory."""
+        """Backups in pinned or pageable host memory, by buffer."""
         self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
-        """Files of backups on disk. A file is removed with its buffer."""
+        """Paths of backups on disk, by buffer. A file is removed when its buffer is dropped."""
         self._disks: dict[tuple[Device, Path], DiskTier] = {}
 
     def _ensure_initialized(self) -> None:
@@ -88,7 +91,7 @@ class TorchMemorySaver:
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
             whole.__enter__()
-            # The region ends before the interpreter's finalization, in which PyTorch's pools cannot be used.
+            # The region has to end before the interpreter's finalization, in which PyTorch's pools cannot be used.
             atexit.register(whole.__exit__, None, None, None)
 
     @contextlib.contextmanager
@@ -99,17 +102,18 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Give the tensors that this thread makes in a ``with`` block on the current device a tag. Regions nest.
+        """Give a tag to the tensors that this thread makes on the current device within the ``with`` block. Regions may
+        nest.
 
         Parameters
         ----------
         tag
-            Tag for :meth:`pause` and :meth:`resume`.
+            Name of the tag, for :meth:`pause` and :meth:`resume`.
         enable_cpu_backup, enable_disk_backup
-            Whether a pause keeps the bytes, in host memory or in files. Without both they are lost.
+            Whether a pause keeps the bytes in host memory, and whether in files. If both are False, the bytes are lost.
         cpu_backup_backend
-            ``"pinned"``, or ``"mmap"`` for pageable memory, which is slower and returns to the system at once. Default:
-            ``TMS_INIT_CPU_BACKUP_BACKEND``, or pinned.
+            ``"pinned"``, or ``"mmap"`` for pageable memory, which is slower and is returned to the system at once.
+            Default: the value of ``TMS_INIT_CPU_BACKUP_BACKEND``, otherwise ``"pinned"``.
 
         Raises
         ------
@@ -140,10 +144,10 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = True,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Capture as ``torch.cuda.graph`` does, with memory that is paused and resumed.
+        """Capture a graph as ``torch.cuda.graph`` does, in memory that can be paused and resumed.
 
-        Graphs with the same ``pool`` and tag share memory, in a pool of the saver: ``cuda_graph.pool()`` is its handle.
-        A pause keeps the bytes by default, because a replay may read some that it does not write.
+        Graphs with the same ``pool`` and tag share memory, in a pool of this saver. ``cuda_graph.pool()`` returns the
+        handle of that pool. A pause keeps the bytes by default, because a replay may read bytes that it does not write.
 
         Parameters
         ----------
@@ -164,19 +168,21 @@ class TorchMemorySaver:
             raise EvictedError(f"graphs of tag={tag!r} are paused: resume() them before another is captured")
         graphs = {key: bridge for key, bridge in self._bridges.items() if key[2] is not None}
         for key, bridge in graphs.items():
-            if bridge.pool.use_count() == 1:  # No graph of the pool is left.
+            if bridge.pool.use_count() == 1:  # No graph of the pool is left, so its memory can be freed.
                 self._bridges.pop(key).close()
         ours = next((one for one in graphs.values() if one.pools and one.pool.id == pool), None)
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # PyTorch takes the first of several active pools, which would be the pool of a region.
+        # Of several active pools PyTorch takes the first, which would be the pool of a region instead of the graph's
+        # pool.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Allocate from PyTorch's own memory in a ``with`` block inside a region. At its end unused memory is released.
+        """Within the ``with`` block, inside a region, allocate from PyTorch's own memory. Unused memory of it is
+        released at the end.
 
         Raises
         ------
@@ -190,22 +196,23 @@ class TorchMemorySaver:
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Release the device memory of a tag, or of all tags; the addresses stay. Unknown tags are ignored.
+        """Release the device memory of a tag (None: of all tags). The addresses stay reserved. An unknown tag is
+        ignored.
 
-        The host waits until the device has done all work, and the bytes with a backup are stored.
+        The host waits until the device has done all its work, and until the backups are complete.
 
         Raises
         ------
         EvictedError
             Memory of the tag is paused already.
         InUseError
-            Memory was exported, or is mapped elsewhere.
+            Memory of the tag was exported, or is mapped at a second address.
         CaptureError
             PyTorch captures its current stream, or this thread a stream of this package.
         OutOfMemoryError, OSError
-            There is no room for a backup. After each error nothing has changed.
+            There is not enough memory or disk space for a backup. After each of these errors nothing has changed.
         TypeError
-            The tag is not a text.
+            The tag is not a ``str``.
         """
         chosen = self._chosen(tag)
         if any(buffer.evicted for buffers in chosen.values() for buffer in buffers):
@@ -222,9 +229,10 @@ class TorchMemorySaver:
         self._hosts.update(made)
 
     def resume(self, tag: str | None = None) -> None:
-        """Restore the device memory of a tag, or of all tags, at the same addresses. Unknown tags are ignored.
+        """Restore the device memory of a tag (None: of all tags) at the same addresses. An unknown tag is ignored.
 
-        The bytes are complete when it returns. Backups in host memory are dropped, unless :attr:`retain_cpu_backup`.
+        The bytes are complete when this method returns. Backups in host memory are dropped, unless
+        :attr:`retain_cpu_backup`.
 
         Raises
         ------
@@ -235,9 +243,9 @@ class TorchMemorySaver:
         OutOfMemoryError
             There is not enough device memory.
         OSError, DamagedBackupError
-            A file cannot be read, or is damaged. After each error nothing has changed.
+            A file cannot be read, or is damaged. After each of these errors nothing has changed.
         TypeError
-            The tag is not a text.
+            The tag is not a ``str``.
         """
         chosen = self._chosen(tag)
         paused = {
@@ -255,16 +263,19 @@ class TorchMemorySaver:
             group.device.synchronize()
             for buffer in () if self._retain else buffers:
                 self._hosts.pop(buffer, None)
-            work(session_of(group))  # Attempts deferred releases, among them that of the host memory.
+            # Attempts the deferred releases of this package, among them that of the host memory of the backups.
+            work(session_of(group))
 
     @property
     def enabled(self) -> bool:
-        """True: a region has an effect in each process, without a preloaded library."""
+        """True in each process, because regions need no preloaded library to have an effect."""
         return True
 
     @property
     def hook_mode(self) -> str:
-        """``"preload"`` or ``"torch"``. It makes no difference: both route by pools of PyTorch."""
+        """``"preload"`` or ``"torch"``, as in ``torch_memory_saver``. Both mean the same here: regions use pools of
+        PyTorch.
+        """
         return self._hook_mode
 
     @hook_mode.setter
@@ -276,7 +287,9 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Device memory, in bytes, that allocations of regions leave free; PyTorch then runs out of memory earlier."""
+        """Device memory in bytes that allocations in regions leave free. PyTorch runs out of memory that much
+        earlier.
+        """
         return self._margin
 
     @memory_margin_bytes.setter
@@ -295,14 +308,15 @@ class TorchMemorySaver:
         self._retain = bool(retain)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """Return the backup of a tensor in host memory as a tensor; None if it is awake without one, or on disk.
+        """Return a tensor's backup in host memory, as a tensor. None if the tensor is awake and has none, or its backup
+        is on disk.
 
         Parameters
         ----------
         x
             A contiguous tensor that was made in a region.
         zero_copy
-            True for the backup itself; it changes at the next pause. False for a copy.
+            True: return the backup itself, which changes at the next pause. False: return a copy.
 
         Raises
         ------
@@ -330,15 +344,17 @@ class TorchMemorySaver:
         return None
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Set the folder of later backups on disk, which is made if it is missing. Raises ``OSError`` if that fails."""
+        """Set the folder of later backups on disk, and make the folder if it is missing. Raises ``OSError`` if that
+        fails.
+        """
         self._ensure_initialized()
         os.makedirs(path, exist_ok=True)
         self._folder = Path(path)
 
     def _kind(self, tag: str, on_host: bool, on_disk: bool, backend: str | None) -> str:
-        """Return the tag of a region in the sleep group, after a check of the region's arguments.
+        """Check the arguments of a region, and return its tag in the sleep group: ``"tag:kind"``.
 
-        Raises as :meth:`region`.
+        Raises the errors of :meth:`region`.
         """
         if backend is not None and not on_host:
             raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
@@ -354,7 +370,9 @@ class TorchMemorySaver:
         return f"{tag}:{(backend or self._backend) if on_host else _DISK if on_disk else _NONE}"
 
     def _bridge(self, tag: str, of: object = None) -> TorchBridge:
-        """Return the bridge of a tag for the current device. ``of``: the pool of graphs that the bridge replaces."""
+        """Return the bridge of a tag (``"tag:kind"``) for the current device. ``of``: the pool of PyTorch, for graphs,
+        that the bridge replaces.
+        """
         ordinal = int(library("torch").cuda.current_device())
         device = Device(ordinal, driver=self._driver)
         group = self._groups.get(ordinal) or self._groups.setdefault(ordinal, SleepGroup(device))
@@ -364,9 +382,10 @@ class TorchMemorySaver:
         return self._bridges[key]
 
     def _chosen(self, tag: str | None) -> dict[SleepGroup, dict[VirtualBuffer, str]]:
-        """Return the buffers of a tag (None: of all tags) by group, each with its tag there.
+        """Return the buffers of a tag (None: of all tags) by sleep group. The value for a group is each buffer's tag in
+        the group.
 
-        Empty groups are left out.
+        Groups without such buffers are left out.
         """
         if tag is not None:
             checked_type("tag", tag, str)
@@ -380,14 +399,15 @@ class TorchMemorySaver:
         return found
 
     def _evict(self, buffers: dict[VirtualBuffer, str]) -> None:
-        """Put buffers to sleep again, to undo their wake. Their backups in host memory are still there."""
+        """Put buffers to sleep again, to undo a wake that failed later. Their backups in host memory still exist."""
         for buffer, tag in buffers.items():
             buffer.evict(self._place({}, buffer, tag))
 
     def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
-        """Allocate host memory for the buffers of one device whose tags ask for it and that have none yet.
+        """Allocate host memory for those buffers whose tags ask for it and that have none yet. All buffers are of one
+        device.
 
-        Returns the new memory by buffer.
+        Returns the new host memory by buffer.
         """
         made: dict[VirtualBuffer, HostMemory] = {}
         for kind in _BACKENDS:
@@ -398,16 +418,17 @@ class TorchMemorySaver:
         return made
 
     def _place(self, made: dict[VirtualBuffer, HostMemory], buffer: VirtualBuffer, tag: str) -> Any:
-        """Return the place for the bytes of a buffer; None to lose them.
+        """Return where :meth:`VirtualBuffer.evict` is to store the bytes of a buffer; None if they are to be lost.
 
-        ``made``: new host memory, to which it may add.
+        ``made``: new host memory by buffer. This method may add to it.
         """
         kind = tag.rpartition(":")[2]
         if kind == _NONE:
             return None
         if kind == _DISK:
             return self._on_disk(buffer)
-        if buffer not in made and buffer not in self._hosts:  # Another thread has allocated the buffer since.
+        # Another thread has allocated the buffer since `made` was filled.
+        if buffer not in made and buffer not in self._hosts:
             made |= self._made({buffer: tag})
         return (self._hosts.get(buffer) or made[buffer]).slots[0]
 
@@ -415,7 +436,7 @@ class TorchMemorySaver:
         device, folder = buffer.device, self._folder
         tier = self._disks.get((device, folder))
         if tier is None:
-            # As much staging memory as torch_memory_saver has.
+            # The size of the staging memory is that of torch_memory_saver.
             staging = int(os.environ.get("TMS_DISK_BACKUP_CHUNK_MB") or 0) or 256
             tier = DiskTier(device, folder, persistent=True, block=min((staging << 20) // _SLOTS, _MOST_BLOCK))
             self._disks[device, folder] = tier
@@ -428,7 +449,9 @@ class TorchMemorySaver:
 
 
 class _Source(Tagged):
-    """Allocator of buffers with one tag of a group. It leaves the saver's margin of device memory free."""
+    """Allocator of buffers with one tag of a sleep group. It leaves :attr:`memory_margin_bytes` of the device memory
+    free.
+    """
 
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
         super().__init__(group, tag)
@@ -456,28 +479,28 @@ def _checked_backend(backend: str | None) -> str | None:
 
 
 def _remove(path: Path, process: int) -> None:
-    if process == os.getpid():  # A forked child leaves the files to its parent.
+    if process == os.getpid():  # A forked child must not remove the files of its parent.
         path.unlink(missing_ok=True)
 
 
 torch_memory_saver = TorchMemorySaver()
-"""Saver of this process."""
+"""The memory saver of this process."""
 
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Do nothing for the ``with`` block: child processes need no preloaded library.
+    """Do nothing. In ``torch_memory_saver`` it preloads a library in child processes, which is not needed here.
 
-    :doc:`/docs/recipes/memory-saver` has the differences.
+    :doc:`/docs/recipes/memory-saver` has all differences.
     """
     yield
 
 
 def sglang_plugin() -> None:
-    """Make SGLang use the saver of this process, if the environment has ``STREAMALLOC_MEMORY_SAVER=1``.
+    """Make SGLang use the memory saver of this process, if the environment variable ``STREAMALLOC_MEMORY_SAVER`` is 1.
 
-    :doc:`/docs/recipes/memory-saver` shows it. SGLang calls it in each process, by the package's entry point in the
-    group ``sglang.srt.plugins``. It registers a hook around ``TorchMemorySaverAdapter.create``.
+    :doc:`/docs/recipes/memory-saver` has an example. SGLang calls this function in each process, by the package's entry
+    point in the group ``sglang.srt.plugins``. The function registers a hook around ``TorchMemorySaverAdapter.create``.
 
     Raises
     ------
@@ -490,7 +513,7 @@ def sglang_plugin() -> None:
     adapters = library(_ADAPTERS)
 
     class Adapter(adapters.TorchMemorySaverAdapter):  # type: ignore[misc, name-defined]
-        """The adapter over this saver, with the interface that SGLang calls."""
+        """Adapter for SGLang that calls this module's memory saver, with the interface that SGLang uses."""
 
         region = staticmethod(torch_memory_saver.region)
         cuda_graph = staticmethod(torch_memory_saver.cuda_graph)

@@ -31,20 +31,21 @@ def use(*sources: AllocatorSource) -> Bridge:
     Returns
     -------
     Bridge
-        The bridge, started. Numba cannot use pool handles, and calls Python for each allocation.
+        The bridge, started. Numba cannot use the handles of pools, so it calls Python for each allocation.
     """
     return NumbaCallback(Sources(sources)).start()
 
 
 class NumbaCallback(Bridge):
-    """Bridge that replaces Numba's memory manager. :func:`use` makes it.
+    """Bridge that replaces Numba's memory manager. :func:`use` returns such a bridge.
 
-    Numba does not tell which stream will use the memory. So memory is allocated on the legacy default stream, before
-    the work of Numba's streams, which are blocking. A non-blocking stream of another library must wait for that stream.
+    Numba does not tell which stream will use the memory. So memory is allocated on the legacy default stream. Numba's
+    streams are blocking streams, so their later work comes after the allocation. A non-blocking stream of another
+    library must wait for the legacy default stream.
 
     Memory that Numba drops is freed after the work of all blocking streams, and of all streams that this package knows.
     The host does not wait. Small arrays are freed in batches: at 64 arrays or 1 MiB of a device, when the host
-    synchronises, when memory runs out, and at :meth:`stop`. While one of these streams is captured, the free is
+    synchronises, when memory runs out, and at :meth:`stop`. While one of these streams is captured, the frees are
     deferred.
     """
 
@@ -71,12 +72,12 @@ class NumbaCallback(Bridge):
 
 
 def _contexts(devices: Any) -> list[Any]:
-    """Return the contexts that Numba has made. Each has its own memory manager."""
+    """Return the contexts that Numba has made. Each of them has its own memory manager, which has to be replaced."""
     return [device.primary_context for device in devices.gpus.lst if getattr(device, "primary_context", None)]
 
 
 def manager_class(sources: Sources) -> Any:
-    """Make a class of memory managers for Numba, which allocate from ``sources``."""
+    """Return a class of memory managers for Numba that allocate from ``sources``."""
     cuda = library("numba.cuda")
     driver = library("numba.cuda.cudadrv.driver")
     base: Any = cuda.HostOnlyCUDAMemoryManager
@@ -87,10 +88,14 @@ def manager_class(sources: Sources) -> Any:
         interface_version = 1
 
         def initialize(self) -> None:
-            """Do nothing: the sources are ready. Numba calls it before the first allocation."""
+            """Do nothing, because the sources need no preparation. Numba calls this method before the first
+            allocation.
+            """
 
         def memalloc(self, size: int) -> Any:
-            """Allocate ``size`` bytes on the legacy default stream. Raises Numba's ``CudaAPIError`` on failure."""
+            """Allocate ``size`` bytes on the legacy default stream, and return a ``MemoryPointer``. Raises
+            ``CudaAPIError`` if it fails.
+            """
             ordinal = int(self.context.device.id)
             dropped = dropped_of(sources.session)
             if sources.works or dropped.refused:
@@ -111,7 +116,9 @@ def manager_class(sources: Sources) -> Any:
             )
 
         def get_memory_info(self) -> Any:
-            """Return free and total bytes of the device. Memory that pools reserve counts as used."""
+            """Return free and total bytes of the device, as Numba's ``MemoryInfo``. Memory that pools reserve counts as
+            used.
+            """
             info = sources.device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 
@@ -125,18 +132,18 @@ def array(
     *,
     stream: StreamLike | None = None,
 ) -> Any:
-    """Make a device array of Numba over memory, which the array keeps alive.
+    """Return a device array of Numba over ``memory``. The array keeps the memory alive.
 
     Parameters
     ----------
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`; default: those of a typed view, else bytes.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes.
     stream
-        The stream that uses the array; default: the legacy default stream, which is Numba's. It waits for the work
-        queued on the memory's stream. When the array is dropped, the memory's stream waits for it. If other streams use
-        the array, first make this stream wait for them.
+        The stream that uses the array; default: the legacy default stream, which Numba uses by default, too. This
+        stream waits for the work queued on the memory's stream. When the array is dropped, the memory's stream waits
+        for this stream. If other streams use the array, first make this stream wait for them.
 
     Raises
     ------
@@ -145,13 +152,13 @@ def array(
     """
     numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
-    # Without the entry "stream", for which Numba would make the host wait.
+    # The entry "stream" is left out, because Numba would make the host wait for that stream.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}
     return numba.from_cuda_array_interface(interface, owner=lent, sync=False)
 
 
 def memory(array: Any, stream: Stream) -> Borrowed:
-    """Return a device array of Numba as memory for ``stream``. The lender is the legacy default stream.
+    """Return a device array of Numba as memory that ``stream`` uses. The lender is the legacy default stream.
 
     :doc:`/docs/guides/interop` has a program.
     """
@@ -159,10 +166,10 @@ def memory(array: Any, stream: Stream) -> Borrowed:
 
 
 def _drop(held: list[Memory]) -> None:
-    """Free memory that Numba has dropped. Numba calls it on any thread, also at the exit of the process.
+    """Free memory that Numba has dropped. Numba calls this function on any thread, also at the exit of the process.
 
-    ``held`` has the memory. The call empties the list, so that Numba's callback keeps no memory. Memory that is no
-    :class:`Buffer` is released with its last reference.
+    ``held``: list with the memory. The call empties the list, so that Numba's callback keeps no memory. Memory that is
+    not a :class:`Buffer` is released with its last reference.
     """
     memory = held.pop()
     if isinstance(memory, Buffer):

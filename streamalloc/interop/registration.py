@@ -1,4 +1,4 @@
-"""Registration of memory with communication libraries: which of them can use it, as far as driver attributes tell."""
+"""Check of which communication libraries can register a piece of memory, as far as attributes from the driver tell."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer for one library. True as a condition if the library can use the memory.
+    """Answer for one library. Its truth value is :attr:`accepted`.
 
-    The fields of :class:`Registration`, which :func:`registration` returns.
+    The fields of :class:`Registration` are answers; :func:`registration` returns them.
     """
 
     accepted: bool
     """Whether the library can register or send the memory."""
     how: str
-    """Mechanism that the library would use; empty for a refusal."""
+    """Mechanism that the library would use; empty if the library refuses the memory."""
     why: str = ""
-    """Reason for a refusal or for a slower way, and the remedy."""
+    """Reason for a refusal or for a slower mechanism, with the remedy; empty if there is none."""
 
     def __bool__(self) -> bool:
         return self.accepted
@@ -43,30 +43,30 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Answers for all libraries, which :func:`registration` returns. ``print`` shows them as a table."""
+    """Answers for all libraries; :func:`registration` returns them. Printed, the object is a table."""
 
     ipc: Answer
-    """Other processes: :func:`streamalloc.ipc.share`."""
+    """Answer for other processes: :func:`streamalloc.ipc.share`."""
     dma_buf: Answer
-    """Other drivers of this machine: :func:`streamalloc.vmm.dma_buf`."""
+    """Answer for other device drivers on this machine: :func:`streamalloc.vmm.dma_buf`."""
     gpu_direct_storage: Answer
-    """cuFile: ``cuFileBufRegister``, without a bounce buffer."""
+    """Answer for cuFile without a bounce buffer: ``cuFileBufRegister``."""
     nccl: Answer
-    """NCCL: ``ncclCommRegister``, ``ncclCommWindowRegister``."""
+    """Answer for NCCL: ``ncclCommRegister`` and ``ncclCommWindowRegister``."""
     ucx: Answer
-    """UCX, and nixl on it, to another process of this machine: ``cuda_ipc``."""
+    """Answer for UCX (and nixl, which uses UCX) to another process on this machine: ``cuda_ipc``."""
     ucx_network: Answer
-    """UCX, and nixl on it, over a network card."""
+    """Answer for UCX (and nixl, which uses UCX) over a network card."""
     nvshmem: Answer
-    """NVSHMEM: ``nvshmemx_buffer_register_symmetric``."""
+    """Answer for NVSHMEM: ``nvshmemx_buffer_register_symmetric``."""
     mappings: int
-    """Number of mappings that the memory spans; 1 for memory of a pool."""
+    """Number of driver mappings (``cuMemMap``) that the memory spans; 1 for memory of a pool."""
     handle_types: MemHandleType
-    """Handle types of the pool; for other memory, the handle types that all its mappings have."""
+    """Handle types of the pool; for mapped memory, the handle types that all its mappings have."""
     gpu_direct_rdma: bool
     """Whether PCIe devices can access the memory without DMA-BUF (nvidia-peermem)."""
     legacy_ipc: bool
-    """Whether ``cuIpcGetMemHandle`` gives a handle."""
+    """Whether ``cuIpcGetMemHandle`` returns a handle for the memory."""
 
     def __str__(self) -> str:
         rows = [(field.name, str(getattr(self, field.name))) for field in fields(self)]
@@ -111,7 +111,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     types, rdma, count = known.handle_types, known.gpu_direct_rdma, 1
     with device.current():
         if mapped:
-            # The attributes of one mapping may differ from those of the next, so each one is queried.
+            # Two mappings may have different attributes, so the attributes of each mapping are queried.
             count, at = 0, address
             while at < address + nbytes:
                 base, size = (int(value) for value in session.call("cuMemGetAddressRange", at))
@@ -130,7 +130,9 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
 
 
 def _dma_buf(session: Session, address: int, nbytes: int) -> Answer:
-    """Return the answer for a DMA-BUF of the pages that contain the memory (``cuMemGetHandleForAddressRange``)."""
+    """Return the answer for a DMA-BUF of the whole pages that contain the memory
+    (``cuMemGetHandleForAddressRange``).
+    """
     start = address // _PAGE * _PAGE
     size = -(-(address + nbytes - start) // _PAGE) * _PAGE
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -156,10 +158,11 @@ _SEVERAL = (
 def _answers(
     known: PointerAttributes, mapped: bool, types: MemHandleType, rdma: bool, mappings: int, dma_buf: Answer
 ) -> dict[str, Answer]:
-    """Return the answer for each library: that of the first rule that applies.
+    """Return the answer for each library, by field name of :class:`Registration`: that of the first rule that applies.
 
     ``known``: attributes of the first mapping. ``mapped``: whether the memory was mapped by ``cuMemMap``. ``types``,
-    ``rdma``: handle types and GPUDirect RDMA that all ``mappings`` have.
+    ``rdma``: handle types that all mappings have, and whether all have GPUDirect RDMA. ``mappings``: number of
+    mappings.
     """
     in_pool, legacy = known.pool is not None, known.legacy_ipc
     names = " and ".join(kind.name or "" for kind in (_POSIX, _FABRIC) if types & kind)
@@ -207,5 +210,5 @@ def _refusal(why: str) -> Answer:
 
 
 def _first(*rules: tuple[object, Answer]) -> Answer:
-    """Return the answer of the first rule whose condition holds."""
+    """Return the answer of the first rule whose condition holds. A rule is a condition and an answer."""
     return next(answer for applies, answer in rules if applies)

@@ -1,4 +1,4 @@
-"""Bridge to RMM: memory resources over pools and other allocators of streamalloc."""
+"""Bridge to RMM: memory resources of RMM over pools and other allocators of streamalloc."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources,
 
 __all__ = ["resource", "use"]
 
-# Resources that are never freed: RMM keeps raw pointers to them and their callbacks, and does not tell their last use.
+# Resources that are never freed. RMM keeps raw pointers to the resources and to their callbacks, and does not tell when
+# it last uses them.
 _kept: list[object] = []
 
 
 def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
-    """Set RMM's resource of each device for all threads (``set_per_device_resource``); cuDF and Dask-CUDA use it.
+    """Make RMM, and so cuDF and Dask-CUDA, allocate from ``sources`` on all threads (``set_per_device_resource``).
 
     :doc:`/docs/guides/interop` has a program.
 
@@ -24,7 +25,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     sources
         Pools or other allocators, one for each device.
     callbacks
-        True: RMM calls Python for each allocation. False: it gets the handles of pools.
+        True: RMM calls Python for each allocation. False: RMM gets the handles of pools, if all sources are pools.
 
     Returns
     -------
@@ -35,23 +36,23 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
 
 def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
-    """Make a device memory resource of RMM over a pool or another allocator. It is never freed.
+    """Return a device memory resource of RMM over a pool or another allocator. The resource is never freed.
 
-    :func:`use` sets it on each device. For a pool it is a ``CudaAsyncViewMemoryResource``, whose allocations run no
-    Python code. For another allocator, or with ``callbacks``, it is a ``CallbackMemoryResource``. If memory runs out,
-    RMM raises ``MemoryError``. Raises as :func:`use`.
+    :func:`use` sets such a resource on each device. For a pool it is a ``CudaAsyncViewMemoryResource``, whose
+    allocations run no Python code. For another allocator, or with ``callbacks``, it is a ``CallbackMemoryResource``. If
+    memory runs out, RMM raises ``MemoryError``. Raises the errors of :func:`use`.
     """
     sources = Sources([source])
     return _resource(sources, next(iter(sources.by_device)), callbacks)
 
 
 class RMMBridge(Bridge):
-    """Bridge that replaces RMM's resource of each device. :func:`use` makes it."""
+    """Bridge that replaces RMM's memory resource of each device. :func:`use` returns such a bridge."""
 
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         super().__init__(sources, callbacks)
         self.resources: dict[int, Any] = {}
-        """Resources of RMM by device ordinal, from the first start on."""
+        """Resources of RMM that this bridge sets, by device ordinal; empty before the first start."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         mr = library("rmm", self.sources.session).mr
@@ -77,7 +78,7 @@ def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
 def _callbacks(ledger: Ledger, ordinal: int) -> tuple[Any, Any]:
     take, release = ledger.allocate, ledger.free
 
-    # RMM's call raises the errors of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
+    # RMM passes on the errors of allocate(); OutOfMemoryError is a MemoryError. deallocate() must not raise.
     def allocate(nbytes: int, stream: Any) -> int:
         return take(nbytes, ordinal, stream.__cuda_stream__()[1])
 

@@ -1,12 +1,12 @@
-"""Bridge to PyTorch: a ``torch.cuda.MemPool`` over pools of streamalloc, and tensors over memory.
+"""Bridge to PyTorch: ``torch.cuda.MemPool`` objects over pools of streamalloc, and tensors over memory of streamalloc.
 
 PyTorch allocates segments from the bridge and puts its tensors into them, so it calls the bridge rarely. Its
-statistics, snapshots and graph captures work as usual. It frees segments without a tensor at :meth:`TorchBridge.trim`,
-and when the bridge is closed.
+statistics, snapshots and graph captures work as usual. PyTorch frees segments that contain no tensor when
+:meth:`TorchBridge.trim` is called, and when the bridge is closed.
 
-PyTorch frees segments while it holds its allocator's mutex. A Python callback would wait for the GIL, and another
-thread may hold the GIL and wait for the mutex, to drop a tensor: a deadlock. So the free function does nothing. The
-segments that PyTorch has freed are found by comparing its snapshots (:func:`_return_segments`).
+PyTorch frees segments while it holds its allocator's mutex. A Python callback would wait for the GIL, while another
+thread may hold the GIL and wait for the mutex in order to drop a tensor, which is a deadlock. So the free function does
+nothing. The segments that PyTorch has freed are found by comparing its snapshots (:func:`_return_segments`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from streamalloc.vmm import SleepGroup
 __all__ = ["TorchBridge", "memory", "state_dict", "tensor", "use", "write_state_dict"]
 
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-"""C type of the function that allocates: it takes bytes, device ordinal and stream, and returns the address."""
+"""C type of the function that allocates. It takes size in bytes, device ordinal and stream handle, and returns the
+address.
+"""
 
 _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
@@ -54,19 +56,19 @@ _RELEASE_LOCK = "release_lock_on_cudamalloc"
 def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     """Make PyTorch allocate the tensors of this thread from ``sources``.
 
-    Other threads, also those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at a
-    time to a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes another thread.
-    Inside your own ``use_mem_pool`` block, tensors come from the pool of that block. Of nested bridges the innermost is
-    active.
+    Other threads, including those of backward passes, still allocate from PyTorch's own memory. PyTorch lets one thread
+    at a time allocate from a pool: after :meth:`TorchBridge.stop`, ``torch.cuda.use_mem_pool(bridge.pool)`` routes
+    another thread. Inside your own ``use_mem_pool`` block, tensors come from the pool of that block. Of nested bridges
+    the innermost is active.
 
     Parameters
     ----------
     sources
         Pools or other allocators, one for each device.
     rmm
-        False: PyTorch calls Python for each segment. True: PyTorch calls RMM, which has the handles of the pools, so
-        allocations run no Python code. The bridge sets RMM's resources of these devices permanently. If memory runs
-        out, PyTorch raises ``MemoryError``.
+        False: PyTorch calls Python for each segment. True: PyTorch calls RMM, and RMM has the handles of the pools, so
+        that allocations run no Python code. The bridge sets RMM's resources of these devices permanently. If memory
+        runs out, PyTorch raises ``MemoryError``.
 
     Returns
     -------
@@ -76,7 +78,7 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     Raises
     ------
     TypeError, ValueError
-        A source does not allocate device memory, or two have one device or different drivers.
+        A source does not allocate device memory, or two sources have the same device or different drivers.
     ModuleNotFoundError
         PyTorch (or RMM) is not installed.
     """
@@ -84,12 +86,14 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
 
 
 class TorchBridge(Bridge):
-    """Bridge with a ``torch.cuda.MemPool`` for each device, over pools of streamalloc. :func:`use` makes it.
+    """Bridge with a ``torch.cuda.MemPool`` for each device, over pools of streamalloc. :func:`use` returns such a
+    bridge.
 
-    :meth:`stop` ends the routing, and :meth:`start` begins it again. :meth:`close` frees the cached segments, too.
+    :meth:`stop` makes PyTorch allocate from its own memory again. :meth:`close` does so and frees the cached segments,
+    too.
 
-    PyTorch's option ``release_lock_on_cudamalloc`` is set. Without it PyTorch holds its allocator's mutex while the
-    callback waits for the GIL, and deadlocks with a thread that holds the GIL and drops a tensor.
+    The bridge sets PyTorch's option ``release_lock_on_cudamalloc``. Without it PyTorch holds its allocator's mutex
+    while the callback waits for the GIL, and deadlocks with a thread that holds the GIL and drops a tensor.
     """
 
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
@@ -97,18 +101,20 @@ class TorchBridge(Bridge):
         self._rmm = rmm
         self._functions: Callbacks | None = None
         self.pools: dict[int, Any] = {}
-        """PyTorch's pools by device ordinal, from start to close."""
+        """PyTorch's pools by device ordinal; empty before the first start and after :meth:`close`."""
 
     @property
     def pool(self) -> Any:
-        """PyTorch's pool. Raises ``ValueError`` for a bridge with several devices, which has a pool for each."""
+        """PyTorch's pool. Raises ``ValueError`` if the bridge has several devices, because each device then has its own
+        pool.
+        """
         self._prepare()
         (pool,) = self.pools.values()
         return pool
 
     @property
     def segments(self) -> int:
-        """Number of segments that PyTorch has allocated from the bridge and not freed."""
+        """Number of segments that PyTorch has allocated from the bridge and has not freed."""
         _return_segments()
         return 0 if self._functions is None else len(self._functions.ledger)
 
@@ -129,8 +135,8 @@ class TorchBridge(Bridge):
     def _make_pools(self, torch: Any, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
-                # PyTorch aborts the process if a pool ends while it is in use, as that of a dropped bridge would. So
-                # the pool lives until collect() releases it, after the bridge is closed.
+                # PyTorch aborts the process if a pool is destroyed while it is in use, as the pool of a dropped bridge
+                # would be. So the pool is kept until the bridge is closed and collect() releases it.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -138,11 +144,13 @@ class TorchBridge(Bridge):
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
-        """Allocate from the bridge on this thread within the ``with`` block. Blocks nest, also those of one bridge."""
+        """Within the ``with`` block, allocate from the bridge on this thread. Blocks may nest, also those of one
+        bridge.
+        """
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # PyTorch takes, of several active pools, the one that became active first. So the outer pool is left for the
-        # time of this block; otherwise the tensors would go there.
+        # Of several active pools, PyTorch takes the one that became active first. So the outer pool is left during this
+        # block; otherwise the tensors would be made in the outer pool.
         if routes:
             routes[-1].leave()
         routes.append(route)
@@ -158,10 +166,11 @@ class TorchBridge(Bridge):
                 routes[-1].enter()
 
     def trim(self) -> int:
-        """Give the segments without tensors back to the sources, also those of ended bridges. Return their bytes.
+        """Return the segments without tensors to their sources, also those of closed bridges. Returns the number of
+        bytes.
 
-        Later tensors get new segments. The call ``torch.cuda.empty_cache()`` in it frees PyTorch's own cache, too.
-        Segments of a pool that a captured graph uses stay.
+        Later tensors get new segments. This method calls ``torch.cuda.empty_cache()``, so PyTorch's own cache is freed,
+        too. Segments of a pool that a captured graph uses stay.
 
         Do not call this during a capture or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
 
@@ -181,9 +190,9 @@ class TorchBridge(Bridge):
             return before + _return_segments()
 
     def renew(self) -> None:
-        """Give later tensors new segments, in new pools of PyTorch. A pool that a captured graph uses stays.
+        """Make later tensors use new segments, in new pools of PyTorch. A pool that a captured graph uses stays in use.
 
-        A segment of before goes back to its source once its tensors are dropped and PyTorch's cache is emptied.
+        An older segment returns to its source once its tensors are dropped and PyTorch's cache is emptied.
         """
         torch = self._prepare()
         unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
@@ -191,11 +200,11 @@ class TorchBridge(Bridge):
         _ended.extend(unused.values())
 
     def close(self) -> None:
-        """Stop, and let PyTorch free its segments.
+        """Stop the bridge, and make PyTorch free the segments that contain no tensor.
 
-        Segments with tensors stay until these tensors are dropped and :meth:`trim` of any bridge is called. Inside
-        another bridge the segments are freed when that one is stopped. If some are left, ``torch.cuda.empty_cache()``
-        is called.
+        Segments with tensors stay until these tensors are dropped and :meth:`trim` of any bridge is called. While
+        another bridge is active, the segments are freed when that bridge is stopped. If some segments are left,
+        ``torch.cuda.empty_cache()`` is called.
 
         Do not call this during a capture or inside your own ``use_mem_pool`` block: PyTorch aborts the process.
         PyTorch's workspaces for cuBLAS are tensors, too; ``torch._C._cuda_clearCublasWorkspaces()`` frees them.
@@ -214,17 +223,18 @@ class TorchBridge(Bridge):
 
 
 def asleep(tag: str, groups: Iterable[SleepGroup]) -> bool:
-    """Whether memory of a tag is asleep in one of these groups. PyTorch must put no tensors there then."""
+    """Whether memory with this tag is asleep in one of ``groups``. PyTorch must then put no tensors into it."""
     return any(one == tag and buffer.evicted for group in groups for buffer, one in group.buffers.items())
 
 
 def prepare(groups: Iterable[SleepGroup]) -> None:
-    """Release what PyTorch has freed, before buffers of these groups sleep or wake.
+    """Release the memory that PyTorch has freed, before buffers of these groups are put to sleep or woken.
 
     Raises
     ------
     CaptureError
-        PyTorch captures its current stream, or this thread a stream of ours: a call that waits would end the capture.
+        PyTorch captures its current stream, or this thread captures a stream of this package. A call that waits would
+        invalidate the capture.
     """
     for group in groups:
         if library("torch").cuda.is_current_stream_capturing():
@@ -237,7 +247,7 @@ def prepare(groups: Iterable[SleepGroup]) -> None:
 
 
 class _Route:
-    """Routing of the allocations of one thread to pools of PyTorch."""
+    """Route of one thread: its allocations go to given pools of PyTorch, one for each device (``pools``)."""
 
     def __init__(self, torch: Any, pools: dict[int, Any]) -> None:
         self._torch = torch
@@ -255,20 +265,22 @@ class _Route:
 
 
 _active: set[_Route] = set()
-"""Active routes of all threads."""
+"""Routes of all threads that are active now."""
 _ended: list[Any] = []
-"""Pools of closed bridges, until they can be released."""
+"""Pools of closed bridges that are not released yet."""
 _made: list[Callbacks] = []
 """Callbacks of all bridges. PyTorch may call them until the process ends."""
 _snapshots = RLock()
-"""Held while a snapshot is taken and used. An older one lacks new segments, which would be taken for freed ones."""
+"""Lock that is held while a snapshot is taken and used. An older snapshot lacks new segments, which would count as
+freed.
+"""
 _latest = [0]
-"""Number of the last snapshot."""
+"""Number of the latest snapshot, as the only item."""
 
 
 @contextlib.contextmanager
 def unrouted() -> Iterator[None]:
-    """Allocate from no bridge on this thread within the ``with`` block."""
+    """Within the ``with`` block, allocate from no bridge on this thread."""
     routes: list[_Route] = vars(_routes).get("all", [])
     if routes:
         routes[-1].leave()
@@ -281,7 +293,9 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Allocate from PyTorch's own memory on this thread, in a pool that ends with the ``with`` block."""
+    """Within the ``with`` block, allocate from PyTorch's own memory on this thread, in a pool that is released
+    afterwards.
+    """
     cuda = library("torch").cuda
     with unrouted():
         pool = _immortal(cuda.MemPool())
@@ -295,10 +309,10 @@ def plain() -> Iterator[None]:
 
 
 def collect() -> int:
-    """Give the segments that PyTorch has freed back to the sources, and release the pools of closed bridges.
+    """Return the segments that PyTorch has freed to their sources, and release the pools of closed bridges.
 
-    Returns the bytes. While a route is active no pool is released, because PyTorch would abort. A pool that a captured
-    graph uses stays, too.
+    Returns the number of bytes of the segments. While a thread allocates from a bridge no pool is released, because
+    PyTorch would abort. A pool that a captured graph uses stays, too.
     """
     freed, kept = _return_segments(), list[Any]()
     if not _ended or _active:
@@ -309,17 +323,17 @@ def collect() -> int:
             kept.append(pool)
         else:
             _taken.pop(pool.id, None)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # Drops the reference that _immortal() added.
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # Drops the reference that _immortal() has added.
         del pool
     _ended.extend(kept)
     return freed + _return_segments()
 
 
 def _return_segments() -> int:
-    """Free the memory of segments that PyTorch has freed, of all bridges. Returns their bytes.
+    """Free the memory of all bridges' segments that PyTorch has freed. Returns the number of bytes.
 
-    They are the segments that an earlier snapshot has and the new one lacks. A segment that was in no snapshot yet
-    stays: PyTorch may be allocating it now.
+    These are the segments that an earlier snapshot contains and the new snapshot lacks. A segment that was in no
+    snapshot yet is kept: PyTorch may be allocating it now.
     """
     if not any(callbacks.ledger for callbacks in _made):
         return 0
@@ -327,29 +341,32 @@ def _return_segments() -> int:
         _latest[0] += 1
         mine = _latest[0]
         there = {segment["address"] for segment in library("torch").cuda.memory_snapshot(include_traces=False)}
-        # If the numbers differ, a signal handler has taken a later snapshot meanwhile, and has freed the segments.
+        # If the numbers differ, a signal handler has run meanwhile. It has taken a later snapshot and has freed the
+        # segments.
         return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
 def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
-    """Release the memory of segments without tensors in the active pool, and keep their addresses.
+    """Release the memory of the active pool's segments that contain no tensor, and keep their addresses reserved.
 
-    Returns the bytes.
+    Returns the number of bytes released.
 
-    PyTorch keeps such segments for later tensors while the pool is in use, even when memory runs out. It must put no
-    tensor there any more. So a tensor takes the whole segment until the pool ends. Only for groups that sleep.
+    PyTorch keeps such segments for later tensors while the pool is in use, even when memory runs out. No other tensor
+    may be put there any more, so one tensor takes the whole segment until the pool ends. Only memory of sleep groups is
+    released.
     """
     torch, routes = library("torch"), vars(_routes).get("all", [])
     group = getattr(ledger.sources.by_device.get(ordinal), "group", None)
     if group is None or not routes or torch.cuda.is_current_stream_capturing():
         return 0
     pool, nbytes = routes[-1]._pools[ordinal], 0
-    # Two uses of the pool are expected: by the bridge and by the route of this thread. A third use is by another thread
-    # or by a captured graph, which may use memory that has no tensor.
+    # Two uses of the pool are expected: by the bridge, and by the route of this thread. A third use is by another
+    # thread or by a captured graph. The graph may use memory that contains no tensor.
     if pool.use_count() > 2:
         return 0
     tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}
-    _routes.stripping = True  # `_allocate` refuses new segments meanwhile: the tensors must take old ones.
+    # Meanwhile `_allocate` refuses new segments, so that the tensors made here take old segments.
+    _routes.stripping = True
     try:
         for segment in torch.cuda.memory_snapshot(include_traces=False):
             if segment["allocated_size"] or segment["stream"] != handle or segment["address"] not in tags:
@@ -369,26 +386,31 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 
 
 _taken: dict[object, list[Any]] = {}
-"""Tensors in segments without memory, by the ids of their pools."""
+"""Tensors that occupy segments without memory, by the id of their pool."""
 _routes = threading.local()
-"""Routes of each thread, outermost first (``all``), and whether the thread is in :func:`_strip` (``stripping``)."""
+"""State of each thread. ``all``: its routes, outermost first. ``stripping``: whether the thread is in
+:func:`_strip`.
+"""
 
 
 class Callbacks:
-    """Functions that PyTorch calls from C++, on any thread, to allocate and to free. They never raise."""
+    """Functions that PyTorch calls from C++, on any thread, to allocate and free segments. The functions never
+    raise.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Ledger = ledger
         self._function = _ALLOCATE(self._allocate)
         self._seen: set[int] = set()
-        """Addresses of this bridge's segments in the last snapshot."""
+        """Addresses of this bridge's segments in the latest snapshot."""
         _made.append(self)
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Addresses of the functions that allocate and free.
+        """Addresses of the C functions that allocate and free.
 
-        The latter is ``Py_IsInitialized``, which takes no lock and frees nothing.
+        The free function is ``Py_IsInitialized``, which takes no lock and frees nothing: the module's docstring says
+        why.
         """
         functions = self._function, ctypes.pythonapi.Py_IsInitialized
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
@@ -398,7 +420,8 @@ class Callbacks:
             return 0
         address = 0
         try:
-            # PyTorch allocates segments during captures, too. These must not belong to the graph.
+            # PyTorch allocates segments during captures, too. Such a segment must not belong to the graph, because it
+            # outlives the graph.
             with self.ledger.sources.session.relaxed():
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
@@ -413,10 +436,13 @@ class Callbacks:
             _report(error, self._allocate)
         if address:
             self._free(address)
-        return 0  # PyTorch raises its own out-of-memory error.
+        return 0  # For the address 0 PyTorch raises its own out-of-memory error.
 
     def free_gone(self, there: set[int]) -> int:
-        """Free the segments that the last snapshot had and this one, ``there``, lacks. Returns their bytes."""
+        """Free the segments that the last snapshot had and that the new one lacks. Returns the number of bytes.
+
+        ``there``: addresses of all segments in the new snapshot.
+        """
         gone = self._seen - there
         self._seen = {address for address in there if address in self.ledger}
         return sum(map(self._free, gone))
@@ -430,18 +456,19 @@ class Callbacks:
 
 
 def _interrupt_soon() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread, once the C code that it runs now has returned."""
+    """Raise ``KeyboardInterrupt`` in the main thread, when the C code that it runs now has returned."""
     time.sleep(0.002)
     _thread.interrupt_main()
 
 
 def _report(error: BaseException, where: object) -> None:
-    """Report an exception of the function ``where`` that cannot propagate into C code.
+    """Report an exception of the function ``where``, because it cannot propagate into C code.
 
-    An interrupt is raised again later.
+    A ``KeyboardInterrupt`` is raised again later.
     """
     if isinstance(error, KeyboardInterrupt):
-        # Not by threading.Thread, whose start() waits for the thread: the interrupt would come before C code is left.
+        # threading.Thread is not used: its start() waits for the new thread, so the interrupt would arrive before the C
+        # code has returned.
         _thread.start_new_thread(_interrupt_soon, ())
         return
     details = SimpleNamespace(
@@ -451,7 +478,7 @@ def _report(error: BaseException, where: object) -> None:
 
 
 def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-    """Make a tensor over memory, which the tensor keeps alive.
+    """Return a tensor over ``memory``. The tensor keeps the memory alive.
 
     PyTorch's current stream waits for the work queued on the memory's stream. When the tensor is dropped, the memory's
     stream waits for that current stream. If other streams use the tensor, first make that stream wait for them.
@@ -461,8 +488,8 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`, or a PyTorch type such as ``torch.bfloat16``, which numpy lacks. Default: those
-        of a typed view, else bytes.
+        As for :meth:`Memory.view_as`, or a PyTorch type such as ``torch.bfloat16``, which NumPy lacks. Default: those
+        of ``memory`` if it is a typed view, otherwise bytes.
 
     Raises
     ------
@@ -477,28 +504,29 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
 
 
 def memory(tensor: Any, stream: StreamLike) -> Borrowed:
-    """Return a tensor as memory for ``stream``.
+    """Return a tensor as memory that ``stream`` uses, without a copy.
 
-    The lender is PyTorch's current stream; errors as for :func:`borrow`.
+    The lender is PyTorch's current stream on the tensor's device. Raises the errors of :func:`borrow`.
     """
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
 
 
 class _Unmarked(BufferView):
-    """View that DLPack exports without its read-only flag, because PyTorch refuses read-only memory."""
+    """View of memory that DLPack exports without the read-only flag, because PyTorch refuses memory with this flag."""
 
     def _read_only(self, on_host: bool) -> bool:
         return False
 
 
 def state_dict(weights: Weights) -> dict[str, Any]:
-    """Return the tensors of a store's weights by name, without a copy, with their types, strides and shared memory.
+    """Return the weights of a store as tensors, by name, without a copy. Tied weights share memory.
 
-    :doc:`/docs/guides/store` shows a store of weights.
+    :doc:`/docs/guides/store` has an example.
 
-    The tensors are read-only: a write faults on the device, and the context is lost. They keep the weights open. Do not
-    use them while the weights are detached. ``model.load_state_dict(..., assign=True)`` takes them as parameters.
+    The tensors are read-only: a write faults on the device, and the context is lost. The tensors keep the weights open.
+    Do not use the tensors while the weights are detached. ``model.load_state_dict(..., assign=True)`` makes them the
+    model's parameters.
     """
     torch = library("torch")
     whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
@@ -512,7 +540,7 @@ def state_dict(weights: Weights) -> dict[str, Any]:
 def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
     """Copy device or host tensors to a store under their names, on PyTorch's current stream.
 
-    :func:`state_dict` reads them again; :doc:`/docs/guides/store` shows a store of weights.
+    :func:`state_dict` returns them again; :doc:`/docs/guides/store` has an example.
 
     Tensors that share a storage also share memory in the store, so tied weights are copied once. Strides are kept.
     """
@@ -526,7 +554,8 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         for name, (begin, one) in parts.items():
             strides = None if one.is_contiguous() else tuple(one.stride())
             about[name] = Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), strides, begin)
-        first = min(one.offset for one in about.values()) // 16 * 16  # No type needs more alignment than 16 bytes.
+        # The copied part begins at a multiple of 16 bytes in the storage. No type needs more alignment.
+        first = min(one.offset for one in about.values()) // 16 * 16
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)
         if nbytes:
@@ -543,8 +572,8 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
-    """Return PyTorch's settings of its allocator, and the function that sets all of them at once."""
-    # Before PyTorch 2.10 the settings cannot be read, so those of the environment count.
+    """Return the settings of PyTorch's allocator as text, and the function that sets all of them at once."""
+    # PyTorch before 2.10 has no function that returns the settings, so those of the environment variables are used.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -552,7 +581,7 @@ def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
 
 
 def _release_lock(torch: Any) -> None:
-    """Set PyTorch's option to call the allocator without its lock, and keep its other settings."""
+    """Make PyTorch's allocator release its mutex while it allocates a segment (an option). Its other settings stay."""
     settings, write = _settings(torch)
     if _RELEASE_LOCK not in settings:
         write(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
@@ -565,9 +594,9 @@ def expandable() -> bool:
 
 @contextlib.contextmanager
 def without_expandable() -> Iterator[None]:
-    """Turn PyTorch's option ``expandable_segments`` off within the ``with`` block."""
+    """Within the ``with`` block, PyTorch's option ``expandable_segments`` is off."""
     settings, write = _settings(library("torch"))
-    # The calls below set all settings. Without the option that releases the lock, callbacks would deadlock.
+    # The calls below set all settings. If they left out the option that releases the mutex, callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"
     if _EXPANDABLE not in settings:
         yield
@@ -580,6 +609,6 @@ def without_expandable() -> Iterator[None]:
 
 
 def _immortal(thing: Any) -> Any:
-    """Keep an object until the process ends, also after the interpreter's finalization, by one reference more."""
+    """Keep an object until the process ends, also after the interpreter's finalization. It gets one more reference."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
