@@ -1,4 +1,4 @@
-"""Memory pools as objects (driver API section 6.15, programming guide section 4.3)."""
+"""Memory pools as objects (driver API, "Stream Ordered Memory Allocator")."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 OutOfMemoryPolicy: TypeAlias = Literal["raise", "sync-trim-retry"] | Callable[[OutOfMemoryError], bool]
 _POLICIES = ("raise", "sync-trim-retry")
 
-# In the order of the fields of PoolStatistics.
+# The attributes are in the order of the fields of PoolStatistics.
 _FIGURES = tuple(
     getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
     for name in ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
@@ -70,15 +70,15 @@ _FIGURES = tuple(
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 POOL_STEP = 32 << 20
-"""Bytes by which a pool of driver 580 grows on its device. ``trim`` uses it to detect pending frees."""
+"""Bytes by which a pool grows on driver 580. ``trim`` uses this number to detect pending frees."""
 
 
 class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
-    A pool that was made here is destroyed after the object was closed or dropped, once all its allocations are freed
-    (``cuMemPoolDestroy``). Until then they stay usable. Pools of :meth:`default` and :meth:`current` belong to the
-    driver or to other code: :meth:`close` does nothing to them.
+    A pool that this constructor made is destroyed after the object was closed or dropped, once all its allocations are
+    freed (``cuMemPoolDestroy``). Until then the allocations stay usable. Pools of :meth:`default` and :meth:`current`
+    that belong to the driver or to other code are never destroyed: :meth:`close` does nothing to them.
 
     Examples
     --------
@@ -92,50 +92,52 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     Parameters
     ----------
     where
-        A device (or location) whose memory the pool manages, or complete :class:`MemPoolProps`.
+        A device, its ordinal, or a location whose memory the pool manages; or complete :class:`MemPoolProps`.
     max_size
-        The most bytes it may reserve; 0 for the system's limit. Only with a device or location. A size may be text, as
-        ``"2GiB"``; a float is a share of the device's memory, as 0.5.
+        The most bytes that the pool may reserve; 0 for the system's limit. The size may be text such as ``"2GiB"``. A
+        float such as 0.5 is a share of the device's memory. Not allowed with :class:`MemPoolProps`, which has this
+        field.
     handle_types
-        Kinds of handles for sharing the pool with other processes; no graph allocates from such a pool. Only with a
-        device or location.
+        Kinds of handles for sharing the pool with other processes. Graphs cannot allocate from such a pool. Not allowed
+        with :class:`MemPoolProps`, which has this field.
     release_threshold
-        Bytes that stay reserved when the host synchronises; None leaves the driver's default, 0.
+        Bytes that stay reserved when the host synchronises. None keeps the driver's default, 0.
     initial_size
-        Bytes that the pool reserves when it is made, rounded up to steps of the driver: a buffer of this size is
-        allocated and freed. Unless ``release_threshold`` is given, it is set to the bytes reserved.
+        Bytes that the pool reserves when it is made, rounded up to steps of the driver. For this, a buffer of this size
+        is allocated and freed. If ``release_threshold`` is None, it is set to the number of bytes reserved.
     name
-        A name for people, which ``repr``, reports, leaks and errors show.
+        A name that ``repr``, reports and errors show. It need not be unique.
     on_oom
-        Policy for an allocation that finds no memory even after caches of the pool have returned theirs. ``"raise"``
-        raises the error. ``"sync-trim-retry"`` waits for the streams that this package knows, trims the pool, and
-        attempts the allocation once more. A function is called with the :class:`OutOfMemoryError` after each failed
-        attempt, on the thread of the allocation, but not while the stream is captured. If it returns True, because it
-        has released memory, the allocation is attempted again. Its exceptions go to the caller of the allocation.
+        Policy for an allocation that finds no memory even after caches of the pool have returned their free memory.
+        ``"raise"`` raises the error. ``"sync-trim-retry"`` waits for the streams that this package knows, trims the
+        pool, and tries the allocation once more. A function is called with the :class:`OutOfMemoryError` after each
+        failed attempt, on the thread of the allocation, but not while the stream is being captured. If the function
+        returns True, because it has released memory, the allocation is tried again. Exceptions of the function go to
+        the caller of the allocation.
     driver
         The driver to use if ``where`` is not a :class:`Device`.
 
     Raises
     ------
     TypeError, ValueError
-        An argument breaks a documented rule, or names a device that is absent.
+        An argument breaks a documented rule, or names a device that the driver does not have.
     NotSupportedError
-        Device, driver or bindings cannot make such a pool; the message says what is needed.
+        The device, the driver or the bindings cannot make such a pool. The message says what is needed.
     """
 
     __slots__ = ("_end", "_owner", "allocation_type", "name", "on_oom", "properties")
 
     _owner: object
-    """Object of other code that owns the pool; unset or None without one."""
+    """Object of other code that owns the pool, kept alive here; unset or None if there is no such object."""
     _end: PoolEnd | None
-    """End of the pool; None for a pool that was not made here."""
+    """Queue item that destroys the pool; None if this object does not own the pool."""
 
     allocation_type: MemAllocationType
     """Kind of the memory: pinned in its location, or managed."""
     properties: MemPoolProps | None
-    """Properties of the pool; None for a pool that was not made here."""
+    """Properties of the pool; None for a pool that this class did not create."""
     name: str
-    """Name for people; empty for a pool that has none."""
+    """Name that ``repr``, reports and errors show; empty if none was given."""
     on_oom: OutOfMemoryPolicy
     """Policy of :meth:`allocate` when memory runs out."""
 
@@ -175,8 +177,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         if properties.handle_types:
             made_for_sharing()
         if release_threshold is not None or initial_size:
-            # Not by close(): the error's traceback keeps this object, and the queue must end the pool even if a call
-            # fails.
+            # `close` would not do: the error's traceback keeps this object alive, and the deferred queue must end the
+            # pool even if a driver call fails.
             with undoing(lambda: deferred_queue(session).end(end)), undoing(self._shut):
                 if release_threshold is not None:
                     self.attributes.release_threshold = release_threshold
@@ -184,8 +186,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
                     self._prime(initial_size, release_threshold is None)
 
     def _prime(self, nbytes: int, keep: bool) -> None:
-        """Reserve ``nbytes`` bytes by an allocation that is freed again; ``keep``: set the release threshold to what is
-        then reserved.
+        """Reserve ``nbytes`` bytes by an allocation that is freed again. With ``keep``, set the release threshold to
+        the number of bytes that are then reserved.
         """
         ordinal = self.location.id if self.location.type is MemLocationType.DEVICE else 0
         with Device(ordinal, driver=self._session.driver).create_stream() as stream:
@@ -215,8 +217,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     ) -> MemoryPool:
         """Return the default pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``).
 
-        ``where``: a device, its ordinal, or a location. ``driver``: the driver to use if it is not a :class:`Device`.
-        Raises TypeError, ValueError for a location without such a pool, NotSupportedError for an older driver.
+        ``where`` is a device, its ordinal, or a location. ``driver`` is the driver to use if ``where`` is not a
+        :class:`Device`. Raises TypeError, ValueError for a location without such a pool, and NotSupportedError for
+        bindings without the function.
         """
         return cls._existing("Default", where, allocation_type, driver)
 
@@ -228,8 +231,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         *,
         driver: Driver | None = None,
     ) -> MemoryPool:
-        """Return the pool of a location from which allocations that name none come (``cuDeviceGetMemPool``,
-        ``cuMemGetMemPool``). Arguments and errors as for :meth:`default`.
+        """Return the current pool of a location, from which allocations without a named pool come
+        (``cuDeviceGetMemPool``, ``cuMemGetMemPool``). Arguments and errors as for :meth:`default`.
         """
         return cls._existing("", where, allocation_type, driver)
 
@@ -245,7 +248,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         if location.type is MemLocationType.NONE and allocation_type is not MemAllocationType.MANAGED:
             raise ValueError("location=NONE: only managed memory may have no preferred location")
         check_location(session, location)
-        # A dropped pool may still be the current one, until its item is attempted.
+        # A dropped pool may still be the current pool, until its item of the deferred queue is attempted.
         work(session)
         raw = existing_pool(session, which, location, allocation_type)
         return cls._of_handle(session, raw, location, allocation_type)
@@ -254,7 +257,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def _of_handle(
         cls, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType
     ) -> MemoryPool:
-        """Return the object for a driver handle: the live one, or a new one that does not own the pool."""
+        """Return the object for the pool ``raw`` (``CUmemoryPool``): the existing object, or a new object that does not
+        own the pool.
+        """
         known = cls._known(session, raw)
         if known is not None:
             return known
@@ -269,7 +274,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def from_handle(
         cls, raw: Any, *, owner: object, location: MemLocation | None = None, driver: Driver | None = None
     ) -> MemoryPool:
-        """Use a pool of other code by its handle.
+        """Return an object for a pool of other code, by the pool's handle.
 
         Parameters
         ----------
@@ -277,24 +282,26 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             A ``CUmemoryPool`` of this process, or its number. For the file descriptor of another process's pool see
             :meth:`ipc.ImportedPool.from_handle`.
         owner
-            The object that destroys the pool, kept while this object lives. None: code without such an object does.
-            ``"this"``: closing this object destroys the pool, as for a pool that was made here.
+            The object that destroys the pool. It is kept alive by the returned object. None: other code destroys the
+            pool. ``"this"``: the returned object destroys the pool when it is closed or dropped, as a pool that the
+            constructor made.
         location
-            The location of the memory. Default: the driver is asked (``cuMemPoolGetAttribute``,
-            ``cuMemPoolGetAccess``). It does not tell on which NUMA node host memory is, nor, before CUDA 13.1, which of
-            several devices with access has the memory: then name it.
+            The location of the memory. By default the driver is asked (``cuMemPoolGetAttribute``,
+            ``cuMemPoolGetAccess``). Name the location if several devices have access and the driver is older than CUDA
+            13.1, or if the NUMA node of host memory matters: the driver then does not report it.
         driver
-            The driver to use; default: the current one.
+            The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
         Raises
         ------
         TypeError, ValueError
-            ``raw`` is not a handle, or an object of this process owns its pool; the location is not known, or is not
-            the location that the driver reports; or ``owner="this"`` for a default pool, which cannot be destroyed.
+            ``raw`` is not a handle, or an object of this process owns the pool. Or the location is not known, or
+            differs from the location that the driver reports. Or ``owner="this"`` is given for a default pool, which
+            cannot be destroyed.
         ClosedError
-            The pool was closed here.
+            The pool was closed in this process.
         InvalidValueError
-            The driver does not know the handle, as that of a destroyed pool.
+            The driver does not accept the handle, for example because the pool was destroyed.
 
         Examples
         --------
@@ -333,8 +340,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
-        """Return the live object for a driver handle; None if there is none, or only that of an earlier pool which had
-        the same handle.
+        """Return the existing object for a driver handle; None if there is none, or only the object of an earlier pool
+        that had the same handle.
         """
         pools = pools_of(session)
         known = pools.alive.get(int(raw))
@@ -352,13 +359,13 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def attributes(self) -> PoolAttributes:
-        """The attributes of the pool: reading one asks the driver (``cuMemPoolGetAttribute``), assigning one sets it
-        (``cuMemPoolSetAttribute``).
+        """The attributes of the pool. A read queries the driver (``cuMemPoolGetAttribute``), and an assignment sets the
+        attribute (``cuMemPoolSetAttribute``).
         """
         return PoolAttributes(self)
 
     def statistics(self) -> PoolStatistics:
-        """Return bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
+        """Return the bytes reserved and used, now and at most since :meth:`reset_peaks` (``cuMemPoolGetAttribute``).
 
         The deferred releases that are possible now are made first. Raises ClosedError.
         """
@@ -373,16 +380,17 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return PoolStatistics._make(int(value) for _, value in answers)
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to the present figures (``cuMemPoolSetAttribute``)."""
+        """Set both high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``)."""
         for peak in ("reserved_mem_high", "used_mem_high"):
             self.attributes._set(ATTRIBUTES[peak], cuda.cuuint64_t(0))
 
     def trim(self, keep: int | str = 0) -> int:
-        """Release unused memory, down to ``keep`` bytes or a text such as ``"64MiB"`` (``cuMemPoolTrimTo``). Returns
-        the number of bytes released.
+        """Release unused memory until ``keep`` bytes stay reserved (``cuMemPoolTrimTo``). ``keep`` may be text such as
+        ``"64MiB"``. Returns the number of bytes released.
 
-        Memory is unused once the host has synchronised with its free. If much memory stays reserved, the call warns
-        (:class:`PendingFreesWarning`): frees are pending, or live allocations lie scattered over growth steps.
+        Memory counts as unused once the host has synchronised with its free. If more than expected stays reserved, the
+        call issues a :class:`PendingFreesWarning`: frees are pending, or allocations in use are scattered over the
+        pool's memory.
 
         Raises
         ------
@@ -394,7 +402,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
         after, _, used, _ = self.statistics()
-        # Live allocations may be scattered over growth steps, so only memory beyond whole steps proves pending frees.
+        # Without pending frees, at most the last growth step stays reserved, unless allocations are scattered.
         held = max(keep, used)
         if after > -(-held // POOL_STEP) * POOL_STEP:
             text = (
@@ -406,15 +414,15 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
+        """Whether the memory is managed: the driver migrates it between devices and host."""
         return self.allocation_type is MemAllocationType.MANAGED
 
     def _pool_of(self, buffer: Buffer) -> MemoryPool:
         return self
 
     def make_current(self) -> MadeCurrent:
-        """Make this the pool of its location for allocations that name none (``cuDeviceSetMemPool``,
-        ``cuMemSetMemPool``).
+        """Make this the current pool of its location, from which allocations without a named pool come
+        (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
 
         The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
         Raises ClosedError.
@@ -456,12 +464,12 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return figures
 
     def close(self) -> None:
-        """End the pool if it was made here (``cuMemPoolDestroy``); idempotent.
+        """Close the pool, and destroy it later if this object owns it (``cuMemPoolDestroy``). Idempotent.
 
-        Live allocations stay usable and can be freed. The pool is destroyed at a later point of work, such as a
-        synchronisation of the host, once all its allocations are freed and the frees have run. If the pool is current,
-        the default pool of its location becomes current. Caches over the pool are closed. For a pool that other code
-        owns, the call does nothing.
+        Allocations in use stay usable and can be freed. The pool is destroyed once all its allocations are freed and
+        the frees have run, for example at a later synchronisation of the host. If the pool is the current pool, the
+        default pool of its location becomes current. Caches over the pool are closed. For a pool that other code owns,
+        the call does nothing.
         """
         if self.closed or self._end is None:
             return
@@ -475,7 +483,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     def _shut(self) -> None:
         self.closed = True
-        # Not a bound method, which would form a cycle with the pool: a dropped pool would then wait for the collector.
+        # A bound method would form a reference cycle with the pool: a dropped pool would then wait for the garbage
+        # collector.
         self._alloc = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
@@ -504,7 +513,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
 
 class MadeCurrent(Leaves):
-    """Result of :meth:`MemoryPool.make_current`; the end of its ``with`` block makes the earlier pool current again."""
+    """Result of :meth:`MemoryPool.make_current`. The end of its ``with`` block makes the earlier pool current again."""
 
     def __init__(self, pool: MemoryPool, previous: MemoryPool) -> None:
         self._pool = pool
@@ -516,7 +525,7 @@ class MadeCurrent(Leaves):
     def _leave(self, *, failed: bool) -> None:
         previous = self._previous
         if previous.closed:
-            # The driver accepts the handle of a destroyed pool and silently uses the default pool.
+            # For the handle of a destroyed pool, the driver reports no error and uses the default pool.
             previous = MemoryPool.default(previous.location, previous.allocation_type, driver=previous._session.driver)
         previous._set_current()
 
@@ -528,7 +537,7 @@ class CurrentPool(Allocator):
 
     def __init__(self, device: Device) -> None:
         session = session_for(device, None)
-        # A fork shuts the allocators that the parent has made; this one may be new in the child.
+        # In a forked child, allocators that the parent has made refuse calls, but this object may be new in the child.
         session.check_process()
         function = session.driver.cuMemAllocAsync
 
@@ -537,8 +546,8 @@ class CurrentPool(Allocator):
 
     @staticmethod
     def of(device: Device) -> CurrentPool:
-        """Return the allocator of the pool that is current on ``device`` at each allocation; the same object while it
-        lives. Raises ForkedProcessError.
+        """Return the allocator that uses the pool that is current on ``device`` at each allocation: the same object as
+        long as it exists. Raises ForkedProcessError.
         """
         current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
@@ -551,7 +560,7 @@ class CurrentPool(Allocator):
             return MemoryPool.current(self.location, driver=self._session.driver)
         raw = self._session.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
         known = MemoryPool._known(self._session, raw)
-        # An allocation that names no pool uses a pool of its stream's device.
+        # cuMemAllocAsync uses a pool of its stream's device.
         return known or MemoryPool._of_handle(self._session, raw, self.location, MemAllocationType.PINNED)
 
     def _reachable_from(self, device: Device) -> bool:
@@ -580,7 +589,7 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
     Parameters
     ----------
     nbytes, stream
-        As for :meth:`MemoryPool.allocate`. A stream of another library is taken for one of the default driver.
+        As for :meth:`MemoryPool.allocate`. A stream of another library counts as a stream of the default driver.
 
     Raises
     ------
@@ -594,14 +603,14 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
 
 @contextlib.contextmanager
 def reading(pool: MemoryPool) -> Iterator[None]:
-    """Keep an open pool from being destroyed during a ``with`` block that asks the driver about it, even if another
-    thread closes the pool: the driver may crash on the handle of a destroyed pool.
+    """Return a context manager in which an open pool is not destroyed, even if another thread closes it. For queries of
+    the pool: the driver may crash on the handle of a destroyed pool.
     """
     end = pool._end
     if end is None:
         yield
         return
-    # Atomic: no function call between the read and the write, so threads are not switched.
+    # No function is called between the read and the write, so Python switches no threads there.
     end.readers += 1
     try:
         yield
@@ -611,14 +620,14 @@ def reading(pool: MemoryPool) -> Iterator[None]:
 
 def known_pools(session: Session) -> list[MemoryPool]:
     """Return the open pools of a driver that have an object in this process."""
-    # By a list of the references, because other threads may make pools meanwhile.
+    # `valuerefs` lists the references in one call: during a loop over the dict, another thread could add a pool.
     known = [reference() for reference in pools_of(session).alive.valuerefs()]
     return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 
 
 def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool | None = None) -> tuple[str, ...]:
-    """Return lines for an out-of-memory error: the pools but ``except_for`` that hold memory of a location, most bytes
-    first.
+    """Return text lines for an out-of-memory error: one for each pool, except ``except_for``, that holds memory of a
+    location, sorted by bytes reserved, most first.
     """
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
@@ -631,18 +640,20 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
 
 
 def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocationType]:
-    """Return the location and kind of the pool ``raw``, as the driver reports them (``cuMemPoolGetAttribute``); the
-    location is None if it reports none. Raises CudaError for a destroyed or imported pool.
+    """Return the location and allocation type of the pool ``raw``, as the driver reports them
+    (``cuMemPoolGetAttribute``). The location is None if it cannot be found. Raises CudaError for a destroyed or
+    imported pool.
     """
     made = MemoryPool.__new__(MemoryPool)
     made._session, made._raw, made.closed = session, raw, False
-    # The attribute is read first, because driver 580 refuses it for a destroyed pool. cuMemPoolGetAccess, below, would
-    # give an answer, or crash.
+    # This attribute is read first, because driver 580 refuses it for a destroyed pool. cuMemPoolGetAccess, below, would
+    # return a wrong result, or crash.
     hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
     on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
-    # Some bindings and some drivers lack these attributes. The location is then inferred, and the kind is pinned.
+    # Some bindings and some drivers lack these attributes. Then the location is inferred, and the allocation type
+    # counts as pinned.
     with contextlib.suppress(CudaError):
         told = made.attributes
         kind, where, number = told.allocation_type, told.location_type, told.location_id
@@ -667,8 +678,8 @@ def _properties_of(
 
 
 def _limit_of(location: MemLocation, max_size: float | str, session: Session) -> int:
-    """Return the most bytes of a pool for ``max_size``: a size, or as a float a share of the device's memory. Raises
-    TypeError, ValueError.
+    """Return the most bytes of a pool for the argument ``max_size``, which is a size or, as a float, a share of the
+    device's memory. Raises TypeError, ValueError.
     """
     if not isinstance(max_size, float):
         return checked_size("max_size", max_size)
@@ -688,8 +699,8 @@ def _memory_of(device: Device) -> dict[str, Any]:
 
 
 def _why_refused(properties: MemPoolProps) -> str:
-    """Return the usual cause if the driver refuses to make a pool with these properties, for the error's hint; ``""``
-    if there is none.
+    """Return text for the error if the driver refuses to make a pool with these properties: the usual cause, or
+    ``""``.
     """
     if properties.handle_types & MemHandleType.FABRIC:
         return FABRIC_NEEDS

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Field of CUmemPoolProps in bindings 13.4 and newer.
 _RDMA = "gpuDirectRDMACapable"
 
-# The driver reserves address space for a pool's maximum size, and a pointer has 48 usable bits. With sizes near 2**64,
+# The driver reserves address space for a pool's maximum size, and addresses have 48 bits. With sizes near 2**64,
 # cuMemPoolCreate of driver 580 never returns.
 _LARGEST_POOL = 1 << 48
 
@@ -43,15 +43,16 @@ class MemPoolProps:
     handle_types
         Kinds of handles for sharing the pool with other processes.
     location
-        The location of the memory; for managed memory, the preferred one.
+        The location of the memory; for managed memory, the preferred location.
     win32_security_attributes
-        None; the field exists for Windows.
+        None. The driver's field is for Windows only.
     max_size
-        The most bytes the pool may reserve; 0 leaves it to the system. The driver rounds up to its growth step.
+        The most bytes that the pool may reserve; 0 for the system's limit. The driver rounds the number up to its
+        growth step.
     usage
         ``CU_MEM_POOL_CREATE_USAGE_*`` bits, such as 2 for memory that the decompression engine may use.
     gpu_direct_rdma_capable
-        Whether other PCIe devices may reach the memory; needs bindings 13.4.
+        Whether other PCIe devices may access the memory. Needs bindings 13.4 or newer.
 
     Raises
     ------
@@ -116,7 +117,7 @@ class MemPoolProps:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """Return the properties that a ``CUmemPoolProps`` holds. Raises ValueError if they break a rule of
+        """Return the properties in ``struct``, a ``CUmemPoolProps``. Raises ValueError if they break a rule of
         ``cuMemPoolCreate``.
         """
         return cls(
