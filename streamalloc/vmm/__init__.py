@@ -1,4 +1,4 @@
-"""Virtual memory management: physical memory, address ranges, mappings, and buffers made of them."""
+"""Virtual memory management: physical memory, address ranges, mappings, and buffers made of mappings."""
 
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.expandable import ExpandableCache

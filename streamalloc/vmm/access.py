@@ -1,6 +1,6 @@
 """Access permissions on mapped memory (``cuMemSetAccess``), and waits for the devices that have access.
 
-``cuMemUnmap`` does not wait for queued work, so the host waits for that work before memory is unmapped.
+``cuMemUnmap`` does not wait for queued work that uses the memory, so the host waits for this work first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from streamalloc.core.session import Session, session_of
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
-"""Permissions: one or several devices or locations, which get read and write access; or a dictionary with a permission
-for each device or location.
+"""Type of the argument ``access``: one or several devices or locations, which get read and write access; or a
+dictionary with a :class:`MemAccess` for each device or location.
 """
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
@@ -34,8 +34,9 @@ Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 
 def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
-    """Return the argument ``access`` as permissions by location; ``permission`` is for locations given without one.
-    Raises TypeError, ValueError for anything that is no location of ``session``'s driver.
+    """Return the argument ``access`` as a dict of permissions by location. Locations that are given without a
+    permission get ``permission``. Raises TypeError, ValueError for anything that is no location of ``session``'s
+    driver.
     """
     if access is None:
         return {}
@@ -58,8 +59,8 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
 
 
 def structs_of(rights: Rights) -> list[object]:
-    """Return permissions as ``CUmemAccessDesc`` structs. Nobody may modify them, because calls with equal permissions
-    share them.
+    """Return permissions as a list of ``CUmemAccessDesc`` structs. Do not modify the structs, because equal permissions
+    give the same list.
     """
     return _structs(tuple(rights.items()))
 
@@ -70,13 +71,13 @@ def _structs(rights: tuple[tuple[MemLocation, MemAccess], ...]) -> list[object]:
 
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
-"""Work to wait for: an event, a stream, or several of these; ``()`` waits for nothing, None for all work of devices
-with access.
+"""Type of the argument ``after``, the work to wait for: an event, a stream, or several of these. ``()`` means nothing,
+None all work of the devices with access.
 """
 
 
 def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
-    """Return the ordinals of the devices that at least one of these permissions gives access to."""
+    """Return the ordinals of the devices to which at least one of the permission dicts in ``access`` gives access."""
     return {
         location.id
         for rights in access
@@ -86,15 +87,15 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
 
 
 def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
-    """Block the host until ``after`` has completed; None means all work of the devices that ``access`` gives a
-    permission. Raises ValueError, CaptureError, CudaError.
+    """Block the host until the work of ``after`` is done. None means all work of the devices to which ``access`` gives
+    a permission. Raises ValueError, CaptureError, CudaError.
     """
     wait(after, session, accessing(access) if after is None else ())
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until ``after`` has completed; None means all work of ``devices``, which are ordinals. Raises
-    ValueError for another driver's events and streams, CaptureError, CudaError.
+    """Block the host until the work of ``after`` is done. None means all work of ``devices``, which are ordinals.
+    Raises ValueError for another driver's events and streams, CaptureError, CudaError.
     """
     if after is None:
         for ordinal in sorted(devices):
@@ -107,8 +108,8 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
 
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
-    """Yield the events and streams that the argument ``after`` names. Raises TypeError, ValueError for other objects
-    and other drivers, CaptureError if a stream is being captured.
+    """Yield the events and streams that the argument ``after`` names, checked. Raises TypeError, ValueError for other
+    objects and other drivers, CaptureError if a stream is being captured.
     """
     for one in each_of(after):
         if not isinstance(one, Event):
@@ -120,8 +121,8 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
 
 
 def each_of(after: object) -> Iterable[Any]:
-    """Return the events and streams that the argument ``after`` names: itself if it is one, otherwise its elements.
-    Nothing is checked.
+    """Return the events and streams that the argument ``after`` names: ``after`` alone if it is one event or stream,
+    otherwise its elements. Nothing is checked.
     """
     several = isinstance(after, (list, tuple, set, frozenset)) or (
         isinstance(after, Iterable) and not hasattr(after, "__cuda_stream__")
@@ -130,15 +131,15 @@ def each_of(after: object) -> Iterable[Any]:
 
 
 def listed(after: After) -> list[Any] | None:
-    """Return the events and streams that ``after`` names, as a list, because an iterator can be read only once. None,
-    which means all work, stays None.
+    """Return the events and streams that ``after`` names as a list, which can be read more than once, unlike an
+    iterator. None, which means all work, stays None.
     """
     return None if after is None else [*each_of(after)]
 
 
 def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
     """Return the stream for the copies of an eviction, a restore or a swap: ``stream``, or by default ``owner.stream``.
-    Raises TypeError if there is neither, ValueError, ClosedError, and CaptureError if the stream is being captured.
+    Raises TypeError if neither is given, ValueError, ClosedError, and CaptureError if the stream is being captured.
     """
     named: Any = getattr(owner, "stream", None) if stream is None else stream
     ordered = as_stream(named, session_of(owner))

@@ -1,7 +1,7 @@
 """Address ranges and their mappings (``cuMemAddressReserve``, ``cuMemMap``, ``cuMemSetAccess``).
 
-The range owns its mappings: only the range unmaps them and frees the addresses. A :class:`Mapping` refers to one of
-them and keeps the range alive, so objects may be dropped in any order.
+A range owns its mappings: only the range unmaps memory and frees the addresses. A :class:`Mapping` refers to one
+mapping and keeps the range alive, so these objects may be dropped in any order.
 """
 
 from __future__ import annotations
@@ -49,36 +49,39 @@ class AddressRange(OwnsNode):
 
     Unmapping is *not* stream-ordered: the driver unmaps at once, and queued work that still uses the memory breaks the
     context of its device. So every operation that unmaps has an argument ``after``: one or several events or streams
-    that the host waits for before it unmaps. ``()`` means none. The default is all work of the devices with access.
+    that the host first waits for. ``()`` means none. By default the host waits for all work of the devices with access.
 
     Only one thread at a time may use a range.
 
     Parameters
     ----------
     nbytes
-        Size in bytes, a multiple of the granularity of device memory (``PhysicalMemory.granularity(device)``). The
-        documentation of CUDA requires a multiple of the host's pages only, but driver 580 refuses it.
+        Size in bytes, a multiple of the granularity of device memory (``PhysicalMemory.granularity(device)``). CUDA's
+        documentation requires only a multiple of the host's page size, but driver 580 refuses that.
     alignment
-        Alignment of the address in bytes, a power of two; 0 for the driver's choice.
+        Alignment of the first address in bytes, a power of two; 0 for the driver's choice.
     address
-        Preferred address, a multiple of the same granularity, or 0 for none; :attr:`honoured` says whether the driver
-        used it.
+        Preferred first address, a multiple of the same granularity; 0 for none. :attr:`honoured` tells whether the
+        driver used this address.
     driver
-        The driver to use; default: the current one.
+        The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
     Raises
     ------
     TypeError, ValueError
-        A size or an address is not an integer, is not a multiple of the granularity, or ``nbytes`` is 0.
+        ``nbytes`` or ``address`` is not an integer or not a multiple of the granularity, ``alignment`` is not a power
+        of two, or ``nbytes`` is 0.
     AddressSpaceError
-        The process has no such range of addresses left; physical memory is not the cause.
+        The process has no free range of addresses of this size. Physical memory is not the cause.
     """
 
     def __init__(
         self, nbytes: int | str, *, alignment: int = 0, address: int = 0, driver: Driver | None = None
     ) -> None:
         self._owned = False
-        """Whether a buffer, a cache or a mapping owns the range, so that only its methods map and unmap memory here."""
+        """Whether a buffer, a cache or a :class:`LoneMapping` owns the range, so that only the owner's methods map and
+        unmap memory.
+        """
         self._session = session_for(None, driver)
         self.driver: Driver = self._session.driver
         """Driver that the range belongs to."""
@@ -118,7 +121,7 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range is at the preferred address; None without a preferred address."""
+        """Whether the range begins at the preferred address; None if none was given."""
         return self.address == self._asked if self._asked else None
 
     @property
@@ -133,7 +136,7 @@ class AddressRange(OwnsNode):
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
-        """Unmapped parts as pairs of offset and size in bytes, in the order of addresses."""
+        """Parts of the range without a mapping, as pairs of offset and size in bytes, in the order of addresses."""
         entries = self._node.table()
         ends = [0, *(entry.stop for entry in entries)]
         starts = [*(entry.offset for entry in entries), self.nbytes]
@@ -142,26 +145,27 @@ class AddressRange(OwnsNode):
     def map(self, memory: GenericAllocation, offset: int = 0, *, access: Access = None) -> Mapping:
         """Map memory at an offset (``cuMemMap``) and set its permissions (``cuMemSetAccess``).
 
-        The driver maps memory as a whole only. The mapping stays until it is unmapped, even if the returned object or
-        ``memory`` is dropped or closed.
+        The driver always maps the whole memory. The mapping stays until it is unmapped, also if the returned object is
+        dropped, or ``memory`` is dropped or closed.
 
         Parameters
         ----------
         memory
-            :class:`PhysicalMemory` or a :class:`~streamalloc.multicast.MulticastObject`; it may have other mappings.
+            A :class:`PhysicalMemory` or a :class:`~streamalloc.multicast.MulticastObject`, which may have other
+            mappings.
         offset
-            Offset in the range in bytes, a multiple of the memory's granularity.
+            Offset from the first address of the range in bytes, a multiple of the memory's granularity.
         access
-            Permissions: a device or location, or several, with read and write access; or a ``dict`` with a
-            :class:`MemAccess` for each. Default: no permissions.
+            Permissions: one or several devices or locations, which get read and write access; or a ``dict`` with a
+            :class:`MemAccess` for each. By default nobody has access.
 
         Raises
         ------
         TypeError, ValueError
-            The offset is not aligned, the memory does not fit, other memory is mapped there, or the memory is a tile
-            pool or belongs to another driver.
+            The offset is not aligned, the memory does not fit into the range, other memory is mapped there, or
+            ``memory`` is a tile pool or belongs to another driver.
         ClosedError
-            Range or memory was closed.
+            The range or the memory was closed.
         IncompleteTeamError
             Not all devices were added to the multicast object.
         NotSupportedError
@@ -187,24 +191,27 @@ class AddressRange(OwnsNode):
         stop: int | None = None,
         after: After = None,
     ) -> None:
-        """Set permissions of devices and the host on a part of the range (``cuMemSetAccess``). After an error no
-        mapping has changed.
+        """Set permissions of devices and the host on a part of the range (``cuMemSetAccess``). If the call raises, no
+        permission has changed.
 
         Parameters
         ----------
         who
             Devices and locations, as for ``access`` of :meth:`map`.
         access
-            Permission for devices and locations that ``who`` lists without one; ``MemAccess.NONE`` revokes.
+            Permission for devices and locations that ``who`` gives without a permission. ``MemAccess.NONE`` revokes
+            access.
         start, stop
-            Offsets of the part in bytes; it must consist of whole mappings without a hole. Default: the whole range.
+            Offsets of the part in bytes; by default the whole range. The part must consist of whole mappings without a
+            hole.
         after
-            Events or streams to wait for if a device loses a permission. By default all work of that device.
+            Events or streams that the host first waits for if a device loses a permission; by default all work of that
+            device.
 
         Raises
         ------
         ValueError
-            The part cuts a mapping or has a hole.
+            The part contains only a piece of a mapping, or has a hole.
         NotSupportedError
             The driver does not grant this permission: the host has access to host memory only.
         """
@@ -215,20 +222,21 @@ class AddressRange(OwnsNode):
         self._node.set_rights(entries, rights, after)
 
     def view(self, start: int = 0, stop: int | None = None, *, holes: bool = False) -> RangeView:
-        """Return the bytes from ``start`` to ``stop`` as :class:`Memory`; they may be in several adjacent mappings.
+        """Return the bytes from ``start`` to ``stop`` as :class:`Memory`. The bytes may be in several adjacent
+        mappings.
 
         Parameters
         ----------
         start, stop
             Offsets in the range in bytes; by default the whole range.
         holes
-            Whether parts may be unmapped, for kernels and other libraries that use only mapped parts. Fills and copies
-            need a slice of the view without a hole.
+            Whether the view may contain unmapped parts, for kernels and other libraries that use only the mapped parts.
+            Fills and copies need a slice of the view without a hole.
 
         Raises
         ------
         ValueError
-            The part is outside the range, or has a hole.
+            The bytes are outside the range, or have a hole and ``holes`` is False.
         """
         begin, end = self._node.bounds(start, stop)
         if not holes:
@@ -248,7 +256,7 @@ class AddressRange(OwnsNode):
         Raises
         ------
         ValueError
-            The part cuts a mapping or is outside of the range, or the range belongs to a buffer.
+            The part contains only a piece of a mapping or is outside of the range, or the range belongs to a buffer.
         CaptureError
             A stream of ``after`` is being captured.
         """
@@ -259,12 +267,12 @@ class AddressRange(OwnsNode):
             self._node.unmap(entries)
 
     def close(self) -> None:
-        """Free the addresses (``cuMemAddressFree``); idempotent.
+        """Free the addresses (``cuMemAddressFree``). Idempotent.
 
         Raises
         ------
         ValueError
-            Memory is mapped: :meth:`unmap` it first. Leaving a ``with`` block does both.
+            Memory is mapped in the range: call :meth:`unmap` first. The end of a ``with`` block does both.
         """
         if not self.closed:
             self._check_own()
@@ -281,9 +289,10 @@ class AddressRange(OwnsNode):
         self._node.allocations.end(self._node)
 
     def draw(self, width: int = 64) -> str:
-        """Draw the range with ``width`` characters, see the class.
+        """Return a drawing of the range as text of at most ``width`` characters; :class:`AddressRange` explains the
+        characters.
 
-        If several mappings fall within one character, it shows the first.
+        If several mappings fall within one character, the character shows the first of them.
         """
         width = max(1, min(width, self.nbytes // self._granularity))
         cells = ["."] * width
@@ -302,15 +311,16 @@ class AddressRange(OwnsNode):
     # -- for the other modules of this package ---------------------------------------------------------------
 
     def _map(self, memories: Sequence[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
-        """Map ``memories`` side by side from the offset ``at`` on (``cuMemMap``), and set their permissions in one call
-        (``cuMemSetAccess``): all of them, or none. Returns the mappings. Raises ClosedError, ValueError, CudaError.
+        """Map ``memories`` side by side from the offset ``at`` (bytes) on (``cuMemMap``), and set their permissions in
+        one call (``cuMemSetAccess``). If a call fails, nothing stays mapped. Returns the mappings. Raises ClosedError,
+        ValueError, CudaError.
         """
         ends = itertools.accumulate((memory.nbytes for memory in memories), initial=at)
         return self._node.map(map(self._entry, memories, ends), rights)
 
     def _entry(self, memory: GenericAllocation, offset: int) -> MappedBytes:
-        """Return the mapping of ``memory`` at ``offset`` bytes, which is to be made. Raises ValueError if the memory
-        cannot be mapped there.
+        """Return an entry for a mapping of ``memory`` at ``offset`` (bytes), which the caller then makes. Raises
+        ValueError if the memory cannot be mapped there.
         """
         node, stop, granularity = self._node, offset + memory.nbytes, memory._granularity
         if offset % granularity:
@@ -326,7 +336,9 @@ class AddressRange(OwnsNode):
         return entry
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
-        """Return the mappings that overlap the part between two offsets. Raises ValueError if the part has a hole."""
+        """Return the mappings that overlap the bytes between two offsets. Raises ValueError if these bytes have a
+        hole.
+        """
         entries = self._node.touching(start, stop)
         at = start
         for entry in entries:
@@ -365,13 +377,13 @@ def _handle_of(mapped: MappedBytes) -> str:
 
 
 def rights_text(rights: Rights) -> str:
-    """Return permissions as text for labels, such as ``GPU 0 reads and writes``; ``nobody`` without any."""
+    """Return permissions as text for labels, such as ``GPU 0 reads and writes``; ``nobody`` if there are none."""
     names = {MemAccess.READ: "reads", MemAccess.READWRITE: "reads and writes"}
     return ", ".join(f"{place(where)} {names[allowed]}" for where, allowed in rights.items() if allowed) or "nobody"
 
 
 def drawn(range: AddressRange) -> Html:
-    """Return a picture of a range in HTML: a strip to scale, with a label for each mapping."""
+    """Return a picture of a range as HTML: a strip to scale, with a tooltip for each mapping."""
     pieces = (
         (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
         for one in range._node.table()
@@ -380,21 +392,21 @@ def drawn(range: AddressRange) -> Html:
 
 
 class RangeView(Memory):
-    """Bytes of an address range in one or several adjacent mappings; made by :meth:`AddressRange.view`.
+    """Bytes of an address range in one or several adjacent mappings. :meth:`AddressRange.view` returns it.
 
-    The view is valid while the bytes are mapped. Operations that name no stream use the default stream of the first
-    mapping's device.
+    The view is valid while the bytes are mapped. Operations for which the caller names no stream use the default stream
+    of the first mapping's device.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
 
     _remedy = ""
-    """End of the error for memory that is not mapped any more."""
+    """Text that ends the error message for memory that is not mapped any more."""
 
     def __init__(self, range: AddressRange, start: int, stop: int, holes: bool = False) -> None:
         self._holes = holes
         self.range: AddressRange = range
-        """Range of the bytes."""
+        """Address range that the bytes are in."""
         self.offset: int = start
         """Offset of the first byte in the range, in bytes."""
         self._stop = stop
@@ -419,13 +431,13 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; of the first mapping if there are several."""
+        """Location of the memory; if there are several mappings, the location of the first."""
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
 
     @property
     def owner(self) -> object:
-        """The address range."""
+        """The address range that the bytes are in."""
         return self.range
 
     @property
@@ -450,7 +462,7 @@ class RangeView(Memory):
         return BufferView(RangeView(self.range, start, start + part.nbytes, holes=True), 0, part.nbytes)
 
     def _await_on(self, stream: Stream) -> None:
-        # Refuse a view with a hole before work is queued: work at an unmapped address breaks the context.
+        # A view with a hole is refused before work is queued: work at an unmapped address breaks the context.
         self.range._covering(self.offset, self._stop)
 
     def _entries(self) -> Sequence[MappedBytes]:
@@ -462,7 +474,7 @@ class RangeView(Memory):
             raise ClosedError(f"{self!r} is not mapped any more: {error}{self._remedy}") from None
 
     def _allowed(self, where: MemLocation) -> list[MemAccess]:
-        """Return the permission of a device or the host on each mapping."""
+        """Return the permission of the location ``where`` on each mapping of the bytes."""
         return [entry.rights.get(where, MemAccess.NONE) for entry in self._entries()]
 
     def _check_usable(self) -> None:
@@ -492,9 +504,9 @@ class RangeView(Memory):
 
 
 class Mapping(RangeView, Closes):
-    """One mapping of physical memory in an address range; made by :meth:`AddressRange.map`.
+    """One mapping of physical memory in an address range. :meth:`AddressRange.map` returns it.
 
-    The range owns the mapping: dropping this object does not unmap it, :meth:`close` does.
+    The range owns the mapping: if this object is dropped, the memory stays mapped. :meth:`close` unmaps it.
     """
 
     __slots__ = ("_mapped",)
@@ -517,7 +529,7 @@ class Mapping(RangeView, Closes):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The mapped :class:`PhysicalMemory` or multicast object. It may be closed."""
+        """The mapped :class:`PhysicalMemory` or multicast object, which may be closed."""
         return self._mapped.memory
 
     @property
@@ -527,11 +539,11 @@ class Mapping(RangeView, Closes):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, as this object or its range set them."""
+        """Permissions by location, as they were set by this package. The driver is not asked."""
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 
     def access(self, who: Place) -> MemAccess:
-        """Read the permission of a device or location from the driver (``cuMemGetAccess``).
+        """Return the permission of a device or location, which the driver reports (``cuMemGetAccess``).
 
         Raises
         ------
@@ -546,7 +558,7 @@ class Mapping(RangeView, Closes):
         return MemAccess(int(self._session.call("cuMemGetAccess", location.to_driver(), self.address)))
 
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set permissions on the mapping (``cuMemSetAccess``). ``who``, ``access``, ``after`` and errors as for
+        """Set permissions on the mapping (``cuMemSetAccess``). Arguments and errors as for
         :meth:`AddressRange.set_access`. Raises ClosedError if the memory was unmapped.
         """
         self._check_own()
@@ -589,12 +601,12 @@ class Mapping(RangeView, Closes):
 
 
 class LoneMapping(Mapping):
-    """A mapping that has an address range for itself. :meth:`close` unmaps the memory and frees the range."""
+    """A mapping that owns its address range. :meth:`close` unmaps the memory and frees the addresses."""
 
     __slots__ = ()
 
     def _check_own(self) -> None:
-        """Allow everything, because the mapping owns its range."""
+        """Do nothing: unlike other mappings, this object owns its range and may change it."""
 
     def close(self, after: After = None) -> None:
         """Unmap the memory (``cuMemUnmap``) and free the addresses (``cuMemAddressFree``), after the host has waited
@@ -606,20 +618,22 @@ class LoneMapping(Mapping):
 
 
 class OwnsRange(Memory, Closes):
-    """Memory at the addresses of a range that belongs to it."""
+    """Base class of memory that owns the address range in which it is mapped."""
 
     def _reserve(self, device: Device, nbytes: int, stream: StreamLike | None) -> None:
-        """Reserve the addresses, and set the attributes of this class."""
+        """Reserve ``nbytes`` bytes of addresses, and set the attributes of this class."""
         self.device: Device = device
-        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
+        """Device of the memory, or the first of several devices. For host memory, the device whose default stream is
+        used.
+        """
         self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self.range: AddressRange = AddressRange(nbytes, driver=device.driver)
-        """The reserved addresses. Only this object maps and unmaps memory there."""
+        """The reserved addresses, where only this object maps and unmaps memory."""
         self.range._owned = True
 
     @property
     def address(self) -> int:
-        """Address of the first byte; constant until the object is closed.
+        """Address of the first byte. It does not change until the object is closed.
 
         Raises
         ------
@@ -634,7 +648,7 @@ class OwnsRange(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations that name none; default: the device's default stream."""
+        """Stream of operations for which the caller names no stream; by default the device's default stream."""
         return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
@@ -644,11 +658,13 @@ class OwnsRange(Memory, Closes):
 
     @property
     def _session(self) -> Session:
-        # Not by ``self.stream``: to name the default stream would count it as a stream in use.
+        # The session is not taken from `self.stream`: this would make the default stream count as a stream in use.
         return session_of(self.device)
 
 
 granularity: PerDriver[int] = PerDriver(
     lambda session: spec_of(session, MemAllocationProp(location=MemLocation.device(0))).granularity
 )
-"""Granularity of addresses in bytes: that of device memory without options."""
+"""``granularity(session)`` returns the granularity of address ranges in bytes, which is that of device memory without
+options.
+"""

@@ -1,15 +1,15 @@
-"""Claims: only one call at a time changes the mappings of a buffer or an arena, or puts a group to sleep.
+"""Claims let only one call at a time change the mappings of a buffer or an arena, or put a group to sleep.
 
-A call claims the objects that it changes, and ends its claims when it returns. A call on another thread waits, and then
-uses the new state. The lock ``_lock`` is held only to check and to claim. While a call waits for streams, files or
-other processes, it has claims and holds no lock.
+A call claims the objects that it changes, and ends its claims when it returns. A call on another thread that needs the
+same objects waits for this end. The lock ``_lock`` is held only while claims are checked and made. While a call waits
+for streams, files or other processes, it has claims and holds no lock.
 
-A hook or a signal handler may make a call during another call on the same thread. Such an inner call waits only for
-claims of a higher level. The owner of another claim may itself wait for this thread, and both would wait for ever: the
-inner call raises InUseError instead.
+A hook or a signal handler may make a call during another call on the same thread. Such an inner call waits for another
+thread's claim only if its own level is higher than the level of the outer call. Otherwise the other thread might be
+waiting for this thread, and both would wait for ever: the inner call raises InUseError instead.
 
-A call is a function that :func:`claiming` calls, not a ``with`` block. A signal handler may raise between the start of
-a block written in Python and its body, and the claims would stay as long as the traceback.
+The work of a call is a function that :func:`claiming` calls, not a ``with`` block. Between the ``__enter__`` of a
+context manager written in Python and its block, a signal handler may raise: the claims would then not be ended.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Self = TypeVar("Self", bound="Claimable")
 
 
 class Claimable:
-    """An object whose mappings only one call at a time changes."""
+    """Base class of objects that a call claims before it changes their mappings."""
 
     _claim: Claim | None = None
-    """Claim of the latest call; None before the first."""
+    """Claims of the last call that claimed this object; None before the first."""
 
 
 class Claim:
-    """The claims that one call holds, made by :func:`claiming`."""
+    """The claims of one call. :func:`claiming` makes this object."""
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer
-        """Claims of the call of this thread in which this call was made; None for an outermost call."""
+        """Claims of the call on this thread during which this call was made; None if there is no such call."""
         self._level: int = level if outer is None else max(level, outer._level)
         self._process = _process
         self._thread = get_ident()
         self._end = Lock()
-        """Lock that is held until the call ends."""
+        """Lock that is held until the call ends, so that other threads can wait for its end."""
         self._end.acquire()
         self.ended: bool = False
 
     def take(self, things: Collection[Claimable], *, wait: bool = True) -> bool:
-        """Claim ``things`` once no other call claims one of them; return True. With ``wait=False``, return False at
-        once if another call does.
+        """Wait until no other call claims one of ``things``, claim them, and return True. With ``wait=False``, return
+        False at once if another call claims one of them.
 
         Raises
         ------
         InUseError
-            Another call on this thread has claimed one of them; or it has claims of the same or a higher level, and
-            another thread has claimed one of them.
+            Another call on this thread claims one of ``things``. Or this is an inner call whose level is not higher
+            than that of the outer call, and another thread claims one of ``things``.
         """
         while True:
             with _lock:
@@ -73,12 +73,13 @@ class Claim:
             if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
-            # Wait until the other call ends. This lock is written in C: an exception of a signal handler releases it.
+            # Wait until the other call ends. The lock is written in C: if a signal handler raises, the lock is
+            # released.
             with other._end:
                 pass
 
     def _other(self, things: Collection[Claimable]) -> Claim | None:
-        """Return the claim of another call on one of these objects; None if no other call claims one."""
+        """Return the :class:`Claim` of another call that claims one of ``things``; None if there is none."""
         for thing in things:
             other = thing._claim
             if other is not None and not other.ended and self._is_before(other):
@@ -86,17 +87,19 @@ class Claim:
         return None
 
     def _is_before(self, other: Claim) -> bool:
-        """Whether the call of ``other`` must end before this one. In a forked child, calls of the parent need not: they
-        never end there.
+        """Return whether the call of ``other`` must end before this call can claim its objects. In a forked child,
+        calls of the parent never end, and are ignored.
         """
         return other is not self and not other.ended and other._process is _process
 
 
 _thread = local()
-"""Attribute ``claim``: the claims of the thread's innermost call."""
+"""Thread-local data. The attribute ``claim`` is the :class:`Claim` of the thread's innermost call."""
 _lock = RLock()  # Reentrant, because a signal handler may claim while its thread claims.
 _process = object()
-"""Stands for this process. A forked child replaces it, so that no call in the child waits for a claim of the parent."""
+"""Object that identifies this process. A forked child replaces it, so that no call in the child waits for a claim of
+the parent.
+"""
 
 
 def _forget_after_fork() -> None:
@@ -108,10 +111,10 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
-    """Claim ``things``, call ``act(claim)``, end the claims, and return the result.
+    """Claim ``things``, call ``act`` with the :class:`Claim`, end the claims, and return the result of ``act``.
 
-    ``level``: 0 for groups and buffers, 1 for arenas. A call of an arena does not wait for claims of groups and
-    buffers. An inner call has at least the level of the call that it is made in.
+    ``level`` is 0 for groups and buffers, 1 for arenas. A call with level 1 does not wait for claims of groups and
+    buffers. A call that is made during another call on the same thread has at least the level of the other call.
 
     Raises
     ------
@@ -125,14 +128,16 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
         claim.take(things)
         return act(claim)
     finally:
-        # Only the last line calls a function, so a signal handler cannot raise before the claims are ended.
+        # Only the last line calls a function, so no signal handler can raise before the claims are ended.
         _thread.claim = outer
         claim.ended = True
         claim._end.release()
 
 
 def claimed(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
-    """Decorate a method so that it runs under a claim of its object (:func:`claiming`), and so raises InUseError."""
+    """Decorator for a method: each call claims the object first (:func:`claiming`). So the method can raise
+    InUseError.
+    """
 
     @functools.wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
