@@ -1,24 +1,25 @@
 """A cache that reserves hardly more memory than is in use, because its memory can move to other addresses.
 
 *One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
-request of its size. If the list is empty, the request merges the free blocks of its size and above into free ranges,
-and takes the smallest range that is large enough. If there is none, the other large blocks are merged. Blocks of up to
-128 KiB are merged only if memory is short.
+request of its size. If the list is empty, the request merges free blocks of its size and above into free ranges, and
+takes the smallest free range that is large enough. If there is none, smaller blocks of more than 128 KiB are merged,
+too. Blocks of up to 128 KiB are merged only if memory is short.
 
 *Memory at the addresses that need it.* Memory is created in chunks, which are mapped at the addresses that blocks use.
-All chunks together grow up to the allowance: 1.03 times the highest number of bytes in use at once. A request that
-needs more takes free ranges of other streams, and moves chunks of free ranges to addresses that lack memory. Only if
-that is not enough, the cache grows beyond the allowance. A mapping of any size costs the driver about 50 us, so chunks
-are as large as the memory allows.
+All chunks together grow up to the *allowance*: 1.03 times the highest number of bytes in use at once. A request that
+needs more takes free ranges of other streams, and moves chunks of free ranges to addresses without memory. The cache
+grows beyond the allowance only if this is not enough. A mapping of any size costs the driver about 50 us, so the size
+of new chunks grows with the memory of the cache.
 
-*In stream order.* A chunk that moves stays mapped at its old addresses, too, and the stream's earlier work may still
-use it there. So neither the host nor the stream waits. The old addresses are unmapped once an event after that work has
+*In stream order.* A chunk that moves also stays mapped at its old addresses, where the stream's earlier work may still
+use it. So neither the host nor the stream waits. The old addresses are unmapped once an event after this work has
 completed, because work at an unmapped address breaks the context. If another stream had the memory, the requesting
 stream waits for that stream's work.
 
-*Two locks.* ``lock`` guards the free ranges. Each request that finds no free block takes it, so no driver call that may
-take long is made under it. ``growing`` guards addresses and chunks, and is held during such calls. Threads that need
-only ``lock`` continue meanwhile, so a call first removes the ranges that it works on from the lists.
+*Two locks.* ``lock`` guards the free ranges. Each request that finds no free block takes this lock, so no driver call
+that may take long is made under it. ``growing`` guards addresses and chunks, and is held during such driver calls.
+Other threads, which need only ``lock``, continue meanwhile. So before these calls the ranges in question are removed
+from the free ranges.
 """
 
 from __future__ import annotations
@@ -62,53 +63,58 @@ from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import START, STOP, MappedBytes, overlapping
 
 _ALLOWANCE = 1.03
-"""Ratio of the allowance to the highest number of bytes in use at once. With 1, each growth would move chunks."""
+"""Ratio of the allowance to the highest number of bytes in use at once. With a ratio of 1, each growth would move
+chunks.
+"""
 _ADDRESSES = 4
-"""Multiple of the device's memory that is reserved as addresses. A moved chunk leaves addresses without memory."""
+"""The reserved addresses are this multiple of the device's memory. More than 1 is needed, because moved chunks leave
+addresses without memory.
+"""
 _SMALLEST_SHARE = 96
-"""A new chunk has at most a 96th of the cache's memory. Large chunks waste memory behind the last block, small ones
-need more driver calls.
+"""A new chunk has at most a 96th of the cache's memory. Larger chunks would waste memory after the last block, smaller
+chunks would need more driver calls.
 """
 _LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
-"""Blocks of up to the first size are cut from slabs of the second size."""
+"""Blocks of up to ``_SMALL`` bytes are cut from slabs, which are free ranges of ``_SLAB`` bytes."""
 _SHIFT = 48
-_OFFSET = (1 << _SHIFT) - 1  # A free range is one number: its size in the bits from 48 on, its offset in bits 0 to 47.
+_OFFSET = (1 << _SHIFT) - 1  # A free range is one int: size in bits 48 and up, offset in bits 0 to 47.
 _QUERIES = 1 << 8
-"""Number of queries of an event after which its stream counts as busy, and keeps its memory. An idle stream's event
+"""Number of queries of an event after which its stream counts as busy and keeps its memory. The event of an idle stream
 completes within fewer queries.
 """
 
 
 class FreeRanges:
-    """Free ranges that have memory, as offsets in bytes. The smallest range that is large enough is found first, and
-    adjacent ranges are merged.
+    """Free ranges of addresses with memory, as offsets in bytes. Adjacent ranges are merged, and :meth:`cut` uses the
+    smallest range that is large enough.
 
-    Only the list by size says which ranges are free. A range leaves this list before the two tables, and enters it
-    after them. So an exception of a signal handler in between loses the range, and never hands it out twice.
+    A range is free only if it is in the list by size. It is removed from this list before it is removed from the two
+    dicts, and added after it. So an exception of a signal handler in between may lose the range, but never gives it to
+    two owners.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """The free ranges, sorted, each as one number of size and offset. To compare numbers runs no Python code, so no
-        signal handler can interrupt an insertion.
+        """The free ranges, sorted, each as one int with size and offset. The comparison of ints runs no Python code, so
+        no signal handler can interrupt an insertion.
         """
         self._starts: dict[int, int] = {}
-        """Start of each range by its end. Some ranges may not be free any more: only those in :attr:`_sizes` are."""
+        """Start of each range by its end. A range that is not in :attr:`_sizes` is not free any more."""
         self._stops: dict[int, int] = {}
-        """End of each range by its start. Some ranges may not be free any more: only those in :attr:`_sizes` are."""
+        """End of each range by its start. A range that is not in :attr:`_sizes` is not free any more."""
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Start and end of each range, the largest range first."""
+        """Yield start and end of each free range, the largest range first."""
         for key in reversed(self._sizes[:]):
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
     def cut(self, nbytes: int) -> int | None:
-        """Remove the first ``nbytes`` bytes of the smallest range that has so many, and return their offset; None if no
-        range has.
+        """Remove the first ``nbytes`` bytes of the smallest range that is large enough, and return their offset; None
+        if no range is large enough.
         """
         sizes = self._sizes
         at = bisect_left(sizes, nbytes << _SHIFT)
@@ -139,7 +145,7 @@ class FreeRanges:
         insort(self._sizes, (stop - start) << _SHIFT | start)
 
     def remove(self, start: int, stop: int) -> bool:
-        """Remove the range from ``start`` to ``stop``. Returns False if it is not one of the free ranges."""
+        """Remove the free range from ``start`` to ``stop``. Returns False if there is no such free range."""
         at = self._find(start, stop)
         if at is not None:
             del self._sizes[at]
@@ -148,7 +154,9 @@ class FreeRanges:
         return at is not None
 
     def without(self, part: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-        """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns the part before them."""
+        """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns start and end of the part
+        before these bytes.
+        """
         if self.remove(*part):
             if part[0] < start:
                 self.add(part[0], start)
@@ -167,14 +175,14 @@ class FreeRanges:
         return start if self._find(start, stop) is None else stop
 
     def _find(self, start: int, stop: int) -> int | None:
-        """Return the index of a whole range in the list by size; None if it is not free."""
+        """Return the index of the range from ``start`` to ``stop`` in the list by size; None if it is no free range."""
         key = (stop - start) << _SHIFT | start
         at = bisect_left(self._sizes, key)
         return at if at < len(self._sizes) and self._sizes[at] == key else None
 
 
 class _Segment:
-    """The addresses of a cache, and the chunks of memory that are mapped there. Offsets are in bytes."""
+    """The address range of a cache, and the chunks of physical memory that are mapped there. Offsets are in bytes."""
 
     def __init__(self, device: Device) -> None:
         self.spec: MemorySpec = spec_of(session_of(device), properties_for(device, MemHandleType.NONE, False, False))
@@ -184,25 +192,27 @@ class _Segment:
         self.range._owned = True
         self.base: int = self.range.address
         self.most: int = self.range.nbytes
-        """Bytes of reserved addresses."""
+        """Size of the address range in bytes."""
         self._rights: Rights = {device.location: MemAccess.READWRITE}
         self.top: int = 0
-        """Highest offset that an allocation has reached so far, in whole pages. It never falls."""
+        """Highest offset that an allocation has reached so far, rounded up to a whole page. It never decreases."""
         self.chunks: list[MappedBytes] = []
-        """Chunks in the order of addresses. Between them the addresses have no memory."""
+        """Mappings of the chunks in the order of addresses. Addresses between the chunks have no memory."""
         self.left: deque[tuple[Event, MappedBytes, bool]] = deque()
         """Old mappings, each with the event after which it is unmapped, and whether its memory is then released. The
-        memory of a moved chunk stays, because it is mapped at another offset, too.
+        memory of a moved chunk is not released, because it is mapped at its new offset.
         """
         self.leaving: int = 0
-        """Bytes of chunks whose release waits for an event. :attr:`reserved` still counts them."""
+        """Bytes of chunks whose release waits for an event. :attr:`reserved` still includes these bytes."""
         self.reserved: int = 0
-        """Bytes of all chunks."""
+        """Bytes of all chunks, including chunks whose release waits for an event."""
         self.reserved_high: int = 0
         """Highest value of :attr:`reserved` since the peaks were reset."""
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the parts without memory between two offsets, in whole pages and in order."""
+        """Return the parts without memory between two offsets as pairs of start and end, in whole pages and in
+        order.
+        """
         start, stop, found = start - start % self.page, stop + -stop % self.page, []
         for chunk in overlapping(self.chunks, start, stop):
             if chunk.offset > start:
@@ -211,23 +221,23 @@ class _Segment:
         return [*found, (start, stop)] if start < stop else found
 
     def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the parts with memory between two offsets."""
+        """Return the parts with memory between two offsets as pairs of start and end, in order."""
         edges = [start, *(edge for gap in self.gaps(start, stop) for edge in gap), stop]
         return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
 
     def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
-        """Return the last chunk of at most ``most`` bytes between two offsets; None if there is none."""
+        """Return the last chunk that lies between two offsets and has at most ``most`` bytes; None if there is none."""
         inside = self.chunks[bisect_left(self.chunks, start, key=START) : bisect_right(self.chunks, stop, key=STOP)]
         return next((one for one in reversed(inside) if one.nbytes <= most and not one.gone), None)
 
     @property
     def step(self) -> int:
-        """Size of a new chunk in bytes: larger the more memory the cache has."""
+        """Size of a new chunk in bytes, which grows with the memory of the cache."""
         return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
 
     def created(self, at: int, nbytes: int) -> MappedBytes:
-        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``), and return its mapping at the offset ``at``, for
-        :meth:`map`. Raises OutOfMemoryError, CudaError.
+        """Create a chunk of ``nbytes`` bytes (``cuMemCreate``). Return an entry for its mapping at the offset ``at``,
+        which :meth:`map` then makes. Raises OutOfMemoryError, CudaError.
         """
         entry = MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
         for watcher in self.spec.allocations.watchers:
@@ -236,8 +246,8 @@ class _Segment:
         return entry
 
     def moved(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
-        """Take a chunk from its offset, and return its mapping at the offset ``at``, for :meth:`map`. Its old addresses
-        are unmapped once the event ``after`` has completed.
+        """Remove a chunk from its offset. Return an entry for its mapping at the offset ``at``, which :meth:`map` then
+        makes. The old addresses are unmapped once the event ``after`` has completed.
         """
         entry = MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
         if self.spec.allocations.watchers or chunk._memory is not None:
@@ -248,8 +258,8 @@ class _Segment:
         return entry
 
     def map(self, entries: Iterable[MappedBytes]) -> list[MappedBytes]:
-        """Map new adjacent chunks (``cuMemMap``), and give access to them (``cuMemSetAccess``): all of them, or none.
-        Raises CudaError, and the errors of the iterator.
+        """Map new adjacent chunks (``cuMemMap``), and give the device access (``cuMemSetAccess``). If a call fails,
+        none stays mapped. Returns the mappings. Raises CudaError, and the errors of the iterator.
         """
         made = self.range._node.map(entries, self._rights)
         for entry in made:
@@ -263,13 +273,13 @@ class _Segment:
         self.left.append((after, chunk, releases))
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
-        """List a chunk for :meth:`unmap_left`, which unmaps and releases it once the event ``after`` has completed."""
+        """Have :meth:`unmap_left` unmap and release a chunk once the event ``after`` has completed."""
         self._take_out(chunk, after, True)
         self.leaving += chunk.nbytes
 
     def unmap_left(self) -> None:
-        """Unmap the listed mappings whose event has completed, up to the first whose event has not (``cuMemUnmap``),
-        and release the memory of those that are to be released. Raises CudaError.
+        """Unmap the mappings in :attr:`left`, in order, until an event has not completed (``cuMemUnmap``). Release the
+        memory of those that are marked for release. Raises CudaError.
         """
         passed: dict[Event, bool] = {}
         ready = []
@@ -280,7 +290,7 @@ class _Segment:
             if not passed[event]:
                 break
             ready.append(one)
-        # In ascending order, because one call unmaps adjacent chunks.
+        # The chunks are sorted by address, because one driver call unmaps adjacent chunks.
         self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=START))
         for _, chunk, releases in ready:
             self.left.popleft()
@@ -290,15 +300,15 @@ class _Segment:
                 chunk.close()
 
     def is_left(self, start: int, stop: int) -> bool:
-        """Whether memory beside the listed chunks is mapped between two offsets: that of moved and released chunks, and
-        of chunks that an exception of a signal handler has removed from the list. The driver refuses to map other
+        """Return whether memory that is not in :attr:`chunks` is still mapped between two offsets: old mappings of
+        moved and released chunks, and chunks lost by an exception of a signal handler. The driver refuses to map other
         memory there.
         """
         return len(self.range._node.touching(start, stop)) > len(overlapping(self.chunks, start, stop))
 
     def drop(self) -> None:
-        """Drop the range of addresses. An item releases the range and its memory once the work that is queued now has
-        completed.
+        """Drop the address range. The deferred queue releases the range and its memory once the work that is queued now
+        is done.
         """
         del self.range
         self.chunks, self.reserved = [], 0
@@ -306,7 +316,7 @@ class _Segment:
 
 
 class _Ranges(StreamCache):
-    """The blocks of one stream, and the free ranges that only work of this stream has used."""
+    """The blocks of one stream, and the free ranges that the stream's next work can use without waiting."""
 
     __slots__ = ("free_lists", "ranges", "small")
 
@@ -316,17 +326,19 @@ class _Ranges(StreamCache):
         self.ranges = FreeRanges()
         """Free ranges outside of slabs."""
         self.small = FreeRanges()
-        """Free parts of slabs, for small blocks. In other free ranges, small blocks would keep large chunks from being
-        moved.
+        """Free parts of slabs, for small blocks. Small blocks in other free ranges would prevent the move of large
+        chunks.
         """
         self.free_lists: tuple[list[int], list[list[CachedBlock]]] = [], []
-        """Sizes of the classes, in order, and their free lists. Both are set at once, because some callers have no
-        lock.
+        """Block sizes of the size classes in ascending order, and the free lists of these classes. Both are set by one
+        assignment, because some readers hold no lock.
         """
         super().__init__(cache, stream)
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
-        """Take a free block of the size, or cut one from a free range with memory. Returns None if there is neither."""
+        """Remove and return a free block of the class ``wanted``, or cut one from a free range. Returns None if neither
+        is possible.
+        """
         if self.returning:
             self.collect()
         self.serve(nbytes, wanted.free)
@@ -339,7 +351,7 @@ class _Ranges(StreamCache):
         """Yield the free lists that have blocks of at least ``least`` bytes, the smallest blocks first."""
         sizes, free_lists = self.free_lists
         if len(sizes) != len(self.classes):
-            # A copy, because a stream that ends on another thread may remove classes meanwhile.
+            # The dict is copied, because a stream that ends on another thread may remove classes meanwhile.
             classes = dict(sorted(self.classes.items()))
             sizes, free_lists = [*classes], [one.free for one in classes.values()]
             self.free_lists = sizes, free_lists
@@ -347,7 +359,7 @@ class _Ranges(StreamCache):
 
     @property
     def listed(self) -> int:
-        """Bytes in free lists."""
+        """Bytes of the blocks in free lists."""
         return sum(block.size_class.nbytes * len(free) for free in self.filled(0) for block in free[:1])
 
     def merge(self, least: int) -> None:
@@ -372,8 +384,8 @@ class _Ranges(StreamCache):
             self._join_small(_SLAB)
 
     def _join_small(self, least: int) -> None:
-        """Move the free parts of slabs that have at least ``least`` bytes from :attr:`small` to :attr:`ranges`, so that
-        large blocks can be cut from them.
+        """Move free parts of slabs with at least ``least`` bytes from :attr:`small` to :attr:`ranges`, so that large
+        blocks can be cut from these parts.
         """
         for part in self.small:
             if part[1] - part[0] < least:
@@ -382,8 +394,8 @@ class _Ranges(StreamCache):
                 self.ranges.add(*part)
 
     def idle(self) -> Event | None:
-        """Record an event after all work of the stream, and return it if it completes within a few queries; None if the
-        stream is busy, captured or closed.
+        """Record an event after all work of the stream, and return the event if it completes within ``_QUERIES``
+        queries. Return None if the stream is busy, captured, closed or a per-thread default stream.
         """
         stream = self.stream()
         if stream is not None and not self.per_thread:
@@ -395,7 +407,7 @@ class _Ranges(StreamCache):
 
     def attempt(self) -> bool:
         self.serve_no_more()
-        if self.ranges or self.small:  # Without free ranges there is nothing for other streams.
+        if self.ranges or self.small:  # Without free ranges other streams get nothing.
             with contextlib.suppress(CaptureError, NotReadyError):
                 self.ordered(self.release)
             if self.ranges or self.small:
@@ -403,8 +415,8 @@ class _Ranges(StreamCache):
         return super().attempt()
 
     def release(self, ordered: Stream) -> None:
-        """Offer the free ranges to other streams, which may take them once the work that ``ordered`` has now is
-        done.
+        """Give the free ranges to other streams, which may use them once the work that is queued now on stream
+        ``ordered`` is done.
         """
         self.collect_behind(ordered)
         event = ordered.record()
@@ -416,7 +428,7 @@ class _Ranges(StreamCache):
 
 
 class _State(CacheState):
-    """The addresses, chunks and streams of an expandable cache."""
+    """The address range, chunks and stream caches of an :class:`ExpandableCache`."""
 
     kind = _Ranges
     finer = 3
@@ -425,31 +437,33 @@ class _State(CacheState):
         super().__init__(pool)
         self.segment = _Segment(Device(pool.location.id, driver=self.session.driver))
         self.ended: deque[tuple[Event, FreeRanges]] = deque()
-        """Free ranges of ended streams, each with the event after the stream's work."""
+        """Free ranges of streams that have ended, each with an event after the stream's work."""
         self.limit: int = 0
-        """Limit of the bytes of all chunks; 0: no limit."""
+        """Largest number of bytes of all chunks; 0 for no limit."""
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
-        """Highest value of :attr:`used` up to the last merge."""
+        """Highest value of :attr:`used`, as measured at merges."""
         self.peak: int = 0
-        """Highest number of bytes in use at once, as counted at searches for memory. The allowance depends on it."""
+        """Highest number of bytes in use at once, as counted when a request needs memory. The allowance depends on this
+        number.
+        """
         self.busy: bool = False
-        """Whether a call searches for memory. A signal handler's allocation must then not search, too."""
+        """Whether a call is creating, moving or releasing memory. An allocation of a signal handler must not do so at
+        the same time.
+        """
         self.segment.spec.allocations.arenas.add(self)
         self._shut_after_fork()
         self.session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        """Create the locks anew, because a forked child lacks the threads that held the old ones."""
+        """Create the locks anew, because the threads that held the old locks do not exist in a forked child."""
         self.lock = RLock()
-        """Guards the free ranges. No driver call that may take long is made under this lock, because each request
+        """Lock for the free ranges. No driver call that may take long is made under this lock, because each request
         without a free block takes it.
         """
         self.growing = RLock()
-        """Guards the segment. It is taken before ``lock``, and only by calls that need or release memory of
-        the driver.
-        """
+        """Lock for the segment. It is taken before ``lock``, and only by calls that create, move or release memory."""
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
@@ -475,12 +489,12 @@ class _State(CacheState):
             return self._new_block(self.segment.base + start, wanted)
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Do nothing, because :meth:`buy` keeps the allowance."""
+        """Do nothing, because :meth:`buy` keeps the memory within the allowance."""
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
-        """Merge free blocks and cut a block of the class ``wanted`` from a range; else move or create memory for it
-        (``cuMemMap``, ``cuMemCreate``). Returns None if there is no memory. ``upstream``, the pool, is not used. Raises
-        CudaError.
+        """Merge free blocks and cut a block of the class ``wanted`` from a free range. If this is not possible, move or
+        create memory for the block (``cuMemMap``, ``cuMemCreate``). Returns None if there is no memory. The pool
+        ``upstream`` is not used. Raises CudaError.
         """
         cache: _Ranges = wanted.owner
         if wanted.nbytes > self.segment.most:
@@ -503,8 +517,8 @@ class _State(CacheState):
     def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
         self.peak = max(self.peak, self.used - sum(one.listed for one in self.live()) + nbytes)
-        # First without small blocks and within the allowance. Only if there is no other memory, merge small blocks and
-        # reserve more.
+        # The first attempt merges no small blocks and stays within the allowance. The second merges small blocks, and
+        # the third exceeds the allowance.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
             with self.lock:
                 cache.merge(least)
@@ -524,14 +538,16 @@ class _State(CacheState):
 
     @property
     def most(self) -> int:
-        """The allowance in bytes. All chunks together exceed it only if moving chunks does not give enough memory."""
+        """The allowance in bytes. All chunks together exceed this size only if moved chunks do not give enough
+        memory.
+        """
         most = int(self.peak * _ALLOWANCE) + self.segment.page
         return min(most, self.limit - self.segment.leaving) if self.limit else most
 
     def _borrowed(self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream) -> CachedBlock | None:
-        """Return a block from the free ranges of another stream; None if they do not suffice. First one range that is
-        large enough is taken, then all ranges of a stream, which are merged with those of ``stream``. ``stream`` waits
-        for the other stream's work (``cuStreamWaitEvent``).
+        """Return a block from the free ranges of another stream; None if these do not suffice. The first attempt takes
+        one range that is large enough. The second takes all ranges of a stream and merges them with the ranges of
+        ``stream``. ``stream`` waits for the other stream's work (``cuStreamWaitEvent``).
         """
         others = [one for one in self.live() if one is not cache and not one.per_thread]
         for all_ranges in (False, True):
@@ -555,8 +571,8 @@ class _State(CacheState):
         return None
 
     def _give(self, to: _Ranges, parts: Iterable[tuple[int, int]]) -> None:
-        """Add ``parts``, ranges by start and end, to the free ranges of the stream cache ``to``. If that has ended, the
-        queue releases them.
+        """Add ``parts``, pairs of start and end, to the free ranges of the stream cache ``to``. If ``to`` has ended,
+        the deferred queue gives its ranges to other streams.
         """
         with self.lock:
             for start, stop in parts:
@@ -565,11 +581,11 @@ class _State(CacheState):
             self.queue.submit(to)
 
     def _after(self, owner: _Ranges, stream: Stream) -> Event | None:
-        """Have ``stream`` wait for the work of ``owner``'s stream, and return an event on ``stream`` after that; None
-        if it cannot wait, because one of the streams is captured or closed.
+        """Have ``stream`` wait for the work of ``owner``'s stream, and return an event on ``stream`` after this wait.
+        Return None if one of the two streams is captured or closed.
 
-        Take the memory of ``owner`` before this call. The event does not cover work on memory that the owner frees
-        later: two streams would write the same bytes.
+        The caller must take the memory of ``owner`` before this call. The event does not cover memory that ``owner``
+        frees later, which two streams would then write at the same time.
         """
         other = owner.stream()
         if other is not None:
@@ -583,7 +599,7 @@ class _State(CacheState):
         return None
 
     def _take_ended(self, cache: _Ranges) -> None:
-        """Give ``cache`` the free ranges of ended streams whose work is done (``cuEventQuery``). The caller holds
+        """Give ``cache`` the free ranges of ended streams whose work is done (``cuEventQuery``). The caller must hold
         ``lock``.
         """
         while self.ended and self.ended[0][0].query():
@@ -593,8 +609,8 @@ class _State(CacheState):
     def _extended(
         self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream, limit: int
     ) -> CachedBlock | None:
-        """Make a block by putting memory at the addresses between free ranges of the stream, or behind the last one,
-        and return it; None if there is no memory or no addresses. ``limit``: limit of the bytes of all chunks.
+        """Map memory at addresses between free ranges of the stream, or after the last chunk, and return a block there.
+        Return None if there is no memory or no addresses. ``limit`` is the largest number of bytes of all chunks.
         """
         ranges, segment = cache.ranges, self.segment
         segment.unmap_left()
@@ -620,16 +636,17 @@ class _State(CacheState):
         return self.cut(cache, wanted) if backed else None
 
     def _place(self, ranges: FreeRanges, nbytes: int) -> int | None:
-        """Return the offset of ``nbytes`` free bytes that lack the least memory; None if no addresses are left.
+        """Return the offset at which the fewest new bytes of memory give ``nbytes`` free bytes; None if no addresses
+        are left.
 
-        The addresses behind the last chunk are the last gap.
+        A gap is a range of addresses without memory. The addresses after the last chunk are the last gap.
         """
         segment = self.segment
         gaps, page, place, least = segment.gaps(0, segment.most), segment.page, None, segment.most
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
             if last < segment.most and stop - nbytes >= first:
-                # The gap is larger than needed: use its end, and the free range behind it.
+                # The gap is larger than needed: use its end, and the free range after it.
                 start = (stop - nbytes) // page * page
             end, lacking, number = start + nbytes, 0, at
             while lacking < least:
@@ -645,8 +662,8 @@ class _State(CacheState):
         return place
 
     def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
-        """Put memory at all addresses from ``start`` to ``stop`` that have none. The rest of the last page becomes a
-        free range. Returns whether there was enough memory within ``limit`` bytes of chunks.
+        """Map memory at all addresses from ``start`` to ``stop`` that have none. The rest of the last page becomes a
+        free range. Returns whether there was enough memory, with at most ``limit`` bytes of chunks in total.
         """
         segment = self.segment
         while gaps := segment.gaps(start, stop):
@@ -662,7 +679,7 @@ class _State(CacheState):
                     for entry in segment.map(self._chunks(steps, at, event)):
                         at = entry.stop
                 if at < end:
-                    limit = 0  # The device has no memory left: from now on only move chunks.
+                    limit = 0  # The device has no memory left: move chunks from now on.
             finally:
                 self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
             if at > stop:
@@ -670,11 +687,11 @@ class _State(CacheState):
         return True
 
     def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> tuple[list[tuple[MappedBytes | None, int]], bool]:
-        """Choose the memory for the addresses from ``at`` to ``end``, within ``limit`` bytes of chunks. The caller
-        holds ``lock``.
+        """Choose the memory for the addresses from ``at`` to ``end``, with at most ``limit`` bytes of chunks in total.
+        The caller must hold ``lock``.
 
-        Returns the steps, and whether they cover all of these addresses. A step is a chunk to move, which is taken out
-        of its free range, and its size; or None and the size of a chunk to create.
+        Returns a list of steps, and whether they cover all of these addresses. A step is a chunk to move and its size,
+        or None and the size of a chunk to create. Chunks to move are removed from their free ranges.
         """
         segment = self.segment
         steps: list[tuple[MappedBytes | None, int]] = []
@@ -696,10 +713,10 @@ class _State(CacheState):
         return steps, True
 
     def _taken(self, cache: _Ranges, most: int) -> MappedBytes | None:
-        """Remove a chunk of at most ``most`` bytes from a free range of ``cache``, and return it; None if there is
-        none, and while this package captures a stream.
+        """Remove a chunk of at most ``most`` bytes from a free range of ``cache``, and return the chunk. Return None if
+        there is none, or while this package captures a stream.
         """
-        # During a capture the event would be recorded in the capture.
+        # During a capture, the event after the chunk's work could be recorded in the capture.
         for part in () if self.queue.paused else cache.ranges:
             if part[1] - part[0] < self.segment.page:
                 break
@@ -712,8 +729,8 @@ class _State(CacheState):
     def _chunks(
         self, steps: list[tuple[MappedBytes | None, int]], at: int, event: Event | None
     ) -> Iterator[MappedBytes]:
-        """Yield the mappings of moved and created chunks, and remove their steps. Stop if the device has no memory, so
-        that the chunks before are mapped.
+        """Yield entries for the mappings of moved and created chunks, and remove their steps from the list. Stop
+        without an error if the device has no memory, so that the chunks before are mapped.
         """
         with contextlib.suppress(OutOfMemoryError):
             while steps:
@@ -726,13 +743,13 @@ class _State(CacheState):
     # -- giving back -----------------------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Release the chunks of free ranges whose work is done. Returns whether any were released."""
+        """Release the chunks of free ranges whose work is done. Returns whether any chunk was released."""
         return bool(self.make_room())
 
     def make_room(self, keep: int = 0) -> int:
-        """Release the chunks of free ranges whose work is done, but keep ``keep`` bytes of chunks (``cuMemUnmap``,
-        ``cuMemRelease``). Returns the bytes released. Arenas that run out of memory call this, too, so it waits neither
-        for work nor for another thread.
+        """Release the chunks of free ranges whose work is done, but keep at least ``keep`` bytes of chunks
+        (``cuMemUnmap``, ``cuMemRelease``). Returns the number of bytes released. Arenas that run out of memory also
+        call this method, so it waits neither for work of streams nor for another thread.
         """
         return unless_busy(functools.partial(self._release_spare, keep), 0, self.growing)
 
@@ -747,7 +764,8 @@ class _State(CacheState):
                     if event.query():
                         self._release_parts(ranges, event, keep)
                 for one in self.live():
-                    # Take the ranges out of the stream's reach: the event does not cover memory that it frees later.
+                    # The ranges are removed from the stream cache first: the event does not cover memory that the
+                    # stream frees later.
                     with self.lock:
                         one.merge(0)
                         ranges, one.ranges = one.ranges, FreeRanges()
@@ -770,7 +788,9 @@ class _State(CacheState):
                 segment.release(chunk, event)
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Return 0. An arena returns the bytes of its pages, but all memory of this cache counts as mapped memory."""
+        """Return 0, because all memory of this cache counts as mapped memory. For an arena, the method returns the
+        bytes of its pages.
+        """
         return 0
 
     def forget_peaks(self) -> None:
@@ -785,7 +805,7 @@ class _State(CacheState):
 
 
 class _BlockEnd(PlainEnd):
-    """The return of a block to its cache after the work of a stream."""
+    """Queue item that returns a block to its cache after the work of a stream."""
 
     __slots__ = ("_block",)
 
@@ -802,39 +822,39 @@ class _BlockEnd(PlainEnd):
 
 
 class ExpandableCache(CachingAllocator):
-    """A cache that reserves hardly more device memory than is in use at once, by virtual memory.
+    """A cache that uses virtual memory to reserve hardly more device memory than is in use at once.
 
-    Use it like a :class:`CachingAllocator`. A request whose size was freed before is as fast as there. Other requests
-    split or merge free memory, in about five microseconds, mostly without a driver call. ::
+    Use it like a :class:`CachingAllocator`. If a block of the requested size is free, a request is as fast as with that
+    class. Other requests split or merge free memory in about five microseconds, mostly without a driver call. ::
 
         with sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
             with cache.allocate("64MiB", stream) as buffer:
                 buffer.fill(0)
 
-    *Memory.* The cache has memory of its own, not the pool's. It reserves a range of addresses, four times the device's
-    memory (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free
-    blocks are split and merged. Sizes are rounded up to 64 classes for each power of two.
+    *Memory.* The cache creates memory of its own and does not use the pool's. It reserves addresses for four times the
+    device's memory (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``,
+    ``cuMemMap``). Free blocks are split and merged. Sizes are rounded up to 64 size classes for each power of two.
 
-    *Allowance.* The chunks have at most 1.03 times the highest number of bytes in use at once, on all streams together.
-    To keep this, a request takes free memory of another stream, and chunks of free ranges move to addresses that lack
-    memory. The cache exceeds the allowance only if that does not give enough memory.
+    *Allowance.* All chunks together have at most 1.03 times the highest number of bytes in use at once on all streams.
+    To keep this limit, a request takes free memory of another stream, or chunks of free ranges are moved to addresses
+    without memory. The cache exceeds the limit only if this does not give enough memory.
 
-    *Order.* A stream that takes memory which another stream has freed waits for that stream's work
-    (``cuStreamWaitEvent``). The host does not wait: a chunk that moves keeps its old addresses until the work there is
-    done. A thread that reuses free memory does not wait for a thread that creates or releases memory.
+    *Order.* If a stream takes memory that another stream has freed, it waits for the other stream's work
+    (``cuStreamWaitEvent``). The host does not wait: a moved chunk stays mapped at its old addresses until the work
+    there is done. A thread that reuses free memory does not wait for a thread that creates or releases memory.
 
-    *Not cached.* The pool serves allocations in captures and, without a ``limit``, requests for which the device has no
-    memory. The cache's memory cannot be shared with other processes, and other devices have no access to it: for these,
-    take a :class:`CachingAllocator`. Which streams have cached memory, captures, threads, watchers and closing are as
-    for that class.
+    *Not cached.* Allocations in captures come from the pool. Without a ``limit``, so do requests for which the device
+    has no memory. The cache's memory cannot be shared with other processes, and other devices have no access to it: use
+    a :class:`CachingAllocator` for this. For streams, captures, threads, watchers and closing, the rules of
+    :class:`CachingAllocator` hold.
 
     Parameters
     ----------
     pool
-        Pool of a device's memory, for what is not cached.
+        A pool of one device's memory, for allocations that are not cached.
     limit
-        Limit of the cache's own memory in bytes, which it never exceeds: a request beyond it raises OutOfMemoryError.
-        0: no limit.
+        Largest number of bytes of the cache's own memory; 0 for no limit. A request that would need more raises
+        OutOfMemoryError.
 
     Raises
     ------
@@ -843,7 +863,7 @@ class ExpandableCache(CachingAllocator):
     NotSupportedError
         The device has no virtual memory management.
     AddressSpaceError
-        The process has no such range of addresses left.
+        The process has no free range of addresses of this size.
     ClosedError
         The pool was closed.
     """
@@ -864,7 +884,7 @@ class ExpandableCache(CachingAllocator):
 
     @property
     def limit(self) -> int:
-        """Limit of the cache's own memory in bytes; 0: no limit. Assignable."""
+        """Largest number of bytes of the cache's own memory; 0 for no limit. Can be assigned."""
         return self._state.limit
 
     @limit.setter
@@ -872,7 +892,7 @@ class ExpandableCache(CachingAllocator):
         self._state.limit = checked_size("limit", nbytes)
 
     def statistics(self) -> CacheStatistics:
-        """Return the figures of the cache's own memory. The pool's are not included."""
+        """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included."""
         state = self._state
         state.collect_dropped()
         segment, cached = state.segment, state.cached
@@ -886,11 +906,11 @@ class ExpandableCache(CachingAllocator):
         state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
 
     def trim(self, keep: int | str = 0) -> int:
-        """Release free memory to the driver (``cuMemUnmap``, ``cuMemRelease``), but keep ``keep`` bytes. Returns the
-        number of bytes released.
+        """Release free memory to the driver until ``keep`` bytes are left (``cuMemUnmap``, ``cuMemRelease``). Returns
+        the number of bytes released.
 
-        The host waits for no stream. The memory of a stream with unfinished work stays: synchronise with the stream and
-        trim again.
+        The host waits for no stream. Memory of a stream with unfinished work is not released: synchronise with the
+        stream and trim again.
         """
         least = checked_size("keep", keep)
         self._check_open()
@@ -904,11 +924,11 @@ class ExpandableCache(CachingAllocator):
         return self.pool.allocate(nbytes, ordered)
 
     def _limit_allows(self, nbytes: int) -> bool:
-        return True  # The search for memory keeps the limit, because it can move chunks instead.
+        return True  # `_plan` keeps the limit instead, because it can move chunks.
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Move a buffer's block to another buffer, whose stream can be assigned, and return that. Its free returns the
-        block to the cache.
+        """Move a buffer's block to a new buffer, whose stream can be assigned, and return the new buffer. The free of
+        the new buffer returns the block to the cache.
         """
         shared, block = shared_state(buffer), buffer._ptr
         if isinstance(shared, SharedBehind):
