@@ -1,4 +1,4 @@
-"""Buffers of virtual memory: grown in place, striped over devices, or composed of chunks by name."""
+"""Buffers of virtual memory that grow in place, are striped over devices, or consist of named chunks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_righ
 
 
 class GrowableBuffer(VirtualBuffer):
-    """Memory that grows and shrinks in place: its address is constant, and no bytes are copied.
+    """Memory that grows and shrinks in place: its address does not change, and no bytes are copied.
 
     The buffer reserves addresses for ``capacity`` bytes, which needs no memory. Each growth creates physical memory,
-    maps it at the end of the buffer and sets the same permissions. Its time does not depend on the buffer's size. ::
+    maps it at the end of the buffer and sets the same permissions. The time of a growth does not depend on the buffer's
+    size. ::
 
         with vmm.GrowableBuffer(device, capacity=1 << 40, nbytes=1 << 30) as buffer:
             buffer.grow(1 << 30)           # 2 GiB at the same address
@@ -32,24 +33,24 @@ class GrowableBuffer(VirtualBuffer):
     Parameters
     ----------
     device
-        Device of the memory, which may read and write it.
+        Device of the memory. The device has read and write access.
     capacity
-        Largest size in bytes, rounded up to the granularity; only addresses are reserved.
+        Largest size of the buffer in bytes, rounded up to the granularity. Only addresses are reserved for it.
     nbytes
         Initial size in bytes.
     access
-        Permissions of other devices, also for later chunks: a device, several, or a ``dict`` with a
+        Permissions of other devices, also for memory added later: one or several devices, or a ``dict`` with a
         :class:`MemAccess` for each.
     location
-        Location of the memory, if it is not ``device``. ``MemLocation.host_numa(0)`` gives host memory, which the host
-        may also read and write.
+        Location of the memory if it is not on ``device``. ``MemLocation.host_numa(0)`` gives host memory, to which the
+        host also has read and write access.
     chunk
-        Largest chunk of physical memory in bytes; 0 makes each growth one chunk. Shrinking releases whole chunks:
-        smaller chunks release more, larger ones cost fewer driver calls.
+        Largest chunk of physical memory in bytes; 0 makes each growth one chunk. A shrink releases only whole chunks:
+        smaller chunks release more memory, larger chunks need fewer driver calls.
     handle_types, compressible, gpu_direct_rdma
         As for :class:`PhysicalMemory`.
     stream
-        Stream of operations that name none; default: the device's default stream.
+        Stream of operations for which the caller names no stream; default: the device's default stream.
 
     Raises
     ------
@@ -101,18 +102,18 @@ class GrowableBuffer(VirtualBuffer):
     def resize(self, nbytes: int | str, *, after: After = None, release: bool = True) -> None:
         """Grow or shrink to ``nbytes`` in place. Remaining bytes keep their values; new bytes are undefined.
 
-        New memory can be used at once on any stream. Shrinking unmaps memory, which is not stream-ordered.
+        New memory can be used at once on any stream. A shrink unmaps memory, which is not stream-ordered.
 
         Parameters
         ----------
         nbytes
             New size in bytes, at most :attr:`capacity`.
         after
-            Events or streams to wait for before memory is unmapped; ``()`` for none. By default all work of the devices
-            with access.
+            Events or streams that the host waits for before memory is unmapped; ``()`` for none. By default all work of
+            the devices with access.
         release
-            Whether a shrink releases the unused memory. If false, the memory stays mapped behind the buffer's end, and
-            the next growth makes no driver call. ``resize(buffer.nbytes)`` releases it later.
+            Whether a shrink releases the unused memory. If False, the memory stays mapped after the buffer's end, and
+            the next growth makes no driver call. ``resize(buffer.nbytes)`` releases this memory later.
 
         Raises
         ------
@@ -129,8 +130,8 @@ class GrowableBuffer(VirtualBuffer):
 
     @claimed
     def grow(self, nbytes: int | str) -> None:
-        """Grow by ``nbytes`` bytes: ``resize(self.nbytes + nbytes)`` as one call, during which no other thread resizes.
-        Errors as for :meth:`resize`.
+        """Grow by ``nbytes`` bytes. Unlike with ``resize(buffer.nbytes + nbytes)``, no other thread can resize the
+        buffer in between. Errors as for :meth:`resize`.
         """
         self._resize(self._nbytes + checked_size("nbytes", nbytes))
 
@@ -160,7 +161,7 @@ class GrowableBuffer(VirtualBuffer):
 
 
 class StripedBuffer(VirtualBuffer):
-    """One buffer with adjacent memory of several devices; made by :func:`stripe`."""
+    """One buffer with adjacent memory of several devices. :func:`stripe` returns it."""
 
     devices: tuple[Device, ...]
     """Devices of the memory, in the order of addresses."""
@@ -182,12 +183,12 @@ def stripe(
     Parameters
     ----------
     devices
-        Devices that have the memory, in the order of addresses. Each must have peer access to all others.
+        Devices of the memory, in the order of addresses. Each device must be able to access the memory of all others.
     nbytes
         Size in bytes. Each device has the same share, rounded up to the granularity, so the last share may be larger
-        than needed. The old order ``stripe(nbytes, devices)`` is deprecated.
+        than needed. The order ``stripe(nbytes, devices)`` is deprecated.
     access
-        Permissions of further devices.
+        Permissions of other devices, as for :class:`GrowableBuffer`.
     handle_types, compressible
         As for :class:`PhysicalMemory`.
     stream
@@ -196,7 +197,7 @@ def stripe(
     Raises
     ------
     PeerAccessError
-        Two of the devices have no peer access.
+        One of the devices cannot access the memory of another.
     OutOfMemoryError, AddressSpaceError
         A device has too little memory, or the process has no addresses left. All memory and addresses are released.
 
@@ -233,8 +234,8 @@ def stripe(
 
 
 class RemappableBuffer(VirtualBuffer):
-    """Memory at a constant address whose chunks :meth:`set_chunks` replaces. ``offset``: bytes from the start of the
-    first chunk to the buffer's first byte.
+    """Memory at a constant address that consists of named chunks, which :meth:`set_chunks` replaces. ``offset`` is the
+    number of bytes from the start of the first chunk to the buffer's first byte.
     """
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
@@ -250,17 +251,19 @@ class RemappableBuffer(VirtualBuffer):
 
     @claimed
     def set_chunks(self, names: Sequence[Hashable], make: Callable[[int], GenericAllocation], nbytes: int) -> None:
-        """Map the chunks with these names side by side, and unmap all others. After an error the buffer is unchanged.
+        """Map the chunks with these names side by side, and unmap all other chunks. If the call raises, the buffer is
+        unchanged.
 
-        Leading chunks with the same names stay mapped. Before a chunk is unmapped, the host waits for all work of the
-        devices with access; the caller must hold no lock that another thread needs.
+        The first chunks stay mapped as long as their names are the same as before. Before a chunk is unmapped, the host
+        waits for all work of the devices with access, so the caller must hold no lock that another thread needs.
 
         Parameters
         ----------
         names
             Names of the chunks, in the order of addresses.
         make
-            Creates the memory of a new chunk; the argument is its index in ``names``. The buffer closes the memory.
+            Function that returns the memory of a new chunk; its argument is the chunk's index in ``names``. The buffer
+            owns the memory and closes it.
         nbytes
             New size of the buffer in bytes.
 
@@ -269,9 +272,9 @@ class RemappableBuffer(VirtualBuffer):
         ValueError
             The memory of ``make`` has another granularity, or the chunks exceed the capacity.
         CudaError
-            The driver refused to make or to map memory.
+            The driver refused to create or to map memory.
         InUseError
-            A signal handler or a hook called this during another call.
+            A signal handler or a hook called this method during another call.
         """
         wanted = tuple(names)
         made: list[GenericAllocation] = []

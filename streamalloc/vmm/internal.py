@@ -1,4 +1,4 @@
-"""Names of ``vmm``, beside the public ones, that other areas use."""
+"""Private names of ``vmm`` that other areas of the package may import."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_seg
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
-    """Map ``memory`` with the permissions ``rights`` in a range of its own, whose address is a multiple of
-    ``alignment``. Returns the arguments of :class:`LoneMapping`. Raises AddressSpaceError, CudaError.
+    """Map ``memory`` with the permissions ``rights`` in a new address range, whose address is a multiple of
+    ``alignment``. Returns the range and the mapping, which are the arguments of :class:`LoneMapping`. Raises
+    AddressSpaceError, CudaError.
     """
     step = granularity(memory._session)
     range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
@@ -41,8 +42,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
-    """Return the memory that is mapped between two offsets of a range: objects with open handles, each with its offset
-    in bytes, in the order of addresses.
+    """Return the memory that is mapped between two offsets of a range: tuples of an object with an open handle and its
+    offset in bytes, in the order of addresses.
 
     Raises
     ------
@@ -53,19 +54,19 @@ def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAl
     for entry in range._covering(start, stop):
         memory = entry.memory
         if memory.closed and isinstance(memory, PhysicalMemory):
-            # No open handle is left: open another one by the mapping's address.
+            # The object's handle is closed: get another handle by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
         found.append((memory, entry.offset))
     return found
 
 
 def is_imported(memory: GenericAllocation) -> bool:
-    """Whether another process created the memory."""
+    """Return whether another process created the memory."""
     return memory._state.imported
 
 
 def state_of(memory: GenericAllocation) -> AllocationState:
-    """Return the state of memory that can be mapped and bound.
+    """Return the state of memory that can be mapped or bound to a multicast object.
 
     Raises
     ------
@@ -80,8 +81,8 @@ def state_of(memory: GenericAllocation) -> AllocationState:
 
 
 def check_mappable(memory: PhysicalMemory) -> None:
-    """Check the size of imported memory by mapping it (``cuMemMap``): the driver maps only whole allocations. Raises
-    ValueError for a size that is no multiple of the granularity, CudaError for another wrong one.
+    """Check the size of imported memory by mapping it (``cuMemMap``), because the driver maps only whole allocations.
+    Raises ValueError for a size that is no multiple of the granularity, CudaError for another wrong size.
     """
     granularity = memory._spec.granularity
     if memory.nbytes % granularity:
@@ -98,23 +99,25 @@ def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Stop notifying ``watcher`` of mappings."""
+    """Stop notifying ``watcher`` of mappings on a driver."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers = tuple(other for other in allocations.watchers if other is not watcher)
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether a watcher is to count memory that was just mapped: this process created it, and mapped it only here."""
+    """Return whether a watcher should count memory that was just mapped: this process created the memory, and has no
+    other mapping of it.
+    """
     if not isinstance(memory, GenericAllocation):
-        return True  # Only this process creates pages, and an arena notifies watchers of one address of a page.
+        return True  # An arena notifies watchers of each page only once.
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1
 
 
 def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:
-    """Map ``memories`` from the first address of an empty range on (``cuMemMap``), and set the permissions ``rights``:
-    all of them, or none. Raises CudaError, ValueError.
+    """Map ``memories`` side by side from the first address of an empty range on (``cuMemMap``), and set the permissions
+    ``rights``. If a call fails, nothing stays mapped. Raises CudaError, ValueError.
     """
     range._map(memories, 0, rights)

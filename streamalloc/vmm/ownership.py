@@ -1,20 +1,21 @@
-"""The ownership tree of virtual memory, and its release: first ``unmap``, then ``release``.
+"""The ownership tree of virtual memory, and the order of its release: first mappings, then the handles of memory.
 
-A range owns its mappings; a mapping owns the handle of its memory, or an object does. A multicast object owns its
-bindings. Each driver resource is a :class:`Node`, which refers to no object of a user. A node is released once its
-owner has closed or dropped it, the work that may use it has completed, and all nodes of :attr:`Node.first` are gone.
+A range owns its mappings. The handle of memory is owned by a mapping or by an object such as :class:`PhysicalMemory`. A
+multicast object owns its bindings. Each driver resource is a :class:`Node`, which refers to no public object. A node is
+released once its owner was closed or dropped, the work that may use the resource is done, and all nodes of
+:attr:`Node.first` are released.
 
 Driver 580 requires this order for multicast objects, whatever is closed or dropped first: unbind the memory, unmap and
-release the object, release the memory that was bound to it, free the addresses. Otherwise the process crashes, or the
-addresses cannot be freed. A mapping of physical memory alone needs no order to its handle: the driver keeps the memory
-until both are gone.
+release the multicast object, release the memory that was bound to it, free the addresses. Otherwise the process
+crashes, or the addresses cannot be freed. Without multicast, a mapping and the handle of its memory may be released in
+any order: the driver keeps the memory until both are released.
 
 ``cuMemUnmap`` does not wait for queued work, and work that uses an unmapped address breaks the context of its device.
-So a call that closes a range waits for the work first. A finaliser cannot wait: it submits the node to the queue of
-:mod:`streamalloc.core.deferred`, which releases the node once the work that was queued at that moment has completed.
+So a call that closes a range first waits for the work. A finaliser cannot wait: it submits the node to the queue of
+:mod:`streamalloc.core.deferred`, which releases the node once the work that was queued at that moment is done.
 
-The same driver calls export, import, map and release physical memory and multicast objects
-(``CUmemGenericAllocationHandle``), see :class:`GenericAllocation`.
+Physical memory and multicast objects both have a ``CUmemGenericAllocationHandle``. The same driver calls export,
+import, map and release them, see :class:`GenericAllocation`.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class Kind(enum.Enum):
 
 
 def _fence_since(session: Session, dropped: int) -> Fence:
-    """Return a fence behind all work that known streams had queued at the time ``dropped`` (``time.monotonic_ns``). It
-    may include later work.
+    """Return a fence that covers at least the work that was queued on known streams at the time ``dropped``
+    (``time.monotonic_ns``).
 
-    Nodes that were dropped before the latest fence was made share that fence, so a thousand nodes need one record per
-    stream.
+    All nodes that were dropped before the latest fence was made share this fence, so a thousand nodes need only one
+    event per stream.
     """
     allocations = allocations_of(session)
     latest = allocations.latest_fence
@@ -77,7 +78,7 @@ def _fence_since(session: Session, dropped: int) -> Fence:
 
 
 class Node:
-    """One driver resource to release."""
+    """One driver resource, such as a mapping or a handle, that will be released."""
 
     __slots__ = ("_busy", "_dropped", "_fence", "first", "given_up", "gone", "kind")
 
@@ -90,13 +91,13 @@ class Node:
         self.first: dict[Node, None] = {}
         """Nodes that must be released before this node. Any thread may add a node, so readers iterate over a copy."""
         self._busy = False
-        """Whether a thread attempts the release now."""
+        """Whether a thread is trying to release the resource now."""
         self._dropped: int | None = None
-        """Time at which the owner was dropped, in nanoseconds of the monotonic clock. None if the owner was closed,
-        which happens after the work that may use the resource.
+        """Time at which the owner was dropped (``time.monotonic_ns``). None if the owner was closed, because a close
+        waits for the work that may use the resource.
         """
         self._fence: Fence | None = None
-        """Fence behind the work that the release of a dropped owner waits for; None before the first attempt."""
+        """Fence for the work that the release waits for if the owner was dropped; None before the first attempt."""
 
     @property
     def users(self) -> Collection[int]:
@@ -104,12 +105,12 @@ class Node:
         return ()
 
     def preceding(self, kind: Kind) -> list[Any]:
-        """List the nodes of a kind that are released before this one."""
+        """Return a list of the nodes of ``kind`` that must be released before this node and are not yet released."""
         return [node for node in list(self.first) if node.kind is kind and not node.gone]
 
     @property
     def waits(self) -> bool:
-        """Whether a node must be released before this one."""
+        """Whether another node must be released before this node."""
         for node in list(self.first):
             if not node.gone:
                 return True
@@ -117,8 +118,8 @@ class Node:
         return False
 
     def in_use(self, session: Session) -> bool:
-        """Whether work may still use the resource: work that was queued when the owner was dropped, and is not done.
-        False after a close, which waits for the work before.
+        """Return whether work may still use the resource, because it was queued when the owner was dropped and is not
+        done. Return False if the owner was closed, because the close has waited for the work.
         """
         if self._dropped is None or not self.users:
             return False
@@ -127,28 +128,28 @@ class Node:
         return not self._fence.done()
 
     def give_up(self) -> None:
-        """Record that the owner has closed or dropped the resource; idempotent."""
+        """Record that the owner was closed or dropped. Idempotent."""
         self.given_up = True
 
     def unmap_owned(self) -> None:
-        """Release the mappings or bindings that this node owns, as far as possible now. Must not block. Raises
+        """Release the mappings or bindings that this node owns, if this is possible now. Must not block. Raises
         CudaError.
         """
 
     def release(self) -> None:
-        """Release the resource and set :attr:`gone`; leave it unset if a later attempt is needed. Must not block.
-        Raises CudaError.
+        """Release the resource and set :attr:`gone`. If the release is not possible yet, leave :attr:`gone` False: it
+        is then tried again. Must not block. Raises CudaError.
         """
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the node from the tables that list it, after its release; idempotent."""
+        """Remove the node from the tables that contain it, after its release. Idempotent."""
 
 
 class Team(Node):
-    """A multicast object together with all memory that is bound to it. It has no resource of its own.
+    """A multicast object together with all memory that is bound to it. This node has no resource of its own.
 
-    Addresses at which the object or the memory was mapped are freed after all of these are released.
+    Addresses at which the object or the memory was mapped are freed after the object and all this memory are released.
     """
 
     __slots__ = ()
@@ -163,29 +164,31 @@ class Team(Node):
 
     @gone.setter
     def gone(self, value: bool) -> None:
-        """Ignored, because the value is derived."""
+        """Ignore the value, because it is computed."""
 
 
 class AllocationState:
-    """State of one physical allocation or multicast object, shared by all objects that hold its driver handle."""
+    """State of one physical allocation or multicast object, shared by all Python objects that have its driver
+    handle.
+    """
 
     __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
 
     def __init__(self) -> None:
         self.handle: int = 0
-        """Number of the driver handle."""
+        """The driver handle as a number."""
         self.exported: bool = False
         """Whether a shareable handle was exported."""
         self.imported: bool = False
         """Whether another process created the memory or the object."""
         self.handles: dict[AllocationHandle, None] = {}
-        """A node for each object that holds the handle."""
+        """The nodes of all Python objects that have the handle."""
         self.mappings: dict[Node, None] = {}
-        """Mappings of the memory or the object in this process."""
+        """Nodes of the mappings of the memory or multicast object in this process."""
         self.bindings: dict[Any, None] = {}
-        """Bindings of the memory to multicast objects."""
+        """Nodes of the bindings of the memory to multicast objects."""
         self.teams: dict[Node, None] = {}
-        """Teams of all multicast objects that the memory is bound to."""
+        """The :class:`Team` of each multicast object that the memory is bound to."""
 
 
 class HandleNode(Node):
@@ -200,12 +203,12 @@ class HandleNode(Node):
 
     @property
     def raw(self) -> Any:
-        """Driver handle or address; None before creation and after release."""
+        """Driver handle or address; None before its creation and after its release."""
         return self._raw
 
     def release_by(self, call: str, *args: Any) -> None:
-        """Release the handle by driver function ``call`` with the further arguments ``args``, at most once. Raises
-        CudaError; the node then keeps the handle, unless it is gone.
+        """Release the handle at most once, by driver function ``call`` with the handle and ``args``. Raises CudaError;
+        the node then keeps the handle, unless the handle no longer exists.
         """
         try:
             self.allocations.session.release(self, call, *args)
@@ -214,7 +217,7 @@ class HandleNode(Node):
 
 
 class OwnsNode(Closes, Drawn):
-    """Owner of a node. The node is released when the owner is closed, or later if the owner is dropped."""
+    """Owner of a :class:`Node`. The node is released when the owner is closed, or later if the owner is dropped."""
 
     __slots__ = ("__weakref__", "_node")
 
@@ -239,7 +242,7 @@ class OwnsNode(Closes, Drawn):
 
 
 class AllocationHandle(HandleNode):
-    """One object's reference to a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
+    """One object's reference to a ``CUmemGenericAllocationHandle``, which ``cuMemRelease`` releases."""
 
     __slots__ = ("borrowed", "kept", "state", "used_unmapped")
 
@@ -250,13 +253,15 @@ class AllocationHandle(HandleNode):
         self.used_unmapped: tuple[int, ...] = ()
         """Ordinals of devices that may use the memory without a mapping."""
         self.kept: dict[Node, object] = {}
-        """Objects of the user that must live as long as a multicast object's binding to them, by binding."""
+        """Memory objects of the program that must stay alive while they are bound to this multicast object, by the
+        binding's node.
+        """
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """Share the state of other objects with the same driver handle; called once the handle is known. This node is
-        then released after the same nodes as theirs.
+        """Share the state of other objects with the same driver handle. Call this once the handle is known. This node
+        is then released after the same nodes as the nodes of the other objects.
         """
         state = self.state
         state.handle = int(self._raw)
@@ -280,7 +285,9 @@ class AllocationHandle(HandleNode):
         return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
 
     def unmap_owned(self) -> None:
-        """Unbind the memory of a multicast object, then unmap the object's mappings whose owner has given them up."""
+        """If this is the handle of a multicast object, unbind its memory, then unmap those of its mappings whose owners
+        were closed or dropped.
+        """
         if self.kind is Kind.OBJECT:
             self.allocations.attempt_all(self.preceding(Kind.BINDING))
             self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
@@ -300,7 +307,7 @@ class AllocationHandle(HandleNode):
 
 
 class MappedMemory(Protocol):
-    """Mapped memory: a :class:`GenericAllocation`, or a page of an arena."""
+    """Type of mapped memory: a :class:`GenericAllocation`, or a page of an arena."""
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +319,7 @@ class MappedMemory(Protocol):
 
 
 class MappingWatcher(Protocol):
-    """Listener for the mappings of one driver."""
+    """Type of an object that is notified of the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
         """Called before ``nbytes`` bytes of memory are created and mapped at ``address``. An exception goes to the
@@ -334,33 +341,40 @@ class Allocations:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.arenas: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Page stocks of all arenas. ``make_room()`` releases the unused pages of a stock and returns their bytes."""
+        """The pages of all arenas, and the expandable caches. The method ``make_room()`` of each releases unused memory
+        and returns the number of bytes.
+        """
         self.watchers: tuple[MappingWatcher, ...] = ()
         """Objects that are notified of each mapping."""
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
         self.imported: tuple[bytes, Any] | None = None
-        """Cache for imports, as the chunks of a range are alike: the bytes of the last imported memory's
-        ``CUmemAllocationProp``, and its :class:`MemorySpec`.
+        """The bytes of the last imported memory's ``CUmemAllocationProp``, and its :class:`MemorySpec`, for the next
+        import: chunks of one range often have equal properties.
         """
         self.deferred: DeferredQueue = deferred_queue(session)
         self.by_handle: dict[int, AllocationState] = {}
-        """States by driver handle. Handles that only a mapping holds are not listed."""
+        """States by driver handle, without handles that only a mapping has."""
         self.reservations: dict[Any, None] = {}
-        """All reserved address ranges."""
+        """The nodes of all reserved address ranges."""
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to move a handle from a mapping to an object, to change the watchers, and to begin a release."""
+        """Lock held while a handle is moved from a mapping to an object, while watchers are changed, and while a
+        release begins.
+        """
         self.latest_fence: Fence | None = None
-        """The latest fence behind all known streams. Nodes whose owners were dropped before it share this fence."""
+        """The latest fence for the work of all known streams. Nodes whose owners were dropped before it was made share
+        this fence.
+        """
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
-        """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""
+        """Return the states of all memory that is mapped somewhere in the ``nbytes`` bytes from ``address`` on."""
         found = []
         for reservation in list(self.reservations):
             base = reservation.raw
             start = address - int(base or 0)
             if base is not None and start < reservation.nbytes and start + nbytes > 0:
-                # Another thread may change the range: read a copy of its entries, and skip those not mapped yet.
+                # Another thread may change the range: read a copy of its entries, and skip entries that are not mapped
+                # yet.
                 entries = list(reservation.entries)
                 for entry in entries[bisect_right(entries, start, key=attrgetter("stop")) :]:
                     if entry.offset >= start + nbytes:
@@ -370,32 +384,36 @@ class Allocations:
         return found
 
     def make_room(self) -> int:
-        """Release the unused memory of all arenas and expandable caches (``cuMemRelease``); return its bytes."""
+        """Release the unused memory of all arenas and expandable caches (``cuMemRelease``). Returns the number of bytes
+        released.
+        """
         return sum(pages.make_room() for pages in members(self.arenas))
 
     def forget(self, state: AllocationState) -> None:
-        """Remove a state that no handle and no mapping uses: the driver reuses handle numbers."""
+        """Remove ``state`` from the table if no handle and no mapping uses it, because the driver reuses handle
+        numbers.
+        """
         if not state.handles and not state.mappings and self.by_handle.get(state.handle) is state:
             self.by_handle.pop(state.handle, None)
 
     def work(self) -> int:
-        """Attempt the deferred releases, see :mod:`streamalloc.core.deferred`; return how many succeeded."""
+        """Attempt the deferred releases (:mod:`streamalloc.core.deferred`). Returns how many were made."""
         return work(self.session)
 
     def drop(self, node: Node) -> None:
-        """Submit a node to the queue, which releases it after the work that is queued now. Takes no lock, so finalisers
-        call it.
+        """Submit a node of a dropped owner to the deferred queue, which releases it after the work that is queued now.
+        Takes no lock, so finalisers can call this method.
         """
         node._dropped = time.monotonic_ns()
         self.deferred.submit(_Later(self, node))
 
     def end(self, node: Node) -> None:
-        """Release a node now, or by an item of the queue once the nodes that precede it are gone.
+        """Release a node now. If other nodes must be released first, the deferred queue releases it later.
 
         Raises
         ------
         CudaError
-            The driver refused to release the node, which stays usable.
+            The driver refused to release the resource, which stays usable.
         """
         before, node.given_up = node.given_up, True
         try:
@@ -408,10 +426,10 @@ class Allocations:
             self.deferred.submit(_Later(self, node))
 
     def attempt(self, node: Node) -> bool:
-        """Unmap the nodes that a node owns, then release it, unless work or other nodes must come first. Returns
-        whether it is released.
+        """Release what a node owns, then the node itself, unless work must finish or other nodes must be released
+        first. Returns whether the node is released.
 
-        One thread at a time attempts a node: two would call the driver twice with one handle.
+        Only one thread at a time does this for a node: two threads would call the driver twice with one handle.
         """
         with self.lock:
             mine = not (node.gone or node._busy)
@@ -429,14 +447,14 @@ class Allocations:
         return node.gone
 
     def attempt_all(self, nodes: Iterable[Node]) -> None:
-        """Attempt all of these nodes, also after the driver has refused to release one. Raises the first CudaError,
-        with later ones attached.
+        """Call :meth:`attempt` for all nodes, also after the driver has refused to release one. Raises the first
+        CudaError, with later errors attached.
         """
         undo_all(functools.partial(self.attempt, node) for node in nodes)
 
 
 class _Later(Deferred):
-    """Queue item for a node whose owner was dropped, or which other nodes precede."""
+    """Queue item that releases a node whose owner was dropped, or that had to wait for the release of other nodes."""
 
     __slots__ = ("_allocations", "_node")
 
@@ -445,22 +463,22 @@ class _Later(Deferred):
         self._node = node
 
     def attempt(self) -> bool:
-        """Release the node if possible now."""
+        """Release the node if this is possible now. Returns whether the node is released."""
         self._node.give_up()
         return self._allocations.attempt(self._node)
 
     def forget(self) -> None:
-        """Mark the node as released, because its context or driver is gone."""
+        """Mark the node as released, because its resource no longer exists."""
         self._node.gone = True
         self._node.forget()
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
-"""State for one driver: ``allocations_of(session)``."""
+"""``allocations_of(session)`` returns the :class:`Allocations` of the session's driver."""
 
 
 def check_exported(number: int) -> int:
-    """Return the number of a file descriptor after a cheap check. Other wrong descriptors are refused by the driver.
+    """Return ``number``, a file descriptor, after a cheap check. The driver refuses other wrong descriptors.
 
     Raises
     ------
@@ -480,7 +498,7 @@ def check_exported(number: int) -> int:
 
 
 class GenericAllocation(OwnsNode, Shareable):
-    """Owner of a ``CUmemGenericAllocationHandle`` that :meth:`AddressRange.map` can map.
+    """Base class of owners of a ``CUmemGenericAllocationHandle``, which :meth:`AddressRange.map` can map.
 
     The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
     """
@@ -492,17 +510,17 @@ class GenericAllocation(OwnsNode, Shareable):
     nbytes: int
     """Size in bytes."""
     _granularity: int
-    """Granularity in bytes. Each offset of a mapping is a multiple of the granularity."""
+    """Granularity in bytes. The offset of each mapping is a multiple of this size."""
     _handle_types: MemHandleType
-    """Handle types for :meth:`export`."""
+    """Handle types that :meth:`export` can use."""
     _mark: str
     """One character for the memory in drawings of an address range."""
     _unreadable: str = ""
-    """Reason why ordinary reads of the memory's mappings are undefined; empty if such reads are defined."""
+    """Reason why ordinary reads of the memory's mappings have undefined results; empty if reads are defined."""
 
     def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
-        """Set the attributes, make the node that will own the handle, and attempt deferred releases, which may free
-        memory.
+        """Set the attributes, and make the node that will own the handle. Also attempt deferred releases, which may
+        free memory.
         """
         self._session = session
         self.nbytes = nbytes
@@ -524,7 +542,7 @@ class GenericAllocation(OwnsNode, Shareable):
         kinds = cuda.CUmemAllocationHandleType
         self._node.state.imported = True
         if isinstance(handle, (bytes, bytearray)):
-            # The driver reads the struct by its address, so the struct must live until the call returns.
+            # The driver reads the struct by its address, so the struct must exist until the call returns.
             struct = MemFabricHandle(handle).to_driver()
             hint = f"the owner has given it up or is of another IMEX domain; {FABRIC_NEEDS}"
             self._create(name, int(struct.getPtr()), kinds.CU_MEM_HANDLE_TYPE_FABRIC, hint=hint)
@@ -548,12 +566,12 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @property
     def mapping_count(self) -> int:
-        """Number of mappings in this process."""
+        """Number of mappings of the memory in this process."""
         return sum(not mapping.given_up for mapping in list(self._state.mappings))
 
     @property
     def exported(self) -> bool:
-        """Whether a handle was exported: other processes may hold the memory."""
+        """Whether a handle was exported, so that other processes may have the memory."""
         return self._state.exported
 
     @property
@@ -569,13 +587,13 @@ class GenericAllocation(OwnsNode, Shareable):
     def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | MemFabricHandle:
         """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        Returns an :class:`Fd` or a :class:`MemFabricHandle`. The driver keeps the memory while the handle is open or an
-        importer has the memory, even after this object was closed.
+        Returns an :class:`Fd` or a :class:`MemFabricHandle`, as ``handle_type`` says. The driver keeps the memory while
+        the returned handle is open or another process has imported it, even after this object was closed.
 
         Raises
         ------
         ValueError
-            The memory was not created with this handle type, or ``handle_type`` is not one that Linux has.
+            The memory was not created with this handle type, or ``handle_type`` is not possible on Linux.
         ClosedError
             The object was closed.
         """
@@ -595,7 +613,7 @@ class GenericAllocation(OwnsNode, Shareable):
         return exported
 
     def close(self) -> None:
-        """Release the handle (``cuMemRelease``); existing mappings stay usable. Idempotent.
+        """Release the handle (``cuMemRelease``). Existing mappings stay usable. Idempotent.
 
         Memory that is bound to a multicast object keeps its handle until it is unbound.
         """
@@ -606,14 +624,14 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @abc.abstractmethod
     def _check_mappable(self) -> None:
-        """Raise if the object cannot be mapped: ValueError for a tile pool, IncompleteTeamError for a multicast object
-        without all its devices.
+        """Raise an error if the object cannot be mapped: ValueError for a tile pool, IncompleteTeamError for a
+        multicast object to which not all devices were added.
         """
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
-        """Raise NotSupportedError if the driver does not grant these permissions on this memory, before any of them is
-        set.
+        """Raise NotSupportedError if the driver cannot grant these permissions on this memory. Called before any
+        permission is set.
         """
 
     @property
@@ -621,6 +639,6 @@ class GenericAllocation(OwnsNode, Shareable):
         return self._node.state
 
     def _handle_text(self) -> str:
-        """Describe the handle and its mappings, for ``repr``."""
+        """Return a text for ``repr`` about the handle and the number of its mappings."""
         state = "closed" if self.closed else f"handle {int(self._node.raw):#x}"
         return f"{state}, mapped {self.mapping_count} times" if self.mapping_count else state
