@@ -1,4 +1,4 @@
-"""Arenas: the physical pages of a device, shared by spaces of addresses."""
+"""Arenas: physical pages of one device, which are mapped in the address ranges of spaces."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class ArenaStatistics(NamedTuple):
     pages: int
     """Physical pages that exist."""
     spare: int
-    """Physical pages that no space uses."""
+    """Physical pages that are not mapped in any space."""
     parked: int
-    """Released pages that are still in use or being cleared. Pages that share memory count separately."""
+    """Released pages of spaces that queued work still uses, or that are being cleared. Pages that share memory count
+    separately.
+    """
     kept: int
-    """Released and cleared pages that stay mapped until their memory is needed for another page."""
+    """Released and cleared pages that stay mapped until their memory is needed elsewhere."""
 
 
 class PageArena(Closes):
@@ -40,8 +42,8 @@ class PageArena(Closes):
 
     A space has far more addresses than there is memory. Its pages, such as the blocks of a key-value cache, get and
     release memory one by one or in batches. A released page is cleared and keeps its memory, so the next commit of the
-    same page makes no driver call. A commit of another page may take that memory. If another part of this process runs
-    out of device memory, all unused pages are released to the driver. ::
+    same page makes no driver call. A commit of another page may take this memory. If this process runs out of device
+    memory elsewhere, all unused pages are released to the driver. ::
 
         with vmm.PageArena(device, limit=32 << 30) as arena, arena.space(256 << 30) as cache:
             arena.prepare(1024)
@@ -50,8 +52,8 @@ class PageArena(Closes):
             cache.alias(range(1001, 1064), cache, range(1, 64))
             cache.release(range(64), after=stream)
 
-    Thread-safe. Dropping an arena does not close its spaces, which keep its pages. After :meth:`close` a space can be
-    used and its pages can be released, but it gets no new pages.
+    Thread-safe. If an arena is dropped, its spaces stay open and keep their pages. After :meth:`close`, spaces can
+    still be used and can release pages, but they get no new pages.
 
     Parameters
     ----------
@@ -60,20 +62,20 @@ class PageArena(Closes):
     page_size
         Size of a page in bytes, a multiple of the granularity of physical memory, which is 2 MiB.
     limit
-        Limit of the bytes of all physical pages, spare pages included. The page of zeros does not count. None: no
-        limit.
+        Largest number of bytes of all physical pages, unused pages included. The page of zeros does not count. None for
+        no limit.
     budget
-        Limit that the arena shares with other arenas, even of other processes.
+        Limit that this arena shares with other arenas, also of other processes.
     patience
-        Longest time in seconds that a call without memory waits for the work that uses parked pages, to take their
-        memory. It continues as soon as there is enough, and raises :class:`OutOfMemoryError` if the time ends before.
-        None to wait until that work is done, 0 to raise at once.
+        Longest time in seconds that a call without memory waits for the memory of parked pages: released pages that
+        queued work still uses. If the time ends before there is enough memory, the call raises
+        :class:`OutOfMemoryError`. None to wait until this work is done, 0 to raise at once.
 
     Raises
     ------
     TypeError, ValueError
-        ``device`` is no device, ``budget`` is no budget, ``page_size`` is zero or not a multiple of the granularity, or
-        ``patience`` is no number of seconds.
+        ``device`` is no Device, ``budget`` is no PageBudget, ``page_size`` is zero or not a multiple of the
+        granularity, or ``patience`` is negative.
     ClosedError
         The budget was closed.
     """
@@ -93,7 +95,7 @@ class PageArena(Closes):
         if patience is not None and not patience >= 0:
             raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
         self.budget: PageBudget | None = budget
-        """The budget, a limit shared with other arenas and processes; None without a budget."""
+        """The budget, which is a limit shared with other arenas and processes; None if the arena has none."""
         self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)
         physical.allocations.arenas.add(physical)
         if budget is not None:
@@ -107,7 +109,7 @@ class PageArena(Closes):
         self.page_size: int = physical.nbytes
         """Size of a page in bytes."""
         self.limit: int | None = physical.limit
-        """Limit of the bytes of all physical pages; None: no limit."""
+        """Largest number of bytes of all physical pages; None for no limit."""
 
     @property
     def closed(self) -> bool:
@@ -115,21 +117,23 @@ class PageArena(Closes):
         return self._physical.closed
 
     def space(self, nbytes: int | str, *, stream: StreamLike | None = None) -> PageSpace:
-        """Reserve addresses that read as zeros: one page is mapped everywhere (``cuMemAddressReserve``, ``cuMemMap``).
+        """Return a new space: addresses that read as zeros, because one page of zeros is mapped everywhere
+        (``cuMemAddressReserve``, ``cuMemMap``).
 
-        This takes about 30 us per page, because the driver sets a permission on each.
+        The call takes about 30 us per page of the space, because the driver sets permissions on each page.
 
         Parameters
         ----------
         nbytes
-            Size in bytes. The addresses are rounded up to whole pages.
+            Size in bytes. The range of addresses is rounded up to whole pages.
         stream
-            Stream of operations on the space that name none; default: the device's default stream.
+            Stream of operations on the space for which the caller names no stream; default: the device's default
+            stream.
 
         Raises
         ------
         AddressSpaceError
-            The process has no such range of addresses left.
+            The process has no free range of addresses of this size.
         OutOfMemoryError
             There is not enough memory for the page of zeros.
         ClosedError
@@ -139,12 +143,13 @@ class PageArena(Closes):
         return PageSpace(self, self._physical, nbytes, stream)
 
     def prepare(self, count: int) -> Future[int]:
-        """Create physical pages on a background thread until ``count`` pages are spare or kept (``cuMemCreate``).
+        """Create physical pages on a background thread until ``count`` pages are unused, which are spare or kept
+        (``cuMemCreate``).
 
         Returns
         -------
         concurrent.futures.Future
-            Its result is the number of spare and kept pages. Its errors are those of :meth:`PageSpace.commit`.
+            A future whose result is the number of spare and kept pages. Errors as for :meth:`PageSpace.commit`.
 
         Raises
         ------
@@ -156,39 +161,41 @@ class PageArena(Closes):
         return self._physical.in_background(functools.partial(fill, self._physical, wanted))
 
     def trim(self, keep: int = 0) -> int:
-        """Release spare pages, then kept pages, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
-        pages.
+        """Release unused pages to the driver, first spare, then kept pages (``cuMemUnmap``, ``cuMemRelease``). Returns
+        the number of pages released.
 
-        The host waits for zeros that are being written to released pages, but not for the user's work.
+        The host waits for zeros that are being written to released pages, but not for other work.
 
         Parameters
         ----------
         keep
-            Number of spare and kept pages to keep at most.
+            Number of unused pages that are not released.
 
         Raises
         ------
         CudaError
-            The driver refused to release a page, which is attempted again later. The rest was released.
+            The driver refused to release a page. The other pages were released; the deferred queue tries again with
+            this page.
         """
         most = checked_number("keep", keep)
         self._physical.allocations.work()
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the numbers of pages by state. The call first makes parked pages whose work is done kept or spare."""
+        """Return the numbers of pages by state. First, pages whose work is done stop counting as parked."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
             return ArenaStatistics(physical.count, len(physical.spare), physical.parked, len(physical.kept))
 
     def close(self) -> None:
-        """Release all pages that are not committed, and keep no pages from now on. Idempotent.
+        """Release all pages that are not committed. Pages that spaces release later are released to the driver, too.
+        Idempotent.
 
         Raises
         ------
         CudaError
-            The driver refused to release a page, which is attempted again later.
+            The driver refused to release a page. The deferred queue tries again later.
         """
         self._physical.close()
 
@@ -202,7 +209,8 @@ class PageArena(Closes):
 
 
 class PageTable(Closes):
-    """A page table in device memory: for each page the number of its physical page, or -1 if it is not committed.
+    """A page table in device memory. It has the number of the physical page of each page of a space, or -1 for a page
+    that is not committed.
 
     :meth:`update` changes the table in stream order: earlier kernels read the old entries, later kernels the new. ::
 
@@ -215,16 +223,16 @@ class PageTable(Closes):
     Parameters
     ----------
     space
-        The space.
+        The space that the table describes.
     dtype
-        ``int32`` or ``int64``.
+        Type of the entries: ``int32`` or ``int64``.
     stream
-        Stream of the table; default: the space's. Work on other streams must be ordered after it.
+        Stream of the table's copies; default: the space's. Work on other streams must be ordered after this stream.
 
     Raises
     ------
     TypeError
-        ``space`` is no space, or ``dtype`` is another type.
+        ``space`` is no PageSpace, or ``dtype`` is another type.
     OutOfMemoryError
         There is not enough memory.
     """
@@ -238,17 +246,19 @@ class PageTable(Closes):
         self.space: PageSpace = space
         """Space that the table describes."""
         self.stream: Stream = space.stream if stream is None else as_stream(stream, session_of(space))
-        """Stream of the table."""
+        """Stream of the table's allocation and copies."""
         self._lock = RLock()
         self._sent: npt.NDArray[Any] = np.full(space.page_count, -2, kind)
-        """Entries as of the last queued copy. At first -2, which no entry is, so that the first update copies all."""
+        """Entries as they were at the last queued copy. At first all are -2, which is no possible entry, so that the
+        first update copies all entries.
+        """
         self._buffer = MemoryPool.current(space.device).allocate(self._sent.nbytes, self.stream)
         with undoing(self._buffer.close):
             self.update()
 
     @property
     def entries(self) -> TypedView[Any]:
-        """The table as an array with one element for each page.
+        """The table in device memory as an array with one element for each page of the space.
 
         Raises
         ------
@@ -263,13 +273,13 @@ class PageTable(Closes):
         return self._buffer.freed
 
     def update(self) -> int:
-        """Queue a copy of the entries that have changed since the last update (``cuMemcpyHtoDAsync``). Returns their
-        number.
+        """Queue a copy of the entries that have changed since the last update (``cuMemcpyHtoDAsync``). Returns the
+        number of changed entries.
 
         Raises
         ------
         ClosedError
-            Table or space was closed.
+            The table or the space was closed.
         """
         with self._lock:
             entries = self.entries

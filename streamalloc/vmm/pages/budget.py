@@ -1,14 +1,15 @@
 """Budgets: one limit for the pages of several processes on a device.
 
-The processes share a file with a record for each *member*, which has the bytes of the member's pages. A member locks
-one byte of the file while it lives. The kernel releases this lock when the member dies, and the next member that reads
-the file sets the dead member's count to zero. A lock on another byte protects all records; the kernel releases that
-lock, too, if its holder dies. Each member changes only its own count of bytes, with one call, so a death cannot leave a
-half-written count. The members call ``pread`` and ``pwrite``: if the file is truncated, a call raises an error, while
-an access to a memory mapping would kill the process.
+The processes share a file with a record for each *member*, which is one :class:`PageBudget` object. The record has the
+number of bytes of the member's pages. A member locks one byte of the file as long as it exists. When its process dies,
+the kernel releases this lock, and the next member that reads the file sets the dead member's number to zero. A lock on
+another byte protects all records; the kernel also releases this lock if its holder dies. Each member changes only its
+own number of bytes, by one call, so a death cannot leave a half-written number. The members call ``pread`` and
+``pwrite``: if the file was truncated, these calls raise an error, while an access to a memory mapping would kill the
+process.
 
-A member that finds no room writes a request to the others' records. A thread of each member looks for requests every
-few milliseconds.
+If the limit has no room for a member's new pages, the member writes a request to the records of the others. A thread of
+each member reads the requests every few milliseconds.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ T = TypeVar("T")
 MEMBERS = 256
 _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
-_MEMBER = struct.Struct("<QQQ")  # Sizes in bytes: pages, requests for unused pages, requests for any pages.
+_MEMBER = struct.Struct("<QQQ")  # Numbers of bytes: pages, requests for unused pages, requests for any pages.
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
-_TABLE_LOCK = 0  # Byte of the file whose lock protects all records. Byte ``1 + n`` is locked while member ``n`` lives.
-_LOOK, _AFTER_ERROR = 0.01, 1.0  # Seconds between two readings of requests: after a success, and after an error.
-_AGAIN, _STEP = 0.05, 0.002  # Seconds in a wait for bytes: between two requests, and between two readings.
+_TABLE_LOCK = 0  # Byte whose lock protects all records. Byte 1 + n is locked while member n exists.
+_LOOK, _AFTER_ERROR = 0.01, 1.0  # Seconds until the next reading of requests, normally and after an error.
+_AGAIN, _STEP = 0.05, 0.002  # Seconds between two requests, and two readings, during a wait for bytes.
 
 
 class Member(NamedTuple):
-    """Record of one member in the file of a budget; three numbers of bytes."""
+    """Record of one member in the file of a budget: three numbers of bytes."""
 
     used: int
     """Bytes of the member's pages."""
     wanted: int
     """Bytes that other members requested from this member's unused pages."""
     asked: int
-    """Bytes that other members requested from all pages of this member, which has more than its share."""
+    """Bytes that other members requested from any pages of this member, because it has more than its share."""
 
 
 class PageBudget(Closes):
-    """A limit shared by the arenas of several processes. Each process opens it by the path of a file.
+    """A limit for pages that the arenas of several processes share. Each process opens the budget by the path of a
+    file.
 
-    If a process finds no room, the other processes release unused pages. A share is the limit divided by the number of
-    processes that have pages or request them. Processes above their share are also asked to release used pages
-    (``on_ask``). When a process dies, its bytes become free. ::
+    If the limit leaves no room for new pages of a process, the other processes release unused pages. Processes that
+    have more than their share are also asked to release used pages (``on_ask``). A share is the limit divided by the
+    number of processes that have pages or request them. When a process dies, its bytes become free. ::
 
         budget = vmm.PageBudget("/dev/shm/gpu0.budget", 64 << 30, on_ask=lambda nbytes: evict(nbytes))
         arena = vmm.PageArena(device, budget=budget)
@@ -75,23 +77,25 @@ class PageBudget(Closes):
     Parameters
     ----------
     path
-        The file, preferably in memory, such as in ``/dev/shm``. If it is missing, it is created for this user.
+        The file, preferably in memory, for example in ``/dev/shm``. A missing file is created, with access only for
+        this user.
     limit
-        Limit of the bytes of all pages together; None uses the file's limit.
+        Largest number of bytes of all pages of all processes together; None uses the limit in the file.
     on_ask
-        Function that a thread of the budget calls with a number of bytes: this process should release used pages of so
-        many bytes. If the function does not release them, the others may request them again.
+        Function that a thread of the budget calls with the number of bytes of used pages that this process should
+        release. If the function releases less, the other processes may repeat their request.
 
     Raises
     ------
     ValueError
-        There is neither a file nor a limit; or the file has another limit, is not a budget, or has 256 members.
+        The file is missing and no limit was given; or the file has another limit, is no budget, or has 256 members
+        already.
     PermissionError
         The file belongs to another user.
     """
 
     limit: int
-    """Limit of the bytes of the pages of all processes together."""
+    """Largest number of bytes of the pages of all processes together."""
 
     def __init__(
         self,
@@ -106,10 +110,10 @@ class PageBudget(Closes):
         """Whether the budget was closed."""
         self._on_ask = on_ask
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Page stocks of the arenas that use this object."""
+        """The :class:`~streamalloc.vmm.pages.places.PhysicalPages` of the arenas that use this budget."""
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
-        """Event that ends the thread which answers requests; None before the first arena."""
+        """Event that ends the thread which reads requests; None before the first arena uses the budget."""
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         with undoing(self._file.close):
@@ -145,8 +149,8 @@ class PageBudget(Closes):
     # -- the file --------------------------------------------------------------------------------------------
 
     def _in_table(self, act: Callable[[], T]) -> T:
-        """Call ``act`` while no other thread or process changes records, and return its result. ``act`` must not wait:
-        all processes of the budget wait for it. Raises ClosedError, OSError.
+        """Call ``act`` while no other thread or process changes records, and return the result of ``act``. ``act`` must
+        not wait, because all processes of the budget would wait, too. Raises ClosedError, OSError.
         """
         with self._lock:
             self._check_open()
@@ -159,15 +163,15 @@ class PageBudget(Closes):
                 fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
 
     def _members(self) -> dict[int, Member]:
-        """Return this member and the live members with bytes, and free the bytes of dead members. Call within
-        :meth:`_in_table`.
+        """Return the records of this member and of all living members with bytes or requests, by index. Clear the
+        records of dead members. Call this only within :meth:`_in_table`.
         """
         data = os.pread(self._file.fileno(), _BYTES, 0)
         if len(data) != _BYTES:
             raise ValueError(f"the budget at {self.path} was truncated")
         found = {}
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
-            # In a record of zeros there is nothing to free, so there is no need to ask whether its member lives.
+            # A record of zeros has nothing to free, so the lock of its member need not be queried.
             if any(words) or at == self._at:
                 if at == self._at or is_locked(self._file.fileno(), 1 + at):
                     found[at] = Member(*words)
@@ -190,12 +194,12 @@ class PageBudget(Closes):
 
     @property
     def mine(self) -> int:
-        """Bytes of this process's pages, in the arenas that use this object."""
+        """Bytes of the pages of all arenas that use this object."""
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: object) -> None:
-        """Count the pages of ``user``, an arena's page stock, from now on. For the first one, start the thread that
-        answers requests. Raises ClosedError.
+        """Count the pages of ``user``, the physical pages of an arena, from now on. The first call starts the thread
+        that reads requests. Raises ClosedError.
         """
         self._check_open()
         with self._lock:
@@ -204,11 +208,11 @@ class PageBudget(Closes):
             self._users.add(user)
 
     def settle(self, asking: object = None) -> bool:
-        """Write the bytes of this process to the file. Returns False, and writes nothing, if the bytes have grown and
-        all processes together would exceed the limit. Then the other processes have been asked to release pages.
+        """Write the number of bytes of this process to the file. If the number has grown and all processes together
+        would exceed the limit, write nothing, request pages from the other processes, and return False.
 
-        ``asking``: the arena that needs the bytes. If there is no room, the unused pages of this process's other arenas
-        are released, and the bytes are written then.
+        ``asking`` is the ``PhysicalPages`` that needs the bytes. If the limit has no room, the unused pages of this
+        process's other arenas are released first, and the number is written if there is room then.
         """
 
         def publish() -> bool:
@@ -228,18 +232,18 @@ class PageBudget(Closes):
         return sum([one.make_room() for one in others]) > 0 and self._in_table(publish)
 
     def wait(self, nbytes: int | str, timeout: float = 1.0) -> bool:
-        """Request ``nbytes`` bytes from other processes, and block until so many are free or ``timeout`` is over.
-        Returns whether they are free.
+        """Request ``nbytes`` bytes from other processes, and block until this number is free or ``timeout`` has passed.
+        Returns whether the bytes are free.
 
-        Another process may take the free bytes first. Unused pages that arenas of this process keep count as used: call
+        Another process may take the free bytes first. Unused pages of this process's arenas count as used: call
         :meth:`PageArena.trim` before.
 
         Parameters
         ----------
         nbytes
-            The bytes needed.
+            Number of bytes needed, or text such as ``"64MiB"``.
         timeout
-            Seconds to wait at most.
+            Longest time to wait in seconds.
         """
         needed = checked_size("nbytes", nbytes)
         until = time.monotonic() + timeout
@@ -259,8 +263,8 @@ class PageBudget(Closes):
         return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Request ``missing`` bytes from the other ``members``: unused pages from all, used pages only from those above
-        their share. Call within :meth:`_in_table`.
+        """Request ``missing`` bytes from the other ``members``: unused pages from all of them, used pages only from
+        members that have more than their share. Call this only within :meth:`_in_table`.
         """
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
@@ -276,8 +280,9 @@ class PageBudget(Closes):
         self._end_of_thread = end
 
     def answer(self) -> int:
-        """Release the bytes that other processes requested: unused pages first, then by ``on_ask``. Returns how many.
-        The budget's thread calls this. Raises ClosedError, and what ``on_ask`` raises.
+        """Release the bytes that other processes requested: unused pages first, then pages that ``on_ask`` releases.
+        Returns the number of bytes released. The budget's thread calls this method. Raises ClosedError, and the
+        exceptions of ``on_ask``.
         """
         wanted, asked = self._requests()
         if not (wanted or asked):
@@ -291,8 +296,8 @@ class PageBudget(Closes):
         return given
 
     def _requests(self) -> tuple[int, int]:
-        """Return the bytes that other members requested from unused pages and from any pages. No lock of the file is
-        needed, because one write makes a request.
+        """Return two numbers of bytes that other members requested: from unused pages, and from any pages. The file
+        need not be locked, because a request is one write.
         """
         with self._lock:
             self._check_open()
@@ -308,12 +313,12 @@ class PageBudget(Closes):
         return given
 
     def close(self) -> None:
-        """Leave the budget. Idempotent.
+        """End this process's use of the budget. Idempotent.
 
         Raises
         ------
         ValueError
-            Arenas of this process have pages: close them and their spaces first.
+            Arenas that use this object have pages: close these arenas and their spaces first.
         """
         with self._lock:
             if self.closed:
@@ -339,8 +344,8 @@ class PageBudget(Closes):
 
 
 def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
-    """Answer requests until the budget is closed or collected. Between two readings the thread has only a weak
-    reference, so that a dropped budget ends.
+    """Answer requests of other processes until the budget is closed or dropped. Between two readings the thread has
+    only a weak reference, so that a dropped budget is collected.
     """
     pause = _LOOK
     while not end.wait(pause):
@@ -353,19 +358,19 @@ def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
             return
         except Exception as error:
             pause = _AFTER_ERROR
-            with contextlib.suppress(Warning):  # If warnings are errors, this thread must still answer later requests.
+            with contextlib.suppress(Warning):  # With warnings as errors, this thread must go on.
                 warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
 
 
 _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
-"""Budgets of this process, which a forked child closes."""
+"""Open and closed budgets of this process. A forked child closes its copies."""
 
 
 def _left_behind() -> None:
-    """Close the file in a forked child. Otherwise the child would hold the parent's lock after the parent's death."""
+    """Close the budgets' files in a forked child. Otherwise the child would hold the locks of a dead parent."""
     for budget in list(_here):
-        budget._end_of_thread = None  # The thread, which the child lacks, may hold its lock.
+        budget._end_of_thread = None  # The thread does not exist in the child, but may have held this event's lock.
         budget._end()
 
 

@@ -1,11 +1,12 @@
-"""The places of one space: their mappings, changes that succeed or fail as a whole, and parked pages.
+"""The places of a space: one for each of its pages. Their mappings are changed as a whole or not at all.
 
-A place holds a page from its commit until the page is unmapped. After a release the place is *parked* until the work
-that uses the page has completed and the page is cleared. Then it is *kept*: the page stays mapped and reads as zeros.
-The next commit of the place uses the page again without a mapping call, unless another place has taken the page.
+A *place* is the address of one page in a space, named by its index. A place holds a physical page from its commit until
+the page is unmapped. After a release the place is *parked* until the work that uses the page is done and the page is
+cleared. Then the page is *kept*: it stays mapped at the place and reads as zeros. The next commit of the place uses the
+page again without a mapping call, unless another place has taken the page.
 
-A page that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only
-read. That page is mapped at every place that has no page of its own.
+A page that other places share is not cleared. Instead the arena's page of zeros, which devices may only read, is mapped
+at the released place, as at every place without a page of its own.
 
 States of a place, of a page and of a space, and the attributes that record them:
 
@@ -25,7 +26,8 @@ broken          :attr:`Places.broken`                    A call and its undo fai
                                                          permission than recorded.
 ==============  =======================================  ==============================================================
 
-A committed, parked or kept place holds a page, except one that is parked for a swap. A stored place is not committed.
+A committed, parked or kept place holds a page; only a place that is parked for a swap may have none. A stored place is
+not committed.
 """
 
 from __future__ import annotations
@@ -75,15 +77,17 @@ T = TypeVar("T")
 
 
 _STREAMS = 16
-"""Limit of the number of streams that clear pages. One would not do: a stream may be waiting for other work."""
+"""Largest number of streams of an arena that clear pages. One stream is not enough, because it may be waiting for other
+work.
+"""
 _CLEARING = 0.05
-"""Limit in seconds of the wait of ``make_room`` for pages that are being cleared."""
+"""Longest time in seconds that ``make_room`` waits for pages that are being cleared."""
 _STEP = 5e-5
 """Seconds between two queries of the work of parked pages."""
 
 
 class Page(HandleEnd):
-    """One physical page. Only this object holds the driver's handle; its finaliser releases it (``cuMemRelease``)."""
+    """One physical page. Only this object has the driver's handle, which its finaliser releases (``cuMemRelease``)."""
 
     __slots__ = ("number", "users", "watched_at")
 
@@ -92,12 +96,12 @@ class Page(HandleEnd):
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
-        """Number of places that hold the page. :attr:`PhysicalPages.lock` protects it."""
+        """Number of places that hold the page. Read and changed under :attr:`PhysicalPages.lock`."""
         self.watched_at: int = 0
         """Address at which watchers count the page; 0 if no watcher counts it."""
 
     def forget(self) -> None:
-        """Forget the handle without a driver call, because the context of the page is gone, and its memory with it."""
+        """Clear the handle without a driver call, because the context no longer exists, and so the memory neither."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -106,7 +110,9 @@ class Page(HandleEnd):
 
 
 class Places(MappedBytes):
-    """The places of a space. As a node it stands for all mappings of the space, which one ``cuMemUnmap`` ends."""
+    """The places of a space: the page and state of each. As a node of the ownership tree, it stands for all mappings of
+    the space, which one ``cuMemUnmap`` releases.
+    """
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         rights = {physical.device.location: MemAccess.READWRITE}
@@ -116,14 +122,16 @@ class Places(MappedBytes):
         self.backing: list[Page | None] = [None] * count
         """Page of each place that is committed, parked or kept; None for the other places, which map zeros."""
         self.parked: dict[int, Parking] = {}
-        """Released places whose pages are still in use or being cleared."""
+        """Places that wait for a :class:`Parking`: their pages are still in use or being cleared, or a swap is queueing
+        copies.
+        """
         self.stored: dict[int, Kept] = {}
-        """Contents of the places that are swapped out."""
+        """Stored contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
-        """Number of the page committed at each place; -1 for none."""
+        """Number of the page that is committed at each place; -1 if none is."""
         self.broken: set[int] = set(range(count))
-        """Places where the driver may map another page or permission than :attr:`backing` says: all places of a new
-        space, and those where a call and its undo failed. :meth:`repair` maps what is on record.
+        """Places where the mapping or its permission may differ from :attr:`backing`: all places of a new space, and
+        places where a driver call and its undo failed. :meth:`repair` makes the mapping again.
         """
         physical.spaces.add(self)
 
@@ -131,12 +139,13 @@ class Places(MappedBytes):
         return int(self.reservation.raw) + place * self.physical.nbytes
 
     def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
-        """Call ``act`` while no other thread changes the places, see :meth:`PhysicalPages.changing`.
+        """Call ``act`` while no other thread changes the places (:meth:`PhysicalPages.changing`), and return the result
+        of ``act``.
 
         Raises
         ------
         InUseError
-            A signal handler called this during such a call of its thread.
+            A signal handler called this method while its thread was changing mappings.
         ClosedError
             The space was closed.
         """
@@ -151,10 +160,10 @@ class Places(MappedBytes):
         return self.physical.changing(checked)
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
-        """Return the list of those ``places`` that already hold an unshared page, and new pages by place for the
-        others. Raises OutOfMemoryError, ClosedError.
+        """Return a list of those ``places`` that already hold an unshared page, and a dict with a new page for each of
+        the other places. Raises OutOfMemoryError, ClosedError.
 
-        Call within :meth:`locked`, for places that are not committed.
+        Call this only within :meth:`locked`, with places that are not committed.
         """
         for watcher in self.physical.allocations.watchers if places else ():
             watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.nbytes)
@@ -167,8 +176,8 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return two lists of the places that hold a page: first those that are the last users of their page, then
-        those whose page has other users beside ``places``.
+        """Return two lists of those ``places`` that hold a page. The first has the places without which a page has no
+        users left. The second has the other places, whose pages have further users.
         """
         alone: list[int] = []
         shared: list[int] = []
@@ -181,14 +190,14 @@ class Places(MappedBytes):
         return alone, shared
 
     def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
-        """Map ``pages``, given by place, and commit these places and those of ``ready``, which keep the page that they
-        hold. Either all places change or none. Raises CudaError.
+        """Map ``pages``, given by place, and commit these places and the places in ``ready``, which keep their page.
+        Either all places change or none. Raises CudaError.
 
-        ``parking``: the places of ``pages`` are parked with it instead of committed. The caller has counted one user of
-        a page for each place; after an error this user is removed.
+        With ``parking``, the places of ``pages`` are parked instead of committed. Before the call, the caller counts
+        one user of a page for each place; after an error this user is removed.
 
-        Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``.
-        If the undo of an error fails, too, the next call repeats it, and no page is lost.
+        Each run of adjacent places needs one ``cuMemUnmap``, a ``cuMemMap`` for each page, and one ``cuMemSetAccess``.
+        If an error cannot be undone, the next call undoes it, and no page is lost.
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
@@ -218,14 +227,15 @@ class Places(MappedBytes):
         drop(before)
 
     def repair(self) -> None:
-        """Map at each :attr:`broken` place the page that :attr:`backing` records, or zeros. Raises CudaError."""
+        """Map the page in :attr:`backing`, or the page of zeros, at each :attr:`broken` place. Raises CudaError."""
         wrong = {place: self.backing[place] or self.physical.zero for place in self.broken}
         self._put(wrong, set())
         self.broken.difference_update(wrong)
 
     def _put(self, pages: Mapping[int, Page], begun: set[int]) -> None:
-        """Map ``pages``, given by place (``cuMemUnmap``, ``cuMemMap``, ``cuMemSetAccess``). ``begun`` gets the places
-        of each run before its first call, because an error, also of a signal handler, is not undone here.
+        """Map ``pages``, given by place (``cuMemUnmap``, ``cuMemMap``, ``cuMemSetAccess``). The places of each run are
+        added to ``begun`` before its first driver call, because this method undoes no error, also not of a signal
+        handler.
         """
         size, start, session = self.physical.nbytes, int(self.reservation.raw), self.physical.session
         map_page, zero = session.cuMemMap, self.physical.zero
@@ -235,7 +245,8 @@ class Places(MappedBytes):
             for run in adjacent(places):
                 at, nbytes = start + run.start * size, len(run) * size
                 begun.update(run)
-                # The driver also accepts addresses without memory: of a new space, or after a failed call.
+                # `cuMemUnmap` also accepts addresses without memory, which a new space has, and a space after a failed
+                # call.
                 session.call("cuMemUnmap", at, nbytes)
                 for place in run:
                     result = map_page(start + place * size, size, 0, pages[place].raw, 0)[0]
@@ -244,8 +255,8 @@ class Places(MappedBytes):
                 session.call("cuMemSetAccess", at, nbytes, rights, len(rights))
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
-        """Record that ``places`` are released and wait for ``parking``. After its work, :meth:`Parking.finish` keeps or
-        unmaps their pages.
+        """Record that ``places`` are released and wait for the work of ``parking``. After this work,
+        :meth:`Parking.finish` keeps or unmaps their pages.
         """
         self.numbers[places] = -1
         for place in places:
@@ -254,8 +265,8 @@ class Places(MappedBytes):
         parking.places |= dict.fromkeys(places)
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
-        """Park ``places`` with ``parking`` until contents have been copied to them. A place without a page can be
-        parked, too.
+        """Park ``places`` with ``parking`` until a swap has copied contents to them. Places without a page are parked,
+        too.
         """
         self.notify(places, released=False)
         with self.physical.lock:
@@ -264,8 +275,8 @@ class Places(MappedBytes):
             self.park([*places], parking)
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
-        """Notify a checking driver that ``places`` were ``released``, or that they are used again. Their pages stay
-        mapped, so that no driver call tells it.
+        """Notify a checked driver that ``places`` were ``released``, or that they are used again. The pages stay
+        mapped, so no driver call tells the checker.
         """
         listener = self.physical.session.listener
         if listener is not None:
@@ -273,8 +284,8 @@ class Places(MappedBytes):
                 listener.released(self._address(run.start), len(run) * self.physical.nbytes, released)
 
     def commit(self, places: Collection[int]) -> None:
-        """Record ``places`` as committed with the pages that they hold. A place without a page is recorded as not
-        committed.
+        """Record that ``places`` are committed with the pages that they hold. A place without a page becomes an
+        uncommitted place.
         """
         with self.physical.lock:
             self.notify(places, released=False)
@@ -319,13 +330,13 @@ class Places(MappedBytes):
             del self.physical.kept[page]
 
     def retire(self, places: Collection[int]) -> None:
-        """Map the page of zeros at ``places``, which hold a page, and remove one user of each of their pages. Either
-        all places change or none. Raises CudaError.
+        """Map the page of zeros at ``places``, which hold a page, and remove one user of each such page. Either all
+        places change or none. Raises CudaError.
         """
         self.exchange(dict.fromkeys(places, self.physical.zero))
 
     def keep(self, places: Collection[int]) -> None:
-        """Record that the pages of released places have been cleared."""
+        """Record that the pages of ``places``, which were released, have been cleared."""
         with self.physical.lock:
             for place in places:
                 page = self.backing[place]
@@ -343,12 +354,12 @@ class Places(MappedBytes):
                 session.call("cuMemsetD8Async", self._address(run.start), 0, len(run) * size, raw)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
-        """Return the parkings of these places; places that are not parked have none."""
+        """Return the set of the parkings of ``places``. Places that are not parked add none."""
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap all places, for the queue of ends (``cuMemUnmap``). If another thread changes mappings, or work still
-        uses a parked place, nothing is done, and the queue attempts it again.
+        """Unmap all places of a dropped space (``cuMemUnmap``). If another thread is changing mappings, or work still
+        uses a parked place, do nothing: the deferred queue then tries again.
         """
 
         def unmap() -> None:
@@ -358,7 +369,7 @@ class Places(MappedBytes):
         self.physical.try_changing(unmap, None)
 
     def unmap_all(self) -> None:
-        """Unmap all places by one ``cuMemUnmap``; idempotent. Call within :meth:`locked` or
+        """Unmap all places by one ``cuMemUnmap``. Idempotent. Call this only within :meth:`locked` or
         :meth:`PhysicalPages.try_changing`. Raises CudaError.
         """
         if not self.gone:
@@ -366,7 +377,7 @@ class Places(MappedBytes):
         self.unmapped()
 
     def unmapped(self) -> None:
-        """Return the pages to the arena, after they were unmapped; idempotent."""
+        """Return all pages to the arena, after they were unmapped. Idempotent."""
         if not self.gone:
             super().unmapped()
             with self.physical.lock:
@@ -376,7 +387,7 @@ class Places(MappedBytes):
             drop_contents(stored)
 
     def _without_pages(self) -> list[Page]:
-        """Forget the pages of all places, and return them."""
+        """Remove the pages of all places from the records, and return a list of these pages."""
         pages = [page for page in self.backing if page is not None]
         self.numbers[:] = -1
         for place, held in enumerate(self.backing):
@@ -389,13 +400,13 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for work: a first parking for the work that uses their pages, a second one, which
-    :meth:`begin` makes, for the zeros that are written to the pages.
+    """Released places that wait for work. A first parking waits for the work that uses their pages. A second parking,
+    which :meth:`begin` makes, waits for the zeros that are written to the pages.
 
     :meth:`begin` parks the places with the second parking before it queues the zeros. So if the driver refuses a call
-    or a signal handler raises in between, the places still wait for zeros that may have been queued. The second fence
-    is recorded after the zeros. A fence before them would be done too early, and the zeros would overwrite what the
-    next user of the page writes.
+    or a signal handler raises in between, the places still wait for zeros that may have been queued. The fence of the
+    second parking is recorded after the zeros. Otherwise it would be done too early, and the zeros would overwrite what
+    the next user of the page writes.
     """
 
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
@@ -403,23 +414,27 @@ class Parking(Deferred):
         self.before: Fence = fence if before is None else before
         """The work that uses the pages. The zeros are queued after this work."""
         self.fence: Fence = fence
-        """The work that the places wait for: :attr:`before`, or the zeros."""
+        """The work that the places wait for: the work of :attr:`before`, or the zeros."""
         self.cleared: bool = False
-        """Whether :attr:`fence` is behind the zeros."""
+        """Whether :attr:`fence` covers the zeros."""
         self.refused: Exception | None = None
-        """Error of a call that queues the zeros; None without an error."""
+        """Error of a call that should have queued the zeros; None if there was none."""
         self.places: dict[int, None] = {}
-        """The places. Some may be committed again: :attr:`Places.parked` decides."""
+        """The places that were parked with this object. Only those that :attr:`Places.parked` still maps to this object
+        wait for it.
+        """
 
     def attempt(self) -> bool:
-        """Call :meth:`finish`, unless another call is changing mappings; then the queue attempts it again."""
+        """Call :meth:`finish`, unless another call is changing mappings: then return False, and the deferred queue
+        tries again.
+        """
         return self._owner.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """Keep the pages that are cleared and unmap the others. If the work is not done, do nothing and return False.
-        Raises CudaError.
+        """Keep the pages that are cleared and unmap the other pages. If the work is not done, do nothing and return
+        False. Raises CudaError.
 
-        Call within :meth:`Places.locked`.
+        Call this only within :meth:`Places.locked`.
         """
         owner, physical = self._owner, self._owner.physical
         if owner.gone or owner.given_up:
@@ -435,11 +450,11 @@ class Parking(Deferred):
         return True
 
     def begin(self, behind: Stream | None = None) -> Parking | None:
-        """Queue zeros for the pages that are not shared, and return the new parking of their places; None if nothing
-        was queued. Does not raise errors of the driver: the deferred queue unmaps the pages that cannot be cleared.
+        """Queue zeros for the pages that are not shared, and return the new parking of these places; None if nothing
+        was queued. Errors of the driver are not raised: the deferred queue unmaps pages that cannot be cleared.
 
-        Call within :meth:`Places.locked`. ``behind``: the stream with all work that uses the pages. With None, the
-        zeros are queued on a stream of the arena, after the work.
+        Call this only within :meth:`Places.locked`. ``behind`` is a stream that has all work that uses the pages: the
+        zeros are queued there. With None, they are queued on a stream of the arena, after this work.
         """
         ahead = None
         with contextlib.suppress(CudaError):
@@ -479,7 +494,7 @@ class Parking(Deferred):
                     ahead.cleared = True
                     owner.notify(alone, released=True)
                 except (CudaError, ClosedError) as error:
-                    self.refused = error  # Some zeros may have been queued, so the places still wait for ``ahead``.
+                    self.refused = error  # Some zeros may have been queued: the places wait for `ahead`.
             finally:
                 ahead.fence.queueing = 0
             ahead.fence.record()
@@ -487,14 +502,14 @@ class Parking(Deferred):
 
 
 class PhysicalPages(Claimable):
-    """The physical pages of an arena and its spaces. The object lives as long as any of these.
+    """The physical pages of an arena and its spaces, which all refer to this object.
 
-    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it,
-    because finalisers' items and readers of statistics take it, too, and a call may take long.
+    :attr:`lock` protects the spare pages and all counts. No other lock is taken and no driver call is made under this
+    lock, because deferred items and readers of statistics take it, too, and a driver call may take long.
 
     :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
-    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the claim and
-    the lock together, so a reader needs only one of the two.
+    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under both the claim
+    and the lock, so a reader needs only one of the two.
     """
 
     closed: bool = False
@@ -514,11 +529,11 @@ class PhysicalPages(Claimable):
         self.nbytes: int = self.spec.checked(page_size, name="page_size")
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
-        """Limit of the bytes of all pages; None: no limit."""
-        # A weak reference. The arena keeps the budget. The table of reservations keeps this object, so a strong
-        # reference would keep the budget, its function ``on_ask``, and an arena to which that function refers.
+        """Largest number of bytes of all pages; None for no limit."""
+        # The reference is weak; the arena keeps the budget alive. The table of reservations keeps this object, and a
+        # strong reference would also keep the budget, its function `on_ask`, and perhaps an arena.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
-        """Function that returns the budget, a limit shared with other arenas and processes; None without a budget."""
+        """Function that returns the budget, a limit shared with other arenas and processes, or None."""
         self.allocations: Allocations = allocations_of(self.session)
         self.spare: list[Page] = []
         """Pages that no place holds."""
@@ -529,32 +544,32 @@ class PhysicalPages(Claimable):
         self._numbers: list[int] = []
         """Numbers of released pages, for reuse."""
         self._fresh = count()
-        """Numbers that no page has had so far."""
+        """Iterator over numbers that no page has had so far."""
         self.zero: Page = Page(self.session, -1)
-        """The page of zeros, which is mapped at places without a page. It does not count for the limit."""
+        """The page of zeros, which is mapped at places without a page. It is not included in the limit."""
         self.patience: float | None = patience
-        """Limit in seconds of the wait of :meth:`changing` for parked pages; None: no limit."""
+        """Longest time in seconds that :meth:`changing` waits for parked pages; None for no limit."""
         self.kept: dict[Page, tuple[Places, int]] = {}
-        """Released and cleared pages that are still mapped, each with its place, oldest first."""
+        """Released and cleared pages that are still mapped, each with its space and place; the oldest comes first."""
         self.newly_watched: dict[int, None] = {}
-        """Addresses of newly committed pages that watchers are not yet notified of."""
+        """Addresses of newly committed pages for which watchers have not been notified yet."""
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
-        """Places of each space."""
+        """The :class:`Places` of each space."""
         self.streams: dict[Stream, Fence] = {}
-        """Streams that clear pages, each with a fence behind its last zeros."""
+        """Streams that clear pages, each with a fence for its last zeros."""
         self._shut_after_fork()
         self.session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        """Create locks anew, because a forked child lacks the threads that held the old ones."""
+        """Create the locks anew, because the threads that held the old locks do not exist in a forked child."""
         self.lock: contextlib.AbstractContextManager[bool] = RLock()
         self._filling = RLock()
-        """Held while the page of zeros is created, so that a second space waits until it is all zeros."""
+        """Lock held while the page of zeros is created, so that another space waits until this page has been filled."""
         self._background: ThreadPoolExecutor | None = None
         """Executor of the background thread; None before its first use."""
 
     def page_bytes(self, location: MemLocation) -> int:
-        """Return the bytes of all pages, also those of zeros, if ``location`` is that of the device; otherwise 0."""
+        """Return the bytes of all pages, including the page of zeros, if they are in ``location``; otherwise 0."""
         return self.claimed + self.nbytes * (self.zero.raw is not None) if self.location == location else 0
 
     @property
@@ -563,8 +578,8 @@ class PhysicalPages(Claimable):
         return self.count * self.nbytes
 
     def use_zero(self) -> None:
-        """Count one more space that uses :attr:`zero`. The first call creates that page and fills it (``cuMemCreate``,
-        ``cuMemsetD8Async``).
+        """Count one more space that uses :attr:`zero`. The first call creates this page and fills it with zeros
+        (``cuMemCreate``, ``cuMemsetD8Async``).
 
         Raises
         ------
@@ -590,7 +605,7 @@ class PhysicalPages(Claimable):
 
     @property
     def available(self) -> int:
-        """Number of pages available without creating one."""
+        """Number of pages that can be used without creating one: spare and kept pages."""
         return len(self.spare) + len(self.kept)
 
     @property
@@ -601,26 +616,26 @@ class PhysicalPages(Claimable):
 
     @property
     def parked(self) -> int:
-        """Number of places that wait for work that uses them."""
+        """Number of parked places of all spaces."""
         return sum(len(places.parked) for places in members(self.spaces))
 
     def notify_watchers(self) -> None:
-        """Notify watchers of newly committed pages. Call without locks: watchers may call functions of the user."""
+        """Notify watchers of newly committed pages. Call this without locks: watchers may call any function."""
         while self.newly_watched:
             try:
                 at, _ = self.newly_watched.popitem()
             except KeyError:
-                return  # Another thread has taken the last address, and notifies the watchers.
+                return  # Another thread notifies of the last address.
             for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
     def give(self, nbytes: int) -> int:
-        """Release unused pages, of ``nbytes`` rounded up to whole pages if there are so many. Returns their bytes."""
+        """Release unused pages of up to ``nbytes`` bytes, rounded up to whole pages. Returns the bytes released."""
         return self.trim(max(self.available - -(-nbytes // self.nbytes), 0)) * self.nbytes
 
     def idle_stream(self) -> Stream | None:
-        """Return a stream without queued work, for zeros; None if all 16 streams of the arena are busy. Call within
-        :meth:`changing`. Raises CudaError.
+        """Return a stream without queued zeros, to clear pages; None if all 16 such streams of the arena are busy. Call
+        this only within :meth:`changing`. Raises CudaError.
         """
         for stream, fence in self.streams.items():
             if fence.done():
@@ -634,14 +649,14 @@ class PhysicalPages(Claimable):
     def changing(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread changes mappings or creates pages.
 
-        ``act`` makes driver calls and waits for no stream. If it finds no memory, the host waits for the work of parked
-        pages, without the claim, so that other threads can release pages meanwhile. Each time that some pages have come
-        back, ``act`` is called again. Its error propagates if no parked page is left, or :attr:`patience` has run out.
+        ``act`` makes driver calls and waits for no stream. If ``act`` finds no memory, the host waits for the work of
+        parked pages, without the claim, so that other threads can release pages meanwhile. When some pages have become
+        available, ``act`` is called again. Its error propagates if no parked page is left or :attr:`patience` is over.
 
         Raises
         ------
         InUseError
-            A signal handler called this during such a call of its thread.
+            A signal handler called this method while its thread was changing mappings.
         """
         parked: list[Parking] = []
         waited: set[Parking] = set()
@@ -652,8 +667,8 @@ class PhysicalPages(Claimable):
                 return act()
             except OutOfMemoryError as error:
                 if error.call == "cuMemCreate":
-                    # Listed before the wait. Another thread may end a parking right after the failure, and then ``act``
-                    # is to be called again.
+                    # The parkings are listed before the wait: if another thread ends one right after the failure, `act`
+                    # must be called again.
                     every = {one for places in members(self.spaces) for one in places.parked.values()}
                     parked[:] = [one for one in every if one not in waited and one.fence.queueing != get_ident()]
                 raise
@@ -667,14 +682,14 @@ class PhysicalPages(Claimable):
                 done = self._finish_first(parked, until)
                 if not done:
                     raise
-                # The driver may refuse to end a parking, which is then not waited for again.
+                # If the driver refuses to end a parking, the next round must not wait for it again.
                 waited.update(done)
 
     def _finish_first(self, parked: Collection[Parking], until: float) -> list[Parking]:
-        """Wait until the work of some of these parkings has completed. Finish these parkings and return them; return an
-        empty list at the time ``until``.
+        """Wait until the work of at least one of these parkings is done. Finish the parkings whose work is done, and
+        return them. Return an empty list at the time ``until`` (``time.monotonic``).
 
-        The host queries all of them. To wait for one could take for ever: its work may wait for an act of this thread.
+        The host queries all parkings in turn: the work of one may be waiting for this thread, and would never end.
         """
         done: list[Parking] = []
         while parked and not done and time.monotonic() < until:
@@ -682,22 +697,22 @@ class PhysicalPages(Claimable):
             done = [one for one in parked if one.fence.done()]
         if done:
             self.allocations.work()
-            # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
+            # The parkings are finished here, too, because the deferred queue attempts nothing during a capture.
             with contextlib.suppress(CudaError):
                 claiming((self,), lambda _: [one.finish() for one in done], level=1)
         return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` as :meth:`changing` does, and return its result; return ``otherwise`` if another call is
-        changing mappings. For deferred items, which must not wait.
+        """Call ``act`` as :meth:`changing` does, and return its result. If another call is changing mappings, return
+        ``otherwise`` at once. For deferred items, which must not wait.
         """
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
-        """Return ``count`` pages with one user each: first spare pages, then kept pages, which are unmapped, then new
-        pages (``cuMemCreate``).
+        """Return ``count`` pages with one user each: first spare pages, then kept pages, which are unmapped first, then
+        new pages (``cuMemCreate``).
 
-        Pages of ``besides`` are not taken. Call within :meth:`changing`.
+        Kept pages in ``besides`` are not taken. Call this only within :meth:`changing`.
 
         Raises
         ------
@@ -726,21 +741,21 @@ class PhysicalPages(Claimable):
             return taken + self._create(count - len(taken))
 
     def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
-        """Unmap the pages of ``kept``, a part of :attr:`kept`: they become spare. Each space changes completely or not
-        at all. Call within :meth:`changing`. Raises CudaError.
+        """Unmap the pages of ``kept``, a part of :attr:`kept`, so that they become spare. Each space changes completely
+        or not at all. Call this only within :meth:`changing`. Raises CudaError.
         """
         by_space = sorted(kept.values(), key=lambda where: id(where[0]))
         for places, group in groupby(by_space, lambda where: where[0]):
             places.retire([place for _, place in group])
 
     def finish_clearing(self) -> None:
-        """Keep the pages that have been cleared. Call within :meth:`changing`."""
+        """Finish the parkings whose zeros are written. Call this only within :meth:`changing`."""
         for parking in self.clearing:
             parking.finish()
 
     def await_clearing(self) -> None:
-        """Block the host until the zeros are written that no unfinished work precedes. Call without locks and outside
-        of :meth:`changing`.
+        """Block the host until pages are cleared whose earlier work is done. Pages whose zeros wait for unfinished work
+        are left out. Call this without locks and outside of :meth:`changing`.
         """
         for parking in self.clearing:
             if parking.before.done():
@@ -748,7 +763,7 @@ class PhysicalPages(Claimable):
 
     def trim(self, keep: int) -> int:
         """Release spare pages, then kept pages, until ``keep`` pages are left (``cuMemUnmap``, ``cuMemRelease``).
-        Returns how many were released. Raises CudaError.
+        Returns the number of pages released. Raises CudaError.
         """
         self.await_clearing()
 
@@ -760,7 +775,7 @@ class PhysicalPages(Claimable):
         return self._trim_spare(max(keep - len(self.kept), 0))
 
     def close(self) -> None:
-        """Release all pages that no space uses, and keep no pages from now on; idempotent."""
+        """Release all pages that no space uses, and keep no unused pages from now on. Idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
         if self._background is not None:
@@ -770,8 +785,8 @@ class PhysicalPages(Claimable):
         self.trim(0)
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
-        """Call ``function`` on the arena's background thread, after the functions that were passed before, and return
-        its future.
+        """Call ``function`` on the arena's background thread, after functions that were passed before. Returns a future
+        for the result of ``function``.
 
         Raises
         ------
@@ -784,8 +799,8 @@ class PhysicalPages(Claimable):
         return background.submit(function)
 
     def make_room(self) -> int:
-        """Release all unused pages, because other code of the process needs the memory. Waits at most 50 ms for zeros.
-        Returns the bytes released; errors of the driver are hidden.
+        """Release all unused pages, because the process needs the memory elsewhere. Waits at most 50 ms for pages that
+        are being cleared. Returns the number of bytes released. Errors of the driver are hidden.
         """
         before, until = self.count, time.monotonic() + _CLEARING
 
@@ -814,7 +829,7 @@ class PhysicalPages(Claimable):
         with self.lock:
             for page in dropped:
                 page.users -= 1
-            # No loop with an ``if`` in a block under a lock: see the module ``locks`` of the driver.
+            # `filterfalse` replaces a loop with an `if`, which must not be here: see `streamalloc.driver.locks`.
             unused = [*filterfalse(attrgetter("users"), dict.fromkeys(dropped))]
             if not self.closed:
                 self.spare += unused
@@ -828,15 +843,15 @@ class PhysicalPages(Claimable):
             raise ClosedError("the arena was closed")
 
     def _create(self, count: int) -> list[Page]:
-        """Create ``count`` pages with one user each (``cuMemCreate``). After an error, the pages created before it
-        become spare. Raises OutOfMemoryError if the limit, the budget or the device has no room.
+        """Create ``count`` pages with one user each (``cuMemCreate``). After an error, the pages that were created
+        before it become spare. Raises OutOfMemoryError if the limit, the budget or the device's memory is exhausted.
         """
         with self.lock:
             self._check_limit(count)
             numbers = self._numbers[: -count - 1 : -1]
             del self._numbers[-count:]
             numbers += islice(self._fresh, count - len(numbers))
-            # Before the creation, so that the budget counts these pages, too, and other processes leave the bytes.
+            # Counted before the creation, so that the budget includes these pages, and other processes see that.
             self.count += count
         made: list[Page] = []
 
@@ -856,7 +871,7 @@ class PhysicalPages(Claimable):
         return made
 
     def _check_limit(self, missing: int) -> None:
-        """Raise OutOfMemoryError if the limit has no room for ``missing`` more pages."""
+        """Raise OutOfMemoryError if ``missing`` more pages would exceed the limit."""
         if self.limit is not None and missing > 0 and self.claimed + missing * self.nbytes > self.limit:
             raise self._no_room(missing, "arena's limit", usage(self), self.claimed, self.limit)
 
@@ -866,8 +881,8 @@ class PhysicalPages(Claimable):
         return refused(OutOfMemoryError, "cuMemCreate", text, requested=requested, used=used, limit=limit)
 
     def _release(self, pages: Sequence[Page]) -> None:
-        """Release pages (``cuMemRelease``). Raises the first CudaError, after all were attempted. Pages that the driver
-        refuses are released later.
+        """Release pages (``cuMemRelease``). If the driver refuses a page, the deferred queue releases it later, and the
+        first CudaError is raised after all pages were tried.
         """
         later = deferred_queue(self.session)
         self._forget([page.number for page in pages if page is not self.zero])
@@ -877,13 +892,13 @@ class PhysicalPages(Claimable):
             self._tell_budget()
 
     def _tell_budget(self) -> None:
-        """Tell the other processes, through the budget, that there are fewer pages."""
+        """Write the smaller number of bytes to the budget, so that other processes can use them."""
         budget = self.budget()
         if budget is not None and not budget.closed:
             budget.settle()
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Stop counting pages that were released, or were not created. New pages reuse the numbers."""
+        """Stop counting pages that were released or could not be created. New pages reuse their numbers."""
         with self.lock:
             self.count -= len(numbers)
             self._numbers += numbers
@@ -897,8 +912,8 @@ class PhysicalPages(Claimable):
 
 
 def fill(physical: PhysicalPages, count: int) -> int:
-    """Create pages until ``count`` are spare or kept (``cuMemCreate``). Returns the number of spare and kept pages.
-    Raises OutOfMemoryError.
+    """Create pages until ``count`` pages are spare or kept (``cuMemCreate``). Returns the number of spare and kept
+    pages. Raises OutOfMemoryError.
     """
 
     def create() -> None:
@@ -906,14 +921,14 @@ def fill(physical: PhysicalPages, count: int) -> int:
             physical.drop(physical._create(1))
 
     while physical.available < count and not physical.closed:
-        # The claim keeps :meth:`take` on another thread from finding a page that is counted and not spare yet.
+        # Without the claim, `take` on another thread could find a page that is counted but not yet spare.
         physical.changing(create)
     return physical.available
 
 
 def usage(physical: PhysicalPages) -> str:
     """Return a text for errors: how many pages are in use, and how many are parked. A page counts as parked if all its
-    places are.
+    places are parked.
     """
     places = Counter(places.backing[place] for places in members(physical.spaces) for place in list(places.parked))
     parked = sum(page is not None and page.users == count for page, count in places.items())
@@ -923,14 +938,15 @@ def usage(physical: PhysicalPages) -> str:
 
 @contextlib.contextmanager
 def mapped_apart(physical: PhysicalPages, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
-    """Map ``pages`` side by side in a range of their own for a ``with`` block, which gets the address (``cuMemMap``).
+    """Return a context manager that maps ``pages`` side by side in a new address range (``cuMemMap``). ``with`` gives
+    the first address.
 
-    At the end of the block the host waits for ``stream``; after an error, for the device. If that fails, pages and
-    addresses stay mapped, because queued work may use them.
+    At the end of the block the host waits for ``stream``; after an error in the block, for the device. If this wait
+    fails, the pages stay mapped there, because queued work may use them.
     """
     size, session = physical.nbytes, physical.session
     addresses = AddressRange(len(pages) * size, driver=session.driver)
-    # One node for all mappings: if the driver refuses to unmap them, the deferred queue tries again.
+    # One node owns all these mappings: if the driver refuses to unmap them, the deferred queue tries again.
     whole = MappedBytes(addresses._node, 0, addresses.nbytes, {physical.device.location: MemAccess.READWRITE})
     addresses._node.add(whole)
     try:

@@ -1,4 +1,6 @@
-"""Spaces: address ranges that can be read everywhere, and that have memory of their own at the committed pages."""
+"""Spaces: address ranges that can be read everywhere, and written at committed pages, which have memory of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,19 @@ from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Kept, by_content
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
-"""Index of a page, a range of indices, or an array of indices."""
+"""Type of the argument ``pages``: the index of a page, or several indices as a range, an iterable or an array."""
 
 T = TypeVar("T")
 _BATCH = 64
-"""Number of pages that a swap-in or a preparation maps at a time."""
+"""Number of pages that a swap-in or a preparation maps in one step."""
 
 
 class _ParkedAgainError(Exception):
-    """Another thread has parked some of the places since the wait. The caller must wait again."""
+    """Some places were parked again after the wait, so that the caller must wait again."""
 
 
 class SpaceMemory(OwnsRange):
-    """The addresses of a :class:`PageSpace`, and the changes of its pages that wait for each other."""
+    """Base class of :class:`PageSpace`: the addresses, the state of the pages, and waits before pages are changed."""
 
     def __init__(self, arena: object, physical: PhysicalPages, nbytes: int | str, stream: StreamLike | None) -> None:
         size = checked_size("nbytes", nbytes)
@@ -67,10 +69,10 @@ class SpaceMemory(OwnsRange):
             self._places.repair()
 
     def close(self, after: After = None) -> None:
-        """Unmap all pages and free the addresses (``cuMemUnmap``, ``cuMemAddressFree``), after the host has waited for
-        ``after`` and for the work of parked pages. Idempotent.
+        """Unmap all pages and free the addresses (``cuMemUnmap``, ``cuMemAddressFree``). The host first waits for
+        ``after``, and for the work of parked pages. Idempotent.
 
-        ``after``: events or streams whose work may use the pages; default: all work of the device.
+        ``after`` is one or several events or streams whose work may use the pages; default: all work of the device.
         """
         if self.range.closed:
             return
@@ -82,18 +84,19 @@ class SpaceMemory(OwnsRange):
 
     @property
     def page_count(self) -> int:
-        """Number of pages, rounded up."""
+        """Number of pages of the space. The last page may be larger than needed."""
         return len(self._places.numbers)
 
     @property
     def committed(self) -> npt.NDArray[np.int64]:
-        """Indices of the committed pages, in ascending order."""
+        """Array of the indices of the committed pages, in ascending order."""
         found: npt.NDArray[np.int64] = np.flatnonzero(self.numbers >= 0)
         return found
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """A copy of the page table: the number of each page's physical page, or -1 if the page is not committed.
+        """A copy of the page table as an array: the number of each page's physical page, or -1 if the page is not
+        committed.
 
         Pages that share memory have the same number. Numbers begin at 0 and are reused.
         """
@@ -104,20 +107,22 @@ class SpaceMemory(OwnsRange):
 
     @property
     def parked(self) -> int:
-        """Number of released pages that are still in use or being cleared."""
+        """Number of released pages that queued work still uses or that are being cleared."""
         return len(self._places.parked)
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Indices of released pages that still have memory, in ascending order. Their commit needs no driver call."""
+        """Array of the indices of released and cleared pages that still have memory, in ascending order. Their commit
+        needs no driver call.
+        """
         self._check_open()
         with self._physical.lock:
             mine = [place for places, place in self._physical.kept.values() if places is self._places]
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
-        """Return for each of ``pages`` whether another page shares its memory. Raises TypeError, ValueError,
-        ClosedError.
+        """Return an array of bool, for each of ``pages`` whether another page shares its memory. Raises TypeError,
+        ValueError, ClosedError.
         """
         self._check_open()
         chosen = self._chosen(pages)
@@ -132,7 +137,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def owner(self) -> object:
-        """The arena."""
+        """The :class:`PageArena` of the space."""
         return self._arena
 
     @property
@@ -142,7 +147,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access."""
+        """Whether the stream's device has access to the space."""
         return self.stream.device.ordinal == self.device.ordinal
 
     @property
@@ -154,7 +159,7 @@ class SpaceMemory(OwnsRange):
         self._check_open()
 
         if self._places.broken:
-            # The driver takes unmapped addresses for host addresses.
+            # A copy would treat the unmapped addresses as host addresses.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")
 
@@ -210,8 +215,8 @@ class SpaceMemory(OwnsRange):
         return sorted(set(self._chosen(pages)))
 
     def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
-        """Wait for ``after`` and for the work of those places of ``chosen`` that are parked, then call ``act`` to
-        change places. Returns its result. Raises CaptureError, and the errors of :meth:`_locked_after`.
+        """Block the host until ``after`` and the work of the parked pages among ``chosen`` are done. Then call ``act``,
+        which changes pages, and return its result. Raises CaptureError, and the errors of :meth:`_locked_after`.
         """
         self._check_open()
         places, physical = self._places, self._physical
@@ -221,9 +226,10 @@ class SpaceMemory(OwnsRange):
     def _locked_after(
         self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
     ) -> T:
-        """Wait for the work of all ``parkings()``, then call ``act`` while no other thread changes the places.
+        """Block the host until the work of all ``parkings()`` is done, then call ``act`` while no other thread changes
+        pages of the space. Returns the result of ``act``. Raises InUseError, ClosedError.
 
-        If fewer than ``needed`` pages are available, first wait for released pages to be cleared.
+        If fewer than ``needed`` physical pages are available, first wait until released pages are cleared.
         """
         physical = self._physical
 
@@ -239,7 +245,7 @@ class SpaceMemory(OwnsRange):
                 parking.fence.synchronize()
             short = physical.available < needed and physical.parked > 0
             if short:
-                # Keep the pages of other parked places whose work has completed. No lock may be held here.
+                # Make the pages of other parked places available if their work is done. No lock may be held here.
                 physical.allocations.work()
                 physical.await_clearing()
             with contextlib.suppress(_ParkedAgainError):
@@ -252,47 +258,48 @@ class SpaceMemory(OwnsRange):
                 raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
 
     def _single(self, ends: Sequence[Any] | None) -> Stream | None:
-        """Return the one stream in ``ends``, if released pages can be cleared on it; else None."""
+        """Return the only element of ``ends`` if it is a stream on which released pages can be cleared; else None."""
         if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
             return None
         stream = as_stream(ends[0], self._session)
-        # PER_THREAD is excluded: a deferred item runs on any thread, where the handle names another stream.
+        # The per-thread stream is excluded: a deferred item runs on any thread, where its handle names another stream.
         mine = stream.device.ordinal == self.device.ordinal and int(raw_handle(stream)) != PER_THREAD
         return stream if mine and not stream.capturing else None
 
 
 class SwapSpace(SpaceMemory):
-    """A space whose pages can move to a tier and back.
+    """A space whose pages can be moved to a tier (host memory or disk) and back.
 
-    A move queues its copies under no lock, because disks and long copies would block other pages. Until its copies are
-    queued, its places are parked with a fence that only this thread ends, so that no other call uses them meanwhile.
-    The contents are stored before the places are parked, and forgotten after they are committed: at any moment the
-    bytes of a place are in its page or in the tier.
+    The copies of a move are queued without a lock, because disks and long copies would block calls for other pages.
+    Until the copies are queued, the pages of the move are parked with a fence that only this thread completes, so that
+    no other call uses these pages meanwhile. The record of the stored contents is made before the pages are parked, and
+    removed after they are committed: at any moment the bytes of a page are in memory or in the tier.
     """
 
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Move the contents of pages to host memory or to disk, and release the pages. Returns the number of pages.
+        """Move the contents of pages to host memory or to disk, and release the pages. Returns the number of pages
+        moved.
 
-        The pages are parked until the copies are done. With a :class:`HostTier` without checksums the copies are
-        stream-ordered. Otherwise the host waits until the contents are stored; other threads can use other pages
-        meanwhile.
+        The memory of the pages is available once the copies are done. With a :class:`HostTier` without checksums the
+        copies are stream-ordered. Otherwise the host waits until the contents are stored; other threads can use other
+        pages meanwhile.
 
         Parameters
         ----------
         pages
             An index, a range or an array of indices. Uncommitted pages are skipped.
         tier
-            Tier that stores the contents: a :class:`HostTier` or a :class:`DiskTier` of the device.
+            Tier that stores the contents: a :class:`HostTier` or a :class:`DiskTier` of the same device.
         stream
             Stream of the copies, ordered after the work that wrote the pages; default: the space's.
         after
             Further events or streams whose work may still read these pages; None for all work of the device. The host
-            does not wait for them.
+            does not wait for this work.
 
         Raises
         ------
         OutOfMemoryError, OSError
-            The tier has no room, or a file cannot be written. No page is changed.
+            The tier is full, or a file cannot be written. No page is changed.
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
@@ -306,17 +313,17 @@ class SwapSpace(SpaceMemory):
         places = self._places
         others = listed(after)
         ends = [*ends_or_all(others, self.device)]
-        Fence(self._session, ends).done()  # For work of a capture this raises, before a page is changed.
+        Fence(self._session, ends).done()  # Raises for a captured stream, before a page is changed.
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
-        # Without a lock, because it takes long to allocate host memory or disk space.
+        # No lock is held, because it takes long to allocate host memory or disk space.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
             committed = [place for place in chosen if places.numbers[place] >= 0]
             tier._take(len(committed), stored)
-            # Before park(), so that a signal handler that raises in between loses no contents.
+            # Recorded before `places.park`, so that a signal handler that raises in between loses no contents.
             kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
             places.park(committed, parking)
@@ -326,12 +333,12 @@ class SwapSpace(SpaceMemory):
             if kept:
                 places.locked(lambda: self._forget_stored(kept, parking))
 
-        # Another thread may release the pages before the copies are queued. Then ``in_use()`` keeps the tier from using
-        # their room for other contents.
+        # Another thread may release the pages before the copies are queued. `in_use()` prevents the tier from giving
+        # the same chunk memory to other contents meanwhile.
         with self._alone(ordered, *ends) as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
-                # Without a lock, because it takes long to write to a disk.
+                # No lock is held, because it takes long to write to a disk.
                 stored.save(self._addresses(committed), ordered, ordered.device == self.device)
                 parking.fence.queueing = 0
             places.locked(lambda: parking.begin(clear_on))
@@ -340,9 +347,9 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
-        """Return a ``with`` block that moves contents, and gets a parking for their places. Other calls wait for these
-        places until the block has ended and the work of ``ends`` is done. Otherwise they could use a page before its
-        contents have arrived.
+        """Return a context manager for a move of contents. ``with`` gives a :class:`Parking` for the places of the
+        move. Other calls wait for these places until the block has ended and the work of ``ends`` is done: otherwise
+        they could use a page before its contents have arrived.
         """
         fence = Fence(self._session, ends, queueing=True)
         try:
@@ -351,44 +358,45 @@ class SwapSpace(SpaceMemory):
             fence.queueing = 0
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking) -> dict[int, Kept]:
-        """Commit the places of ``kept`` whose contents are still stored, and remove these contents from the table of
-        stored contents. Returns them by place. ``parking``: that of the swap. Call within :meth:`Places.locked`.
+        """Commit those places of ``kept`` whose contents are still stored, and remove these contents from
+        :attr:`Places.stored`. Returns the removed contents by place. ``parking`` is the parking of the swap. Call this
+        only within :meth:`Places.locked`.
         """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the other places, so their parking can end.
+        if len(mine) < len(kept):  # Another thread has released the other places.
             parking.fence.queueing = 0
             parking.begin()
         return mine
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Commit swapped-out pages, and copy their contents back. Returns the number of pages.
+        """Commit swapped-out pages, and copy their contents back. Returns the number of pages moved.
 
         The copies are stream-ordered: use the pages on ``stream`` or after it. The host waits for reads from disk.
 
         Parameters
         ----------
         pages
-            An index, a range or an array of indices. Other pages are skipped.
+            An index, a range or an array of indices. Pages that are not swapped out are skipped.
         stream
-            Stream of the copies; by default the space's.
+            Stream of the copies; default: the space's.
         after
             As for :meth:`commit`.
 
         Raises
         ------
         DamagedBackupError
-            The tier's check found changed contents; ``block`` is the index of the page. All pages stay swapped out. The
-            other pages can be swapped in without this one.
+            A checksum of the tier shows that contents were changed; ``block`` is the index of the page. All pages stay
+            swapped out. The other pages can be swapped in without this page.
         OutOfMemoryError, InUseError, ClosedError, CudaError, OSError
             As for :meth:`commit`. All pages stay swapped out.
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # The call must not wait for work on pages in memory.
+        chosen = [*self._swapped(self._unique(pages))]  # Only these, so that the call waits for no work on other pages.
         ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):
@@ -411,7 +419,7 @@ class SwapSpace(SpaceMemory):
             with undoing(lambda: self._give_back(left, parking)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
-                    # The next batch is mapped while the copies of one batch run. Both take equally long.
+                    # The next batch is mapped while the copies of one batch run, which takes equally long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
                         places.locked(functools.partial(places.exchange, batch, parking=parking))
@@ -425,15 +433,15 @@ class SwapSpace(SpaceMemory):
         return len(kept)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking) -> None:
-        """Release ``left``, the pages of a swap that were not used, and those of the places of ``parking``, after an
-        error: their contents could not be copied.
+        """After an error in a swap-in, release the physical pages in ``left``, which were not used, and the pages at
+        the places of ``parking``, whose contents could not be copied.
         """
         places = self._places
         self._physical.drop(left.values())
 
         def unpark() -> None:
             parking.fence.queueing = 0
-            # Another swap may have parked some of the places since: leave those to it.
+            # Another swap may have parked some of these places since then: leave those places alone.
             mine = [place for place in parking.places if places.parked.get(place) is parking]
             places.commit([place for place in mine if places.backing[place] is None])
             parking.begin()
@@ -442,8 +450,8 @@ class SwapSpace(SpaceMemory):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """Replace the block of the tier by the page in a DamagedBackupError of a ``with`` block: block ``indices[i]``
-        is page ``places[i]``.
+        """Return a context manager that replaces the index of the tier's block by the index of the page in a
+        DamagedBackupError of its block: ``indices[i]`` becomes ``places[i]``.
         """
         try:
             yield
@@ -459,7 +467,7 @@ class SwapSpace(SpaceMemory):
 
 
 class PageSpace(SwapSpace):
-    """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
+    """A range of addresses with memory at the pages that are committed. :meth:`PageArena.space` returns it.
 
     All addresses can be read: uncommitted pages map the arena's page of zeros, which devices cannot write. So one
     tensor can cover the whole space, at a constant address. ::
@@ -470,37 +478,37 @@ class PageSpace(SwapSpace):
             cache.release([7, 9], after=stream)  # parked until the stream's work has completed
 
     Mapping is not stream-ordered. While a page is committed, aliased or made private, it may be unmapped for a moment.
-    Work that uses *this page* then breaks the context; other pages can be used. So operations take ``after``: events or
-    streams whose work still uses the pages. In :meth:`release` the host does not wait for that work; in the other
-    operations it does.
+    Work that uses *this page* then breaks the context; other pages can be used. So operations have an argument
+    ``after``: events or streams whose work still uses the pages. The host waits for this work, except in
+    :meth:`release`.
 
     A released page is cleared, and keeps its memory until another page of the arena needs the memory. So the next
     commit of the page usually makes no mapping call. The driver does not refuse writes to a released page, but
     :func:`streamalloc.driver.checked` reports them.
 
-    Each operation takes an index, a range or an array of indices. It changes all these pages, or none after an error.
-    Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
+    Each operation takes an index, a range or an array of indices. It changes all these pages; after an error it has
+    changed none. Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
 
-    A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
+    A space that is dropped is unmapped after all queued work of the device, and its pages return to the arena.
     """
 
     def commit(self, pages: Pages, after: After = (), *, zero: bool = False) -> None:
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly
         committed pages are undefined.
 
-        Pages that have kept their memory use it again, without a driver call. The others get, in this order: spare
-        physical pages of the arena, memory that other pages keep, and new physical pages.
+        Pages that have kept their memory use it again, without a driver call. Other pages get spare physical pages of
+        the arena, then memory that released pages keep, then new physical pages.
 
-        If a page is still parked, the host waits for the work that uses it. If there is no memory, the host waits for
-        the memory of other parked pages, see ``patience`` of :class:`PageArena`.
+        If a page was released and queued work still uses it, the host waits for this work. If there is no memory, the
+        host waits for other released pages, see ``patience`` of :class:`PageArena`.
 
         Parameters
         ----------
         pages
             An index, a range or an array of indices. Committed pages are skipped.
         after
-            Events or streams that may still read the zeros of these pages; the host waits for them. None means all work
-            of the device. Default: none.
+            Events or streams whose work may still read the zeros of these pages; the host waits for this work. None
+            means all work of the device. Default: nothing.
         zero
             Whether newly committed pages read as zeros, on every stream. Pages that have kept their memory are cleared
             already. For other pages the host waits until they are cleared (``cuMemsetD8Async``).
@@ -510,13 +518,13 @@ class PageSpace(SwapSpace):
         OutOfMemoryError
             The device has not enough memory, or the limit of the arena is reached.
         EvictedError
-            A page is swapped out: :meth:`swap_in` or :meth:`release` it.
+            A page is swapped out: call :meth:`swap_in` or :meth:`release` for it.
         InUseError
-            A signal handler called this during another call of its thread.
+            A signal handler called this method during another call on its thread.
         CaptureError
             A stream of ``after`` is being captured.
         ClosedError
-            Space or arena was closed.
+            The space or the arena was closed.
         CudaError
             The driver refused a call. In all these cases no page is changed.
         """
@@ -541,13 +549,14 @@ class PageSpace(SwapSpace):
                 self._physical.notify_watchers()
 
     def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
-        """Map the pages of ``others``, given by place. Queue zeros for these places and for those of ``ready`` that are
-        not cleared, and park both until the zeros are written. Call within :meth:`Places.locked`.
+        """Map the physical pages of ``others``, given by place. Queue zeros for these places and for places of
+        ``ready`` that are not cleared, and park all of them until the zeros are written. Call this only within
+        :meth:`Places.locked`.
 
         Raises
         ------
         _ParkedAgainError
-            Zeros were queued: the caller waits for them and calls again, which commits the places.
+            Zeros were queued. The caller waits for them and repeats the commit.
         CudaError
             The driver refused a call.
         """
@@ -566,10 +575,11 @@ class PageSpace(SwapSpace):
         raise parking.refused or _ParkedAgainError
 
     def prepare(self, pages: Pages) -> Future[int]:
-        """Map memory at pages in the background, so that their commit makes no driver call.
+        """Map memory at pages on a background thread, so that their commit makes no driver call.
 
-        Afterwards the pages are kept, as after a release: they read as zeros, and other pages may take their memory.
-        Spare pages of the arena are used first, then new ones are created. Work must not use the pages during the call.
+        Afterwards the pages are in the same state as after a release: they read as zeros, and other pages may take
+        their memory. Spare pages of the arena are used first, then new pages are created. No work may use the pages
+        until the future is done.
 
         Parameters
         ----------
@@ -579,13 +589,13 @@ class PageSpace(SwapSpace):
         Returns
         -------
         concurrent.futures.Future
-            Its result is the number of pages that got memory. Its errors are those of :meth:`commit`; some batches of
-            pages may have got memory before an error.
+            A future whose result is the number of pages that got memory. Errors as for :meth:`commit`, but some pages
+            may have got memory before an error.
 
         Raises
         ------
         ClosedError
-            Space or arena was closed.
+            The space or the arena was closed.
         """
         chosen = self._unique(pages)
         self._check_open()
@@ -595,7 +605,7 @@ class PageSpace(SwapSpace):
         places, physical, made = self._places, self._physical, 0
 
         def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
-            # Parked places without a page are skipped: ``swap_in()`` on another thread gives them one.
+            # Parked places without a page are skipped: `swap_in()` on another thread gives them a page.
             new = [place for place in batch if places.backing[place] is None]
             new = [place for place in new if place not in places.stored and place not in places.parked]
             parking = Parking(places, Fence(self._session, ()))
@@ -619,8 +629,8 @@ class PageSpace(SwapSpace):
         Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
         other pages may take the memory.
 
-        If pages share memory, only the page that is released last is cleared; the other pages are unmapped after the
-        work. If the driver refuses to clear pages, they are unmapped after the work, too.
+        If pages share memory, only the page that is released last is cleared. The other pages are unmapped after the
+        work of ``after``. If the driver refuses to clear pages, these pages are unmapped after the work, too.
 
         Parameters
         ----------
@@ -628,8 +638,8 @@ class PageSpace(SwapSpace):
             An index, a range or an array of indices. Uncommitted pages are skipped. Contents of swapped-out pages are
             dropped.
         after
-            Events or streams whose work may still use these pages; ``()`` for none. Default: all present work of the
-            device.
+            Events or streams whose work may still use these pages; ``()`` for none. Default: all work that is queued on
+            the device now.
 
         Raises
         ------
@@ -658,34 +668,35 @@ class PageSpace(SwapSpace):
 
         places.locked(release)
         if zeros is not None and now:
-            # An error of the stream is suppressed here, because the user's next call raises it. A captured stream does
-            # not wait for these zeros.
+            # An error of the stream is suppressed here, because the next call on the stream raises it. A captured
+            # stream does not wait for these zeros.
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.fence.precede, self.stream), mine=True)
         drop_contents(dropped)
         self._physical.notify_watchers()
-        # Attempt more items than one release submits, so that the queue does not grow.
+        # One release submits fewer items than are attempted here, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
-        """Let pages share the memory of committed pages in this space, or in another space of the same arena.
+        """Have pages share the memory of committed pages in this space, or in another space of the same arena.
 
-        Both pages then have the same bytes. The memory returns to the arena when its last page is released. Before a
-        write, :meth:`make_private` protects the other pages.
+        A page and its counterpart then have the same bytes. The memory returns to the arena when the last page with
+        this memory is released. Call :meth:`make_private` before a page is written that should not change the others.
 
         Parameters
         ----------
         pages
             Pages that are not committed, or that already share the memory of their counterpart.
         of, its_pages
-            A space of the same arena, and as many committed pages of it, in the same order.
+            A space of the same arena, and the same number of committed pages of this space, in the order of ``pages``.
         after
             As for :meth:`commit`.
 
         Raises
         ------
         ValueError
-            A page is committed, a page of ``of`` is not, or the numbers of pages or the arenas differ.
+            A page is committed with other memory, a page of ``of`` is not committed, or the numbers of pages or the
+            arenas differ.
         EvictedError, InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         """
@@ -715,9 +726,10 @@ class PageSpace(SwapSpace):
         physical.notify_watchers()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
+        """Give each of these pages that shares its memory a copy of its own. Returns the number of copied pages.
 
-        The host waits for the copies. Call it before the first write to a page that was aliased (copy on write).
+        The host waits for the copies. Call this method before the first write to a page that was aliased (copy on
+        write).
 
         Parameters
         ----------
@@ -770,8 +782,8 @@ class PageSpace(SwapSpace):
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
-        """Copy ``sources`` to ``targets`` on ``stream``, by a mapping of their own, which no other thread can unmap.
-        Blocks the host. Raises CudaError.
+        """Copy the physical pages ``sources`` to ``targets`` on ``stream``, at temporary addresses, which no other
+        thread can unmap. Blocks the host. Raises CudaError.
         """
         nbytes = len(sources) * self.page_size
         with mapped_apart(self._physical, [*sources, *targets], stream) as address:
