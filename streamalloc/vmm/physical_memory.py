@@ -1,4 +1,4 @@
-"""Physical memory without addresses (``cuMemCreate``, driver API section 6.14)."""
+"""Physical memory without addresses (``cuMemCreate``)."""
 
 from __future__ import annotations
 
@@ -56,17 +56,19 @@ _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
-_ROOM = 32  # A search for a size tries 32 sizes, then 32 times as many, and reserves addresses for the largest of them.
+_ROOM = 32  # `_size_among` first tries 32 sizes, then 32 times as many.
 _UNSAID = object()
 
 T = TypeVar("T")
 
 
 class MemorySpec:
-    """Properties of physical memory, checked once, and the creation of such memory."""
+    """Properties of physical memory, which were checked once, and the creation of such memory."""
 
     def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
-        """``exists``: the memory already exists; its device may be invisible to this process."""
+        """Check the properties and query the granularity. ``exists``: whether the memory already exists; its properties
+        are then not checked, and its device may be invisible to this process.
+        """
         if not exists:
             self._check(session, prop)
         self.session: Session = session
@@ -77,10 +79,10 @@ class MemorySpec:
         self.struct: Any = prop.to_driver()
         """The properties as a ``CUmemAllocationProp``."""
         place = prop.location
-        # The driver cannot be asked about memory of a device that this process does not see.
+        # The driver has no granularity for a device that is invisible to this process, so device 0 is named instead.
         asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
         self.granularity: int = granularity_of(session, asked)
-        """Granularity in bytes. Each size is a multiple of the granularity."""
+        """Granularity in bytes. The size of each memory is a multiple of this number."""
         needs = {
             MemLocationType.DEVICE_LOCALITY_DOMAIN: DOMAIN_NEEDS,
             MemLocationType.HOST_NUMA: f"location={place}: is there such a NUMA node?",
@@ -117,13 +119,13 @@ class MemorySpec:
                     raise refused(NotSupportedError, "cuMemCreate", f"it needs a device with {name}, found {device!r}")
 
     def round_up(self, nbytes: int) -> int:
-        """Round a size in bytes up to the granularity."""
+        """Return a size in bytes rounded up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
 
     def checked(self, nbytes: int | str, *, round_up: bool = False, name: str = "nbytes") -> int:
-        """Return ``nbytes`` if it is a valid size, or with ``round_up`` rounded up to the granularity. Raises
-        TypeError, and ValueError for zero and for other sizes that are no multiple of the granularity; ``name``: the
-        argument's name.
+        """Return the size ``nbytes`` in bytes; with ``round_up``, rounded up to the granularity. Raises TypeError, and
+        ValueError for zero and for sizes that are no multiple of the granularity. ``name``: the argument's name, for
+        errors.
         """
         size = checked_size(name, nbytes)
         if round_up:
@@ -135,7 +137,7 @@ class MemorySpec:
         return size
 
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
+        """Make deferred releases, then create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
 
         Raises
         ------
@@ -147,9 +149,8 @@ class MemorySpec:
         self.create(owner, nbytes)
 
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``, as :meth:`obtain` does. Deferred
-        releases are attempted, and arenas release unused pages, only if memory runs out. Raises OutOfMemoryError,
-        CudaError.
+        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``. Only if memory runs out, make
+        deferred releases, have arenas release unused pages, and try again. Raises OutOfMemoryError, CudaError.
         """
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
@@ -163,8 +164,8 @@ class MemorySpec:
                 raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
-        """Return the memory of a mapping as an object. If only the mapping holds the handle, the object takes the
-        handle over.
+        """Return the memory of a mapping as an object. If the mapping owns the handle, the object takes the handle
+        over.
         """
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._belong(self, mapped.nbytes)
@@ -172,7 +173,7 @@ class MemorySpec:
         state = handle.state
         with self.allocations.lock:
             raw = mapped._raw
-            # The mapping has no handle (None) if it was released, or if another thread has made the object.
+            # `raw` is None if the mapping was released, or if another thread has made the object meanwhile.
             number = state.handle = 0 if raw is None else int(raw)
             if not mapped.gone:
                 state.mappings[mapped] = None
@@ -189,7 +190,7 @@ class MemorySpec:
         return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
-        """Return ``error`` with the figures of the request: its bytes, the free and total bytes of the device, and who
+        """Return ``error`` with the bytes requested, the free and total bytes of the device, and lines of text on who
         holds memory there.
         """
         figures: dict[str, Any] = {"requested": nbytes}
@@ -206,16 +207,17 @@ class MemorySpec:
 
 
 def spec_of(session: Session, prop: MemAllocationProp, *, exists: bool = False) -> MemorySpec:
-    """Return the :class:`MemorySpec` of these properties, made at the first call. ``exists``: the memory exists
-    already, so the properties are not checked. Raises ValueError, NotSupportedError.
+    """Return the :class:`MemorySpec` of these properties: for equal properties the same object. ``exists``: whether the
+    memory exists already, so that the properties are not checked. Raises ValueError, NotSupportedError.
     """
     known: dict[object, MemorySpec] = allocations_of(session).specs
     return known.get((prop, exists)) or known.setdefault((prop, exists), MemorySpec(session, prop, exists=exists))
 
 
 def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:
-    """Return the granularity in bytes of memory with these properties, a ``CUmemAllocationProp``
-    (``cuMemGetAllocationGranularity``): the smallest, or the ``recommended`` one. Raises CudaError.
+    """Return the granularity in bytes of memory with the properties ``struct``, a ``CUmemAllocationProp``
+    (``cuMemGetAllocationGranularity``): the minimum or, with ``recommended``, the recommended granularity. Raises
+    CudaError.
     """
     # CU_MEM_ALLOC_GRANULARITY_MINIMUM is 0, _RECOMMENDED is 1
     which = cuda.CUmemAllocationGranularity_flags(int(recommended))
@@ -229,8 +231,8 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """Return the properties for these arguments of :class:`PhysicalMemory`. ``where`` may be complete properties: then
-    the other arguments raise ValueError. Raises TypeError.
+    """Return the properties for these arguments of :class:`PhysicalMemory`. If ``where`` is a MemAllocationProp, it is
+    returned, and other arguments raise ValueError. Raises TypeError.
     """
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
@@ -244,8 +246,8 @@ def properties_for(
 
 
 def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
-    """Return ``where`` and ``nbytes``, swapped if the size was given first. Then warn (``DeprecationWarning``) that
-    this order of the function ``name`` is deprecated.
+    """Return ``where`` and ``nbytes``. If the size was given first, swap the two, and issue a ``DeprecationWarning``
+    that this order is deprecated for the function ``name``.
     """
     if isinstance(where, int) and not isinstance(nbytes, (int, str)):
         warn(f"{name}(nbytes, ...) is deprecated: give the device first", DeprecationWarning)
@@ -256,9 +258,9 @@ def device_first(name: str, where: T, nbytes: Any) -> tuple[T, int]:
 class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
-    Map it into an :class:`AddressRange` to use it, at one address or at several (aliases). The driver keeps the memory
-    until it is closed, unmapped everywhere and closed by every importer, in any order. Memory that is still bound to a
-    multicast object is released when it is unbound. ::
+    To use the memory, map it into an :class:`AddressRange`, at one address or at several (aliases). The driver keeps
+    the memory until this object is closed, all mappings are unmapped, and every process that imported the memory has
+    closed it, in any order. Memory that is still bound to a multicast object is released when it is unbound. ::
 
         with vmm.PhysicalMemory(device, 2 << 20) as memory, vmm.AddressRange(2 << 20) as addresses:
             addresses.map(memory, access=device).fill(0, stream)
@@ -268,30 +270,30 @@ class PhysicalMemory(GenericAllocation):
     where
         A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
     nbytes
-        Size in bytes, a multiple of :meth:`granularity`. The old order ``PhysicalMemory(nbytes, where)`` is deprecated.
+        Size in bytes, a multiple of :meth:`granularity`. The order ``PhysicalMemory(nbytes, where)`` is deprecated.
     handle_types
-        Handle types by which other processes can open it.
+        Handle types with which the memory can be exported to other processes.
     compressible
-        Request compressible memory; :attr:`compressible` says whether the driver granted it.
+        Whether to request compressible memory. :attr:`compressible` tells whether the driver granted the request.
     gpu_direct_rdma
-        Whether other PCIe devices may access it.
+        Whether other PCIe devices may access the memory.
     tile_pool
-        Create memory for the tiles of sparse arrays, which cannot be mapped into an address range.
+        Whether the memory is for the tiles of sparse arrays. It then cannot be mapped into an address range.
     round_up
-        Round ``nbytes`` up to the granularity instead of raising ``ValueError``.
+        Whether to round ``nbytes`` up to the granularity instead of raising ``ValueError``.
     driver
-        The driver to use if ``where`` is no device.
+        The driver to use if ``where`` is not a :class:`Device`.
 
     Raises
     ------
     TypeError, ValueError
         The size is not a multiple of the granularity, or an option conflicts with the location or another option.
     NotSupportedError
-        The device does not support an option; the message names it.
+        The device does not support an option. The message names the option.
     NotPermittedError
         Fabric handles were requested and this user cannot open an IMEX channel.
     OutOfMemoryError
-        There is not enough memory; the error has the device's free and total bytes.
+        There is not enough memory. The error has the device's free and total bytes.
     """
 
     __slots__ = ("_spec",)
@@ -319,7 +321,7 @@ class PhysicalMemory(GenericAllocation):
         self._node.known()
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
-        """Set all attributes but the handle, which :meth:`MemorySpec.obtain` or an import sets."""
+        """Set all attributes except the handle, which :meth:`MemorySpec.obtain` sets later."""
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
@@ -329,33 +331,35 @@ class PhysicalMemory(GenericAllocation):
     def granularity(
         where: Device | MemLocation | MemAllocationProp, *, recommended: bool = False, driver: Driver | None = None
     ) -> int:
-        """Return the granularity in bytes of such memory (``cuMemGetAllocationGranularity``).
+        """Return the granularity in bytes of memory at ``where`` (``cuMemGetAllocationGranularity``).
 
-        Sizes and addresses are multiples of it. ``where`` and ``driver`` are those of :class:`PhysicalMemory`.
-        ``recommended`` selects the granularity with the best performance instead of the smallest. Raises TypeError,
-        ValueError, CudaError.
+        Sizes and addresses must be multiples of the minimum granularity. With ``recommended``, return the granularity
+        that the driver recommends for performance. ``where`` and ``driver`` as for :class:`PhysicalMemory`. Raises
+        TypeError, ValueError, CudaError.
         """
         prop = properties_for(where, MemHandleType.NONE, False, False)
         return granularity_of(session_for(where, driver), prop.to_driver(), recommended=recommended)
 
     @classmethod
     def at(cls, address: int, *, driver: Driver | None = None) -> PhysicalMemory:
-        """Return the memory that is mapped at an address, by any library (``cuMemRetainAllocationHandle``).
+        """Return the memory that is mapped at an address, by this package or by other code
+        (``cuMemRetainAllocationHandle``).
 
-        The object gets a handle of its own, which it releases. Its size is that of the mapping.
+        The object gets its own handle of the memory, and releases this handle when it is closed. Its size is the size
+        of the mapping.
 
         Raises
         ------
         InvalidValueError
-            No memory is mapped there with ``cuMemMap``.
+            No memory is mapped at the address with ``cuMemMap``.
         ValueError
-            A multicast object of this process is mapped there.
+            A multicast object of this process is mapped at the address.
         """
         session = session_for(None, driver)
         memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_number("address", address)
-        # Lists a handle that only a mapping holds, so that the new object shares the state of its memory.
+        # This lists a handle that only a mapping has, so that the new object shares the state of its memory.
         handle.allocations.mapped_at(place, 1)
         raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         memory._hold(raw, f"address={address:#x}: the handle")
@@ -373,30 +377,33 @@ class PhysicalMemory(GenericAllocation):
         owner: object = _UNSAID,
         driver: Driver | None = None,
     ) -> PhysicalMemory:
-        """Use physical memory of other code by its handle.
+        """Return an object for physical memory of other code, by a handle of the memory.
 
         Parameters
         ----------
         handle
-            A file descriptor or fabric handle that any process exported (``cuMemExportToShareableHandle``): the object
-            gets its own handle (``cuMemImportFromShareableHandle``), which it releases. An :class:`Fd` is closed by
-            this call, even if it fails; a descriptor given as a number stays open. A fabric handle is a
-            :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a ``CUmemGenericAllocationHandle`` of
-            this process, which needs an ``owner``, and must not be released meanwhile: driver 580 may crash on it.
+            A file descriptor or fabric handle that any process exported (``cuMemExportToShareableHandle``). The object
+            gets its own driver handle of the memory (``cuMemImportFromShareableHandle``), which it releases. An
+            :class:`Fd` is closed by this call, even if it fails; a descriptor given as a number stays open. A fabric
+            handle is a :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a
+            ``CUmemGenericAllocationHandle`` of this process: it needs an ``owner``, and must not be released before
+            this object is closed, because driver 580 may crash on a released handle.
         nbytes
-            Size in bytes. It is checked by a mapping at a new address, as the driver maps memory as a whole only.
-            None: the driver is asked for the size, by an attempt for each multiple of the granularity.
+            Size in bytes. It is checked by a mapping at a new address, because the driver only maps whole memory. With
+            None, the size is found by such attempts with each multiple of the granularity.
         owner
-            Of a ``CUmemGenericAllocationHandle``: the object that releases it, kept until this object has ended; None
-            for code without such an object; ``"this"`` if this object is to release it (``cuMemRelease``).
+            Only for a ``CUmemGenericAllocationHandle``: the object that releases the handle, which is kept alive until
+            this object is released. None if other code releases the handle. ``"this"`` if this object releases it
+            (``cuMemRelease``).
         driver
-            The driver to use; default: the current one.
+            The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
         Raises
         ------
         TypeError, ValueError
-            ``handle`` is no handle of memory: a file, a closed descriptor, a multicast object; the memory has another
-            size; or ``owner`` is missing, superfluous, or an object of this process owns the handle already.
+            ``handle`` is no handle of memory, such as a file, a closed descriptor or a multicast object. Or the memory
+            has another size. Or ``owner`` is missing or superfluous, or an object of this process owns the handle
+            already.
         InvalidValueError, CudaError
             The driver refuses the handle.
         """
@@ -435,7 +442,7 @@ class PhysicalMemory(GenericAllocation):
         known = node.allocations.by_handle.get(number)
         if is_ours(owner) and known is not None:
             raise refuse_second_owner(f"an object with the handle {number:#x}")
-        node.borrowed = True  # Until all checks have passed, so that an error leaves the caller the handle.
+        node.borrowed = True  # Set until all checks have passed: after an error the caller still has the handle.
         node.kept[node] = owner
         try:
             memory._hold(handle, f"handle={number:#x}")
@@ -444,14 +451,15 @@ class PhysicalMemory(GenericAllocation):
         return memory
 
     def _hold(self, raw: Any, which: str) -> None:
-        """Take ``raw``, a handle of memory of this process, and read its properties. After an error this object is
-        closed. ``which``: words that name the handle in the error. Raises ValueError for a multicast object, CudaError.
+        """Store ``raw``, a handle of memory of this process, and read the memory's properties. After an error this
+        object is closed. ``which`` is text that names the handle in the error. Raises ValueError for a multicast
+        object, CudaError.
         """
         node = self._node
         node._raw = raw
         known = node.allocations.by_handle.get(int(raw))
         with undoing(self.close):
-            # Check this first. If the object's own handle were taken over, it would be released after the object.
+            # This is checked first: otherwise the multicast object's own handle would be released after that object.
             if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
                 raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
             node.known()
@@ -465,7 +473,7 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory, as requested."""
+        """Location of the memory, as it was requested."""
         return self._spec.prop.location
 
     @property
@@ -474,9 +482,9 @@ class PhysicalMemory(GenericAllocation):
         return self._spec.prop
 
     def query(self) -> MemAllocationProp:
-        """Read the properties from the driver (``cuMemGetAllocationPropertiesFromHandle``).
+        """Return the properties that the driver reports (``cuMemGetAllocationPropertiesFromHandle``).
 
-        They may differ from :attr:`properties`: compression is not always granted, the location HOST is reported as a
+        These may differ from :attr:`properties`: compression is not always granted, the location HOST is reported as a
         NUMA node, and driver 580 does not report tile pools.
         """
         return MemAllocationProp.from_driver(self._queried())
@@ -486,8 +494,8 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def compressible(self) -> bool:
-        """Whether the memory is compressible, as each read asks the driver
-        (``cuMemGetAllocationPropertiesFromHandle``). False if compression was requested and not granted.
+        """Whether the memory is compressible; False if compression was requested and not granted. Each read queries the
+        driver (``cuMemGetAllocationPropertiesFromHandle``).
         """
         return self.query().alloc_flags.compression_type == _COMPRESSION
 
@@ -496,7 +504,7 @@ class PhysicalMemory(GenericAllocation):
             raise ValueError(f"{self!r} is a tile pool, which only backs sparse arrays")
 
     def _check_access(self, rights: Rights) -> None:
-        # The driver would grant the other permissions of the call before it refuses this one.
+        # The driver would grant the other permissions of the call before it refuses this permission.
         if not self.location.on_host and any(where.on_host and flags for where, flags in rights.items()):
             raise refused(NotSupportedError, "cuMemSetAccess", "the host can only be given access to host memory")
 
@@ -517,7 +525,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     CudaError.
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
-    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`.
+    ``nbytes`` is not checked here: see :func:`streamalloc.vmm.internal.check_mappable`.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
@@ -525,7 +533,8 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     with undoing(memory.close):
         struct, allocations = memory._queried(), memory._node.allocations
         read, known = prop_bytes(struct), allocations.imported
-        # The chunks of a range are alike, and to make the properties of each costs more than to import it.
+        # Chunks of a range often have equal properties, and it takes longer to make the objects for them than to import
+        # a chunk.
         if known is None or known[0] != read:
             spec = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
             known = allocations.imported = read, spec
@@ -534,7 +543,7 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 def _most_bytes(memory: PhysicalMemory) -> int:
-    """Return the bytes of all memory of the device or host where ``memory`` is. No allocation there can have more."""
+    """Return the total bytes of the device or host that ``memory`` is on, which is an upper limit for its size."""
     place = memory.location
     if place.type is MemLocationType.DEVICE and place.seen:
         return Device(place.id, driver=memory.driver).memory_info().total
@@ -542,10 +551,10 @@ def _most_bytes(memory: PhysicalMemory) -> int:
 
 
 def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0) -> int:
-    """Return the first of ascending sizes that the driver maps, at new addresses; 0 if it maps no size. Sizes before
-    the index ``begin`` are left out.
+    """Return the first of ``sizes`` (ascending, in bytes) in which the driver maps the memory ``raw`` at new addresses;
+    0 if there is none. Sizes before the index ``begin`` are left out.
     """
-    # A few sizes first: the process may not have as many addresses as the device has memory.
+    # A few sizes are tried first: the process may not have as many addresses as the device has memory.
     some = sizes[begin : _ROOM * max(begin, 1)]
     if not some:
         return 0
@@ -560,10 +569,10 @@ def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
                 return 0
-            if not isinstance(error, NotSupportedError):  # A wrong size gives this error: try the next size.
+            if not isinstance(error, NotSupportedError):  # NotSupportedError means a wrong size.
                 raise error
     finally:
-        # A release that the driver refuses is repeated later.
+        # If the driver refuses this release, the deferred queue repeats it later.
         with undoing(lambda: trial.allocations.drop(trial)):
             trial.allocations.end(trial)
     return _size_among(session, raw, sizes, begin + len(some))
@@ -573,9 +582,10 @@ _NOT_MAPPED = "no memory is mapped by cuMemMap at this address"
 
 
 def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
-    """Create a DMA-BUF descriptor for device memory, for example for an RDMA network card.
+    """Return a DMA-BUF file descriptor for device memory, for example for an RDMA network card.
 
-    Calls ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close it before the memory. ::
+    Calls ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close the descriptor before the
+    memory is freed. ::
 
         with vmm.dma_buf(buffer) as fd:
             register(fd.fileno(), buffer.nbytes)
@@ -585,7 +595,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     memory
         Memory of this package that begins and ends at host pages (4 KiB).
     pcie
-        If true, request a mapping over PCIe even if the device has another link to the host.
+        Whether to request a mapping over PCIe even if the device has another link to the host.
 
     Raises
     ------
@@ -594,7 +604,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     TypeError
         ``memory`` is no memory of this package.
     NotSupportedError
-        The device has no DMA-BUF (:attr:`Capabilities.dma_buf`), or not this kind of mapping.
+        The device does not support DMA-BUF (:attr:`Capabilities.dma_buf`), or not with ``pcie``.
     """
     if not isinstance(memory, Memory):
         raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemAllocFlags:
-    """The ``allocFlags`` part of ``CUmemAllocationProp``.
+    """Flags of physical memory: the field ``allocFlags`` of ``CUmemAllocationProp``.
 
     The field ``alloc_flags`` of :class:`MemAllocationProp`.
 
     Attributes
     ----------
     compression_type
-        1 asks for compressible memory (``CU_MEM_ALLOCATION_COMP_GENERIC``).
+        1 requests compressible memory (``CU_MEM_ALLOCATION_COMP_GENERIC``); 0 does not.
     gpu_direct_rdma_capable
-        Whether other PCIe devices may reach the memory.
+        Whether other PCIe devices may access the memory.
     usage
-        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``), 2 for memory that the
-        decompression engine may use (``CU_MEM_CREATE_USAGE_HW_DECOMPRESS``).
+        1 requests memory for the tiles of sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``), 2 memory that the
+        decompression engine can use (``CU_MEM_CREATE_USAGE_HW_DECOMPRESS``).
     """
 
     compression_type: int = 0
@@ -58,13 +58,13 @@ class MemAllocationProp:
     Attributes
     ----------
     type
-        PINNED: ``cuMemCreate`` makes no other kind.
+        PINNED. ``cuMemCreate`` creates no other kind of memory.
     requested_handle_types
         Kinds of handles for sharing with other processes.
     location
         Device, HOST or HOST_NUMA.
     win32_handle_meta_data
-        None; the field exists for Windows.
+        None. The driver's field is for Windows only.
     alloc_flags
         Compression, GPUDirect RDMA and usage.
 
@@ -110,7 +110,7 @@ class MemAllocationProp:
 
     @classmethod
     def from_driver(cls, struct: Any) -> Self:
-        """Return the properties that a ``CUmemAllocationProp`` holds."""
+        """Return the properties in ``struct``, a ``CUmemAllocationProp``."""
         flags = struct.allocFlags
         return cls(
             type=MemAllocationType(int(struct.type)),
@@ -130,34 +130,34 @@ _SPARSE_LEVEL, _MIPTAIL = (
 
 @dataclass(frozen=True, slots=True)
 class ArrayMapInfo:
-    """One change of the memory under an array (``CUarrayMapInfo``), for ``cuMemMapArrayAsync``.
+    """One change of the memory that is mapped into a sparse array (``CUarrayMapInfo``), for ``cuMemMapArrayAsync``.
 
-    :class:`~streamalloc.vmm.SparseArray` makes such changes; raw calls take ``to_driver()``.
+    :class:`~streamalloc.vmm.SparseArray` makes such changes. For your own driver calls, use ``to_driver()``.
 
     Attributes
     ----------
     resource
         Number of the ``CUarray``, or of the ``CUmipmappedArray`` if ``mipmapped``.
     mipmapped
-        Whether the array has levels.
+        Whether the array has several levels, and ``resource`` is a ``CUmipmappedArray``.
     level, layer
-        Level and layer of the part.
+        Level and layer that are changed.
     offsets, extents
-        For a part of a level: its first element, and its numbers of elements, in x, y and z.
+        For a part of a level: its first element, and its size in elements, each in x, y and z.
     mip_tail
         For a part of the mip tail: its offset and size in bytes. None for a part of a level.
     mem_handle
-        Number of the ``CUmemGenericAllocationHandle`` to map; 0 unmaps.
+        Number of the ``CUmemGenericAllocationHandle`` to map; 0 unmaps the part.
     offset
-        Bytes from the beginning of that memory.
+        Offset in the memory in bytes.
     device_bit_mask
-        One bit, that of the device.
+        One bit: 1 shifted left by the ordinal of the stream's device.
 
     Raises
     ------
     TypeError, ValueError
-        A field is no number or is negative, the mask does not have exactly one bit, or ``level`` is given for an array
-        that is not mipmapped.
+        A field is no number or is negative, ``device_bit_mask`` does not have exactly one bit, or ``level`` is given
+        for an array that is not mipmapped.
     """
 
     resource: int

@@ -1,7 +1,7 @@
-"""Address reservations and their mappings, with offsets, permissions and release.
+"""Reserved address ranges and their mappings: the nodes of the ownership tree behind :class:`AddressRange`.
 
-A :class:`MappedBytes` is one mapping. If a buffer creates memory for itself, the mapping also holds the memory's
-handle. A user who asks for that memory gets a :class:`PhysicalMemory` object, which takes the handle over.
+A :class:`MappedBytes` is one mapping. If a buffer creates memory for itself, the mapping also owns the memory's handle.
+If the memory is needed as an object, a :class:`PhysicalMemory` is made, which takes the handle over.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ START, STOP = attrgetter("offset"), attrgetter("stop")
 
 
 class MappedBytes(Node):
-    """One mapping in a reservation. Its release is ``cuMemUnmap``, and ``cuMemRelease`` if it holds the handle."""
+    """One mapping in a reserved range. Its release calls ``cuMemUnmap``, and ``cuMemRelease`` if the mapping owns the
+    handle.
+    """
 
     __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "spec", "state", "stop")
 
     state: AllocationState
-    """State of the memory. It is set when an object takes the handle."""
+    """State of the memory. Set only if an object has the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights, spec: Any = None) -> None:
         super().__init__(Kind.MAPPING)
         self.reservation: Reservation = reservation
         self.offset: int = offset
-        """Bytes from the start of the reservation to the mapping."""
+        """Offset of the mapping in the range, in bytes."""
         self.stop: int = stop
-        """Bytes from the start of the reservation to the end of the mapping."""
+        """Offset of the end of the mapping in the range, in bytes."""
         self.rights: Rights = rights
-        """Permissions. The dictionary is never modified, because several mappings share it."""
+        """Permissions by location. Do not modify this dictionary, because several mappings share it."""
         self.spec: Any = spec
-        """:class:`MemorySpec` of the memory; None if an object holds the handle."""
+        """:class:`MemorySpec` of the memory; None if an object was mapped, which owns the handle."""
         self._memory: GenericAllocation | None = None
-        """The memory; None if only the mapping holds the handle."""
+        """The object that owns the handle; None if the mapping owns it."""
         self._raw: Any = None
-        """Driver handle; None if an object holds it."""
+        """The driver's handle of the memory; None if an object owns it."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,7 @@ class MappedBytes(Node):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The memory as an object, which takes the handle over. The object may be closed."""
+        """The memory as an object, which may be closed. If the mapping owns the handle, a new object takes it over."""
         return self.spec.adopt(self) if self._memory is None else self._memory
 
     @property
@@ -64,7 +66,7 @@ class MappedBytes(Node):
 
     @property
     def alone(self) -> bool:
-        """Whether this mapping alone holds the handle of its memory in this process, so that its release frees the
+        """Whether only this mapping owns a handle of its memory in this process, so that its release frees the
         memory.
         """
         raw = self._raw
@@ -72,12 +74,12 @@ class MappedBytes(Node):
 
     @property
     def users(self) -> Collection[int]:
-        """Ordinals of the devices with access; the host is not among them."""
+        """Ordinals of the devices with access, without the host."""
         return accessing((self.rights,))
 
     def _relate(self, memory: GenericAllocation) -> None:
-        """Order the release of this mapping before and after the nodes of multicast objects that the memory is bound
-        to.
+        """Set the order of the release of this mapping relative to the nodes of multicast objects: ``memory`` may be
+        such an object, or may be bound to one.
         """
         handle = memory._node
         self.state = handle.state
@@ -90,8 +92,8 @@ class MappedBytes(Node):
         handle.state.mappings[self] = None
 
     def begin(self) -> None:
-        """Map the memory, without permissions (``cuMemMap``). Memory that neither an object nor the mapping holds is
-        created first (``cuMemCreate``). Raises ClosedError, CudaError, and the errors of watchers.
+        """Map the memory, without permissions (``cuMemMap``). If neither an object nor the mapping has a handle yet,
+        create the memory first (``cuMemCreate``). Raises ClosedError, CudaError, and the errors of watchers.
         """
         try:
             if self._memory is not None:
@@ -118,16 +120,16 @@ class MappedBytes(Node):
             watcher.mapped(address, self.memory)
 
     def retain(self) -> None:
-        """Take a handle of the memory (``cuMemRetainAllocationHandle``), so that the memory outlives its unmapping even
-        if its object is closed.
+        """Get a handle of the memory (``cuMemRetainAllocationHandle``), so that the memory still exists after it is
+        unmapped, even if its object was closed.
         """
         if self._raw is None:
             address = int(self.reservation.raw) + self.offset
             self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", address)
 
     def map_again(self) -> None:
-        """Map the memory again after an unmap, without permissions (``cuMemMap``). Does nothing if it is mapped. Raises
-        CudaError.
+        """Map the memory again after an unmap, without permissions (``cuMemMap``). Do nothing if the memory is mapped.
+        Raises CudaError.
         """
         if self.gone:
             self.reservation.add(self)
@@ -141,7 +143,7 @@ class MappedBytes(Node):
                 self.state.mappings[self] = None
 
     def release(self) -> None:
-        """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping holds it (``cuMemRelease``). Raises
+        """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping owns it (``cuMemRelease``). Raises
         CudaError.
         """
         if not self.gone:
@@ -149,15 +151,15 @@ class MappedBytes(Node):
         self.release_handle()
 
     def unmap(self) -> None:
-        """Unmap the memory (``cuMemUnmap``), and notify the watchers. The call can be repeated, for example after a
-        signal handler raised: the driver accepts addresses that are unmapped already. Raises CudaError.
+        """Unmap the memory (``cuMemUnmap``), and notify the watchers. After a signal handler has raised, the call can
+        be repeated: the driver accepts addresses that are unmapped already. Raises CudaError.
         """
         reservation = self.reservation
         reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
 
     def unmapped(self) -> None:
-        """Record that the memory is unmapped, and notify the watchers; idempotent."""
+        """Record that the memory is unmapped, and notify the watchers. Idempotent."""
         allocations = self.reservation.allocations
         if allocations.watchers and not self.gone:
             address = int(self.reservation.raw) + self.offset
@@ -167,14 +169,14 @@ class MappedBytes(Node):
         self.forget()
 
     def release_handle(self) -> None:
-        """Release the handle if the mapping holds it (``cuMemRelease``). Raises CudaError; the finaliser then attempts
-        it again.
+        """Release the handle if the mapping owns it (``cuMemRelease``). Raises CudaError; the finaliser then tries
+        again.
         """
         self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
-        """Release the handle that this mapping or its memory object holds (``cuMemRelease``). Errors of the driver are
-        hidden: the finaliser of the owner attempts it again.
+        """Release the handle that this mapping or its memory object owns (``cuMemRelease``). Errors of the driver are
+        hidden, because the finaliser of the owner tries again.
         """
         with contextlib.suppress(CudaError):
             if self._raw is not None:
@@ -183,7 +185,7 @@ class MappedBytes(Node):
                 self._memory.close()
 
     def forget(self) -> None:
-        """Remove the mapping from the reservation and from the state of the memory."""
+        """Remove the mapping from the range's list and from the state of the memory."""
         self.reservation.stale = True
         state = getattr(self, "state", None)
         if state is not None:
@@ -203,30 +205,30 @@ class MappedBytes(Node):
 
 
 class Reservation(HandleNode):
-    """A reserved address range, which owns its mappings. ``cuMemAddressFree`` releases it. :attr:`raw` is its first
-    address.
+    """A reserved address range, which owns its mappings, and is released by ``cuMemAddressFree``. :attr:`raw` is its
+    first address.
     """
 
     def __init__(self, session: Session, nbytes: int) -> None:
         super().__init__(allocations_of(session), Kind.RANGE)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
-        """Mappings in the order of addresses. If :attr:`stale`, it has unmapped ones too. The list object stays the
-        same.
+        """Mappings in the order of addresses; if :attr:`stale`, also unmapped ones. The list object is never
+        replaced.
         """
         self.stale: bool = False
         """Whether :attr:`entries` has unmapped entries."""
         self.copies: Fence | None = None
-        """Fence behind the last copies to the range, which may run on a stream that nobody else knows when the range is
+        """Fence for the last copies to the range, whose stream may be unknown to :class:`Fence` when the range is
         dropped.
         """
 
     def table(self) -> list[MappedBytes]:
-        """Return the mappings in the order of addresses, after unmapped ones were removed. The list is the one that the
-        range itself uses: do not change it.
+        """Remove unmapped entries, and return the mappings in the order of addresses. Do not change the list: it is the
+        range's own.
         """
         if self.stale:
-            self.stale = False  # Before the scan: an entry that another thread unmaps during it sets the mark again.
+            self.stale = False  # Before the scan, because an unmap on another thread during it sets the mark again.
             try:
                 self.entries[:] = [entry for entry in self.entries if not entry.gone]
             except BaseException:
@@ -235,7 +237,9 @@ class Reservation(HandleNode):
         return self.entries
 
     def add(self, entry: MappedBytes) -> None:
-        """List an entry before it is mapped. Otherwise an exception of a signal handler could lose the mapping."""
+        """Add an entry to :attr:`entries` before its memory is mapped, so that an exception of a signal handler cannot
+        lose the mapping.
+        """
         entries = self.table()
         at = len(entries)
         if entries and entries[-1].stop > entry.offset:
@@ -243,8 +247,9 @@ class Reservation(HandleNode):
         entries.insert(at, entry)
 
     def map(self, entries: Iterable[MappedBytes], rights: Rights) -> list[MappedBytes]:
-        """Map new adjacent entries, and set their permissions in one call: all of them, or none. Each is mapped before
-        the iterator is asked for the next. Returns the entries. Raises CudaError, and the errors of the iterator.
+        """Map new adjacent entries, and set their permissions in one call. If a call fails, no entry stays mapped. Each
+        entry is mapped before the iterator is asked for the next. Returns the entries. Raises CudaError, and the errors
+        of the iterator.
         """
         made: list[MappedBytes] = []
         with undoing(lambda: undo_all(entry.release for entry in made)):
@@ -256,15 +261,15 @@ class Reservation(HandleNode):
         return made
 
     def touching(self, start: int, stop: int) -> list[MappedBytes]:
-        """Return the mappings that overlap a part of the range."""
+        """Return the mappings that overlap the bytes between two offsets, in the order of addresses."""
         entries = self.table()
         if start >= stop or not entries or entries[-1].stop <= start:
             return []
         return overlapping(entries, start, stop)
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        """Return the start and the end of a part of the range, as offsets in bytes; ``stop=None`` is the range's end.
-        Raises TypeError, and ValueError for a part outside of the range.
+        """Return ``start`` and ``stop``, offsets in bytes, after a check; None as ``stop`` becomes the range's end.
+        Raises TypeError, and ValueError for offsets outside of the range.
         """
         begin, end = checked_number("start", start), self.nbytes if stop is None else checked_number("stop", stop)
         if not begin <= end <= self.nbytes:
@@ -273,7 +278,7 @@ class Reservation(HandleNode):
 
     def within(self, start: int, stop: int | None) -> list[MappedBytes]:
         """Return the mappings between two offsets. Raises ValueError if an offset is outside of the range, or inside of
-        a mapping: the driver changes whole mappings only.
+        a mapping, because the driver only changes whole mappings.
         """
         begin, end = self.bounds(start, stop)
         entries = self.touching(begin, end)
@@ -282,8 +287,8 @@ class Reservation(HandleNode):
         return entries
 
     def grant(self, entries: Sequence[MappedBytes], rights: Rights) -> None:
-        """Set the permissions ``rights`` of adjacent mappings in one call (``cuMemSetAccess``). Without mappings or
-        permissions, make no call. Raises CudaError.
+        """Set the permissions ``rights`` of adjacent mappings in one call (``cuMemSetAccess``). Make no call if
+        ``entries`` or ``rights`` is empty. Raises CudaError.
         """
         if not (entries and rights):
             return
@@ -294,12 +299,12 @@ class Reservation(HandleNode):
             entry.rights = {**entry.rights, **rights}
 
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
-        """Set the permissions ``rights`` of adjacent mappings (``cuMemSetAccess``). After an error no mapping has
-        changed. If a device loses a permission, the host first waits for ``after``, by default for all work of that
-        device. Raises NotSupportedError, CaptureError, CudaError.
+        """Set the permissions ``rights`` of adjacent mappings (``cuMemSetAccess``). After an error no permission has
+        changed. If a device loses a permission, the host first waits for ``after``; None means all work of this device.
+        Raises NotSupportedError, CaptureError, CudaError.
         """
         for entry in entries:
-            if entry._memory is not None:  # The buffers check the permissions of their own memory.
+            if entry._memory is not None:  # Buffers check the permissions of memory that they create.
                 entry._memory._check_access(rights)
         losing = accessing(
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
@@ -313,8 +318,8 @@ class Reservation(HandleNode):
             self.grant(entries, rights)
 
     def unmap(self, entries: Iterable[MappedBytes]) -> None:
-        """Unmap mappings in the order of addresses, with one ``cuMemUnmap`` for each run of adjacent ones. Raises
-        CudaError; the runs before it stay unmapped.
+        """Unmap mappings, which are given in the order of addresses, by one ``cuMemUnmap`` for each run of adjacent
+        mappings. Raises CudaError; runs before the error stay unmapped.
         """
         run: list[MappedBytes] = []
         for entry in entries:
@@ -334,8 +339,8 @@ class Reservation(HandleNode):
         except CudaError:
             raise
         except BaseException:
-            # After a signal handler raised, the driver may have unmapped the run or not. The handles stay open, so that
-            # the caller can map the memory again.
+            # If a signal handler raised, the driver may or may not have unmapped the run, so it is unmapped again. The
+            # handles stay open, so that the caller can map the memory again.
             for entry in run:
                 (entry.unmapped if entry.gone else entry.unmap)()
             raise
@@ -349,11 +354,15 @@ class Reservation(HandleNode):
         return {device for entry in self._live() for device in entry.users}
 
     def in_use(self, session: Session) -> bool:
-        """Whether work may still use the range: that of :meth:`Node.in_use`, and the last copies to the range."""
+        """Return whether work may still use the range: the work of :meth:`Node.in_use`, or the last copies to the
+        range.
+        """
         return super().in_use(session) or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
-        """Give up the mappings, too. The memory objects have their own finalisers."""
+        """Record that the owner was closed or dropped, also for the mappings. Their memory objects have their own
+        finalisers.
+        """
         for entry in () if self.given_up else self._live():
             entry.given_up, entry._memory = True, None
             for team in list(entry.state.teams) if hasattr(entry, "state") else ():
@@ -361,24 +370,24 @@ class Reservation(HandleNode):
         super().give_up()
 
     def unmap_owned(self) -> None:
-        """Unmap all mappings that no other node precedes (``cuMemUnmap``), and release their handles. Raises
+        """Unmap all mappings that need not wait for another node (``cuMemUnmap``), and release their handles. Raises
         CudaError.
         """
         self.allocations.attempt_all(self._live())
 
     def release(self) -> None:
-        """Call ``cuMemAddressFree`` once nothing is mapped."""
+        """Free the addresses (``cuMemAddressFree``) if nothing is mapped any more."""
         if not self._live():
             self.release_by("cuMemAddressFree", self.nbytes)
 
     def forget(self) -> None:
-        """Remove it from the table of reservations, and break the reference cycle with its entries."""
+        """Remove the range from the table of reservations, and break its reference cycle with its entries."""
         for entry in self._live():
-            entry.gone = True  # The driver or the context has ended, so nothing is left to unmap.
+            entry.gone = True  # The context no longer exists: nothing is left to unmap.
         self.allocations.reservations.pop(self, None)
         self.entries.clear()
 
 
 def overlapping(entries: list[MappedBytes], start: int, stop: int) -> list[MappedBytes]:
-    """Return the mappings of a list, in the order of addresses, that overlap the part between two offsets."""
+    """Return those of ``entries``, which are sorted by address, that overlap the bytes between two offsets."""
     return entries[bisect_right(entries, start, key=STOP) : bisect_left(entries, stop, key=START)]
