@@ -1,8 +1,8 @@
 """Tools for tests and demonstrations of stream-ordered code.
 
-:class:`Gate`, :func:`settle` and :class:`Faults` work on every driver, kernels as Python functions and the multimem
-functions on the simulated driver only. :func:`notebook` sets up a notebook. :mod:`streamalloc.testing.plugin` is a
-plugin for pytest.
+:class:`Gate`, :func:`settle` and :class:`Faults` work on every driver. Kernels as Python functions (:func:`kernel`) and
+the multimem functions work on the simulated driver only. :func:`notebook` sets up a Jupyter notebook.
+:mod:`streamalloc.testing.plugin` is a plugin for pytest.
 """
 
 import importlib
@@ -30,7 +30,8 @@ __all__ = [
     "unregister_kernel",
 ]
 
-# Imported at the first use: every run of pytest imports the plugin, and with it this module.
+# Modules to import at the first use of a name. Every run of pytest imports the plugin, and with it this module, so this
+# module must import quickly.
 _LATER = {
     **dict.fromkeys(("Faults", "Gate", "notebook", "settle"), "testing.tools"),
     "install": "testing.installing",

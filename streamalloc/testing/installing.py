@@ -20,16 +20,18 @@ from streamalloc.driver.internal import LIBRARIES, as_asked, cuda, default_of_th
 from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 
 VARIABLE = "STREAMALLOC_INSTALL"
-"""Environment variable with the settings of the machine, for child processes."""
+"""Environment variable with the settings of the installed machine, from which child processes install one."""
 KERNELS = "STREAMALLOC_KERNELS"
-"""Environment variable with the Python files of kernels, as JSON. Child processes run these first."""
+"""Environment variable with the paths of the Python files of kernels, as a JSON list. Child processes run these files
+first.
+"""
 
 _installed = threading.Lock()
-"""Lock held while a machine is installed, because only one can be installed at a time."""
+"""Lock that is held while a machine is installed, so that only one can be installed at a time."""
 _targets: dict[str, Any] = {}
-"""Machine, and its runtime, by name of the module that they replace; empty if no machine is installed."""
+"""Installed machine, and its runtime, by the name of the module that it replaces; empty if no machine is installed."""
 _for_good = contextlib.ExitStack()
-"""Machine of a child process, which stays installed until the process ends."""
+"""Keeps the machine of a child process installed until the process ends."""
 
 
 @contextlib.contextmanager
@@ -50,17 +52,17 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     :class:`RuntimeWarning`, as does a load of ``libcuda.so`` by :mod:`ctypes`.
 
     ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program sets it before it initialises the driver: in
-    the process itself or, from the block, for child processes. The initial value of the first process names this
-    computer's GPUs. It has no effect, and is removed until the end of the block. The same applies to a machine named by
-    ``STREAMALLOC_DRIVER``, but there each process sets its own value.
+    the process itself or, from the block, for child processes. A value that the first process had from its start is
+    about this computer's GPUs. So this value has no effect, and is removed until the end of the block. For a machine
+    that ``STREAMALLOC_DRIVER`` names, the same is true, but each process must set its own value.
 
     Parameters
     ----------
     machine
-        The machine, which may be wrapped (:func:`streamalloc.driver.checked`); by default a new one.
+        The machine, which may have a checker (:func:`streamalloc.driver.checked`); default: a new machine.
     kernels
-        Python files that register kernels (:func:`streamalloc.testing.kernel`). They are run at the beginning of the
-        block, and in child processes.
+        Paths of Python files that register kernels (:func:`streamalloc.testing.kernel`). These files are run at the
+        beginning of the block, and in child processes.
 
     Raises
     ------
@@ -82,7 +84,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         undo.callback(_installed.release)
         undo.callback(_targets.clear)
         _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
-        undo.callback(sd.real.cache_clear)  # In the block the machine may have been cached as the real driver.
+        # In the block the machine may be cached as the real driver, so the cache is cleared at the end.
+        undo.callback(sd.real.cache_clear)
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, stand_in)
@@ -103,7 +106,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Return each place that holds a function of the bindings, as module, name, and the function that replaces it."""
+    """Return each place that holds a function of the bindings: its module, its name, and the function to put there."""
     functions: dict[int, Callable[..., Any]] = {}
     for module in (cuda, runtime()):
         for name, found in vars(module).items():
@@ -120,16 +123,18 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 @functools.cache
 def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the installed machine. If none is installed any more, it calls the bindings."""
+    """Return a function that calls the installed machine's function. If no machine is installed, it calls
+    ``function``.
+    """
 
     @functools.wraps(function)
     def _call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
-        # For runtime functions that need no driver, the machine returns the bindings' function of that name, which is
-        # this stand-in now. A call of it would never end, so the original is called.
+        # For runtime functions that need no driver, the machine returns the bindings' function of the same name, which
+        # is this stand-in now. It would call itself for ever, so the original is called.
         return (function if found is _call else found)(*args, **named)
 
-    return _call  # The underscore keeps its frame out of reports.
+    return _call  # Reports leave out frames of functions whose names begin with an underscore.
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -140,7 +145,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def install_in_child() -> None:
-    """Install the parent's machine until this process ends. No effect if the parent has none."""
+    """Install the machine of the parent process until this process ends. Does nothing if the parent has none."""
     text = os.environ.get(VARIABLE)
     if text:
         kernels = json.loads(os.environ.get(KERNELS) or "[]")
@@ -151,8 +156,11 @@ def install_in_child() -> None:
 # -- libraries that call CUDA's C libraries directly, past an installed driver --------------------------------
 
 _NOT_CALLING = ("cuda", "numba")
-"""Modules whose import gives no warning: the bindings' package, and Numba, whose load by ctypes gives one."""
-# Whether a block of watch_imports runs, whether its audit hook was added, and the libraries that were warned about.
+"""Modules whose import gives no warning: the bindings' package, and Numba, which gives a warning when ctypes loads the
+library.
+"""
+# Whether a block of watch_imports is active, whether its audit hook was added, and the names of the libraries that were
+# warned about.
 _watching = False
 _added = False
 _reported: set[str] = set()
@@ -160,11 +168,11 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """Warn (``RuntimeWarning``) within the ``with`` block about imports of libraries that call CUDA's C libraries."""
+    """Within the ``with`` block, give a ``RuntimeWarning`` at the import of a library that calls CUDA's C libraries."""
     global _watching, _added
     if not _added:
         _added = True
-        sys.addaudithook(_look)  # It cannot be removed, so it is added once.
+        sys.addaudithook(_look)  # An audit hook cannot be removed, so it is added only once.
     _reported.clear()
     _watching = True
     try:

@@ -1,4 +1,6 @@
-"""Leaks of a test: driver resources, objects of streamalloc, file descriptors and threads, and where each was made."""
+"""Leaks of a test: driver resources, objects of streamalloc, file descriptors and threads, each with the place that
+made it.
+"""
 
 from __future__ import annotations
 
@@ -38,58 +40,61 @@ class Leak(NamedTuple):
     kind: str
     """Kind of the resource, such as ``"stream"``."""
     handle: int
-    """The driver's handle or address."""
+    """Handle or address of the resource."""
     call: str
-    """The driver function that made it."""
+    """Name of the driver function that created the resource."""
     place: Stack
-    """Stack of the call, without frames of this package."""
+    """Stack of that call, without frames of this package."""
 
     def __str__(self) -> str:
         return "\n".join([f"{self.kind} {self.handle:#x} ({self.call})", *lines(self.place)])
 
 
 def leak_report(leaks: Sequence[object]) -> str:
-    """Return leaks as text: a line with their number, then each with its stack."""
+    """Return ``leaks`` as text: one line with the number of leaks, and then each leak with its stack."""
     things = "1 thing was" if len(leaks) == 1 else f"{len(leaks)} things were"
     return "\n".join([f"{things} made here and not released:", *map(str, leaks)])
 
 
 _EXPORTS = {"cuMemExportToShareableHandle", "cuMemPoolExportToShareableHandle", "cuMemGetHandleForAddressRange"}
-"""Functions that may return a file descriptor, which the program has to close."""
+"""Driver functions that may return a file descriptor. The program has to close such a descriptor."""
 
 
 def descriptor_key(number: int) -> tuple[int, int, int]:
-    """Return what identifies an open file: number of the descriptor, and device and inode of the file.
+    """Return a key for an open file: number of the descriptor, and device and inode of the file.
 
-    The number alone does not: another file may get it after a close. Raises ``OSError`` for a closed descriptor.
+    The number alone is not enough, because another file may get the same number after a close. Raises ``OSError`` for a
+    closed descriptor.
     """
     status = os.fstat(number)
     return number, status.st_dev, status.st_ino
 
 
 class Accounts(Wrapper):
-    """Driver that records the stack of each call that creates a resource, until the resource is released.
+    """Driver that records, for each resource, the stack of the call that created it, until the resource is released.
 
-    Memory that is allocated in a capture belongs to the graph, and is not counted.
+    Memory that is allocated in a capture belongs to the graph, so this memory is not counted as a leak.
 
     Parameters
     ----------
     driver
-        Any driver.
+        The driver to wrap, of any kind.
     """
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
-        # Reentrant, because a finaliser may call the driver while its thread holds the lock.
+        # The lock is reentrant, because a finaliser may call the driver while its thread holds the lock.
         self._lock = RLock()
         self._account = HandleCounts()
         self._made: dict[int, tuple[str, Stack]] = {}
-        """Function and stack of the call that made each handle or address, oldest call first."""
+        """For each handle or address: name of the function that made it, and stack of the call. The oldest call is
+        first.
+        """
         self.exported: dict[tuple[int, int, int], Stack] = {}
-        """Stacks of the calls that returned a file descriptor, by :func:`descriptor_key`."""
+        """For each exported file descriptor, by :func:`descriptor_key`: stack of the call that returned it."""
 
     def __getattr__(self, name: str) -> Any:
-        # Other functions neither create nor release resources, so they are called directly.
+        # Other functions neither create nor release resources, so they need not be observed.
         if name in COUNTED | _EXPORTS or name.startswith("__"):
             return super().__getattr__(name)
         return getattr(self.wrapped, name)
@@ -106,7 +111,8 @@ class Accounts(Wrapper):
                 self._account.note(name, args, answer, captured)
                 if name == "cuMemMap" or len(answer) > 1:
                     handle = int(args[0] if name == "cuMemMap" else answer[1])
-                    self._made.pop(handle, None)  # Removed first, so that a reused handle goes to the end of the order.
+                    # Removed first, so that a handle that is used again moves to the end of the order.
+                    self._made.pop(handle, None)
                     self._made[handle] = (name, here())
         return answer
 
@@ -115,7 +121,7 @@ class Accounts(Wrapper):
         return not answer[0] and int(answer[1]) != 0
 
     def leaks(self) -> list[Leak]:
-        """Return the resources that were made by this driver and not released, oldest first."""
+        """Return the resources that were created through this driver and not released, oldest first."""
         with self._lock:
             order = {handle: number for number, handle in enumerate(self._made)}
             left = [Leak(kind, handle, *self._made.get(handle, ("", ())))
@@ -126,35 +132,39 @@ class Accounts(Wrapper):
 # -- objects and descriptors -----------------------------------------------------------------------------------
 
 _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
-"""Classes of modules that are loaded late. A watch finds classes by ``__subclasses__``, so their modules are imported.
+"""Classes of modules that are imported late. A watch finds classes by ``__subclasses__``, which lists only imported
+ones, so the modules are imported here.
 """
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
-"""Classes that own one driver handle or descriptor. A leak of the handle or descriptor is reported, and not the object.
+"""Classes that own one driver handle or file descriptor. Of a leak, the handle or descriptor is reported, and not the
+object as well.
 """
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
-"""Kinds of descriptors that count, by the beginning of their names in ``/proc/self/fd``."""
+"""Kinds of file descriptors that count as leaks, by the beginning of their names in ``/proc/self/fd``."""
 _MACHINE = "/memfd:streamalloc:"
-"""Beginning of the names of the simulated machine's own descriptors."""
+"""Beginning of the names of file descriptors that the simulated machine owns."""
 _GRACE = 0.5
 """Seconds to wait for threads that are about to end."""
 _WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
-"""Modules whose threads end by themselves, or belong to objects that count."""
+"""Modules whose threads do not count: they end by themselves, or belong to objects that are reported instead."""
 _STANDARD = 3
-"""First descriptor that counts: the three before are standard input, output and error."""
+"""Lowest file descriptor that counts. The three below are standard input, output and error."""
 _DRIVERS = ("streamalloc.driver.", "streamalloc.simulator.", "streamalloc.checker.")
 _NOT_KEEPERS = (*_DRIVERS, "streamalloc.testing.")
-"""Modules whose variables do not count as the package's own (:func:`_inside`)."""
+"""Modules whose variables do not count as kept by the package itself (:func:`_inside`)."""
 
 
 class OpenObject(NamedTuple):
-    """Object, descriptor or thread that is still there at the end of a test."""
+    """Object, file descriptor or thread that a test has made and that still exists when the test ends."""
 
     what: str
-    """Description, such as ``"Channel"``."""
+    """Description for the report, such as ``"Channel"``."""
     place: Stack
-    """Stack of the call that made it, without frames of this package; may be empty. For a thread, its current stack."""
+    """Stack of the call that made it, without frames of this package; empty if unknown. Of a thread, its current
+    stack.
+    """
 
     def __str__(self) -> str:
         return "\n".join([self.what, *lines(self.place)])
@@ -162,35 +172,39 @@ class OpenObject(NamedTuple):
 
 class _Made(NamedTuple):
     reference: Callable[[], Any]
-    """Returns the object while it lives."""
+    """Function that returns the object, or None if the object is gone."""
     place: Stack
     number: int
-    """Place in the order of creation."""
+    """Number in the order of creation, ascending."""
 
 
 class _Places:
-    """Stacks of the calls that made objects during a watch. The constructors of all classes are wrapped meanwhile."""
+    """Stacks of the calls that made objects during a watch. During that time the constructors of all classes are
+    wrapped.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._watches = 0
         self._functions: list[tuple[type, str, Any]] = []
-        """Each wrapped constructor: class, name, and the original function, which :meth:`end` restores."""
+        """Wrapped constructors: class, name of the method, and the original function, which :meth:`end` restores."""
         self._found: dict[int, _Made] = {}
-        """Records by ``id`` of the object. A later object may have the ``id`` of one that is gone."""
+        """Record of each object, by its ``id``. A new object may have the ``id`` of a dropped one, so the reference is
+        compared, too.
+        """
         self._numbers = itertools.count(1)
 
     def of(self, thing: object) -> Stack:
-        """Return the stack of the call that made an object; empty if it was not recorded."""
+        """Return the stack of the call that made the object ``thing``; empty if no call was recorded."""
         found = self._found.get(id(thing))
         return found.place if found is not None and found.reference() is thing else ()
 
     def order(self, thing: object) -> int:
-        """Return the place of an object in the order of creation; 0 if it was not recorded."""
+        """Return the number of the object in the order of creation; 0 if its creation was not recorded."""
         return self._found[id(thing)].number if self.of(thing) else 0
 
     def begin(self) -> None:
-        """Begin to record. Watches may nest; each call needs its :meth:`end`."""
+        """Begin to record the creation of objects. Watches may nest; each :meth:`begin` needs an :meth:`end`."""
         with self._lock:
             self._watches += 1
             if self._watches == 1:
@@ -214,7 +228,7 @@ class _Places:
             function(thing, *args, **options)
             reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
             found = self._found.get(id(thing))
-            # Else the wrapped constructor of a base class has recorded it already.
+            # If this is false, the wrapped constructor of a base class has recorded the object already.
             if found is None or found.reference() is not thing:
                 self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
 
@@ -233,8 +247,8 @@ def _classes(kind: Any) -> Iterator[type]:
 
 
 class Watch(Leaves):
-    """Remember, at the begin of a ``with`` block, which objects, descriptors and threads exist. :meth:`found` returns
-    those that the block leaves.
+    """Context manager that finds what its ``with`` block leaves behind: objects, file descriptors and threads that did
+    not exist when the block began. :meth:`found` returns them.
     """
 
     def __enter__(self) -> Watch:
@@ -249,7 +263,7 @@ class Watch(Leaves):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what the inner ``with`` block makes, such as the setup of a fixture that outlives the test."""
+        """Do not count what the inner ``with`` block makes, such as the setup of a fixture that outlives the test."""
         with Watch() as block:
             yield
             self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
@@ -259,24 +273,24 @@ class Watch(Leaves):
     def found(
         self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
     ) -> list[Leak | OpenObject]:
-        """Return what is there now and was not there before the block.
+        """Return the leaks: what exists now and did not exist before the block.
 
         Parameters
         ----------
         driver
-            The driver under test. What its session keeps does not count.
+            The driver under test. Objects that its session keeps do not count.
         leaks
-            Driver resources that were not released. Those that an open object owns count as the object.
+            Driver resources that were not released. If an open object owns a resource, only the object is reported.
         exported
-            Stacks of the calls in which the driver returned a descriptor.
+            :attr:`Accounts.exported`: stacks of the calls that returned a file descriptor.
         """
         live = sorted(_live(), key=_places.order)
         inside = _inside(driver)
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        # One line may have made several objects, of which the last contains the others. Only objects of the last one's
-        # class are reported, so that one mistake gives one report.
+        # One line may have made several objects; the last one made contains the others. Only objects of its class are
+        # reported, so that one mistake gives one report.
         last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
             OpenObject(_name(one), place)
@@ -286,16 +300,18 @@ class Watch(Leaves):
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
         left = [leak for leak in leaks if leak.place not in seen]
-        # A pool stays because of its allocations, so these are reported first.
+        # A pool cannot be released before its allocations, so the allocations are reported before the pools.
         return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
 
     def _running(self) -> list[Leak | OpenObject]:
-        """Return the threads that the test started and that still run after half a second, with their stacks."""
+        """Return the threads that were started in the block and still run after half a second, with their current
+        stacks.
+        """
         end = time.monotonic() + _GRACE
         found: list[Leak | OpenObject] = []
         for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
             target = getattr(one, "_target", None) or type(one)
-            foreign = isinstance(one, threading._DummyThread)  # A thread of C code, which Python cannot join.
+            foreign = isinstance(one, threading._DummyThread)  # Python cannot join a thread of C code.
             if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
                 continue
             one.join(max(end - time.monotonic(), 0))
@@ -328,8 +344,8 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                # The simulated machine owns the descriptor, or a socket of this package does, which is reported as an
-                # object instead.
+                # The simulated machine owns the descriptor, or a socket of this package owns it, and the socket is
+                # reported as an object.
                 continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
                 # The owner of the descriptor is reported as an object, or the package itself keeps the owner.
@@ -341,41 +357,41 @@ class Watch(Leaves):
 
 
 def _live() -> Iterator[Any]:
-    # By issubclass() of the type, here and below: isinstance() asks a weak proxy for the class of an object, and raises
-    # if that object is gone.
+    # Here and below, the class is tested by issubclass() of the type. isinstance() would ask a weak proxy for the class
+    # of an object, which raises an error if that object is gone.
     return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
 
 
 def _reference(thing: object) -> weakref.ref[object] | None:
-    """Return a weak reference to an object; None if its class allows none."""
+    """Return a weak reference to the object ``thing``; None if its class does not allow weak references."""
     return weakref.ref(thing) if type(thing).__weakrefoffset__ else None
 
 
 def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
-    """Return the stack of the driver call that made the handle of an object; empty if none did.
+    """Return the stack of the driver call that made the handle of the object ``thing``; empty if there was none.
 
-    It serves objects that were made without their constructor, whose own place was not recorded.
+    This is for objects that were made without a call of their constructor, so that no place was recorded.
     """
     handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
     return next((leak.place for leak in leaks if leak.handle in handles), ())
 
 
 def _is_open(thing: Any) -> bool:
-    """Whether an object is open.
+    """Whether the object ``thing`` is open.
 
-    An object without the attribute ``closed`` counts as not open: a leak of its driver resources is found by the driver
-    calls.
+    An object without the attribute ``closed`` counts as not open. If it leaks driver resources, the record of the
+    driver calls shows them.
     """
     if isinstance(thing, Shared):
         return True
     try:
         return thing.closed is False
-    except AttributeError:  # Its constructor has raised.
+    except AttributeError:  # The constructor of the object has raised an error, so that attributes are missing.
         return False
 
 
 def _inside(driver: Driver) -> set[int]:
-    """Return the ``id`` of each object that the package itself keeps: in a session, a module or a thread."""
+    """Return the ``id`` of each object that the package itself keeps: in a session, a module or one of its threads."""
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
@@ -393,9 +409,9 @@ def _inside(driver: Driver) -> set[int]:
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
-    """Return the variables of a thread that runs only functions of this package and of threading.
+    """Return the local variables of a thread that runs only functions of this package and of threading.
 
-    An empty list for other threads.
+    ``frame``: the innermost frame of the thread. The list is empty for other threads.
     """
     found: list[object] = []
     while frame is not None:
@@ -408,8 +424,8 @@ def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
 
 
 def _is_ours(thing: object) -> bool:
-    """Whether an object is of a class of this package, apart from drivers."""
-    module = str(type(thing).__module__)  # A class may define it as a property.
+    """Whether the class of the object ``thing`` is of this package, and not a driver."""
+    module = str(type(thing).__module__)  # A class may define ``__module__`` as a property, so it is made a text.
     return module.startswith("streamalloc.") and not module.startswith(_DRIVERS)
 
 
@@ -421,17 +437,17 @@ def _name(thing: object) -> str:
 
 
 def _descriptors() -> dict[tuple[int, int, int], str]:
-    """Return the names of the process's open files, by :func:`descriptor_key`."""
+    """Return the name of each open file of this process, by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # The descriptor of listdir() itself is closed by now.
+        with contextlib.suppress(OSError):  # The descriptor that listdir() itself has used is closed by now.
             if int(text) >= _STANDARD:
                 found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found
 
 
 def _interpreters() -> set[int | None]:
-    """Return the descriptors that multiprocessing keeps until the process ends."""
+    """Return the file descriptors that multiprocessing keeps open until the process ends. They are no leaks."""
     tracker, server = operator.attrgetter("_resource_tracker"), operator.attrgetter("_forkserver")
     return {
         getattr(tracker(multiprocessing.resource_tracker), "_fd", None),

@@ -1,11 +1,11 @@
-"""Drivers for tests: simulated machines and the real driver; and reports of the processes that a test starts."""
+"""Drivers for tests (simulated machines and the real driver), and reports from the processes that a test starts."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import multiprocessing  # Its import creates the configuration that `inherited` changes.
+import multiprocessing  # This import creates the configuration that `inherited` changes, so it has to come first.
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,12 +29,14 @@ from streamalloc.testing.tools import settle
 assert multiprocessing.process
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
-"""Return the simulated machine with these settings that lasts until the process ends."""
+"""Function that takes settings and returns the simulated machine with these settings. That machine exists until the
+process ends.
+"""
 
 
 @contextlib.contextmanager
 def by_default(driver: Driver) -> Iterator[None]:
-    """Make a driver the default of all threads within the ``with`` block."""
+    """Within the ``with`` block, make ``driver`` the default driver of all threads."""
     before = default_of_threads()
     with use(driver):
         set_default(driver)
@@ -45,9 +47,9 @@ def by_default(driver: Driver) -> Iterator[None]:
 
 
 def rest(driver: Driver) -> None:
-    """Synchronise all devices and make the deferred releases.
+    """Synchronise all devices of the driver, and make the deferred releases.
 
-    Otherwise work of this test would run during the next one.
+    Otherwise work of this test could still run during the next test.
     """
     gc.collect()
     for ordinal in range(Device.count(driver)):
@@ -58,17 +60,17 @@ def rest(driver: Driver) -> None:
 
 
 def real() -> Driver:
-    """Return the CUDA driver of this computer. Raises :class:`DriverNotFoundError` if it has none."""
+    """Return the CUDA driver of this computer. Raises :class:`DriverNotFoundError` if there is no CUDA driver."""
     return sd.real()
 
 
 def real_devices() -> int:
-    """Return the number of GPUs.
+    """Return the number of GPUs of this computer.
 
     Raises
     ------
     DriverNotFoundError
-        This machine has no CUDA driver.
+        This computer has no CUDA driver.
     """
     driver = real()
     (result,) = driver.cuInit(0)
@@ -84,7 +86,7 @@ def describe_real() -> str:
     if not real_devices():
         return "CUDA driver, no GPU"
     _, number = driver.cuDriverGetVersion()
-    # Raw calls, because a ``Device`` would make a context before the first test.
+    # The driver's functions are called directly, because a ``Device`` would make a context before the first test.
     found = [driver.cuDeviceGetName(256, ordinal)[1] for ordinal in range(real_devices())]
     names = [name.partition(b"\0")[0].decode(errors="replace") for name in found]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -92,9 +94,9 @@ def describe_real() -> str:
 
 
 def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
-    """Return why a test with these needs cannot run on the real driver, as text; None if it can.
+    """Return why a test with these needs cannot run on this computer's GPUs, as text; None if it can run.
 
-    ``devices``: the number of GPUs that it needs.
+    ``devices``: number of GPUs. The others: whether the test needs fabric handles, managed memory, multicast objects.
     """
     present = real_devices()
     if present < devices:
@@ -110,7 +112,9 @@ def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> s
 
 @contextlib.contextmanager
 def inherited(**values: str) -> Iterator[None]:
-    """Set environment variables for processes started in the ``with`` block, also by a server of multiprocessing."""
+    """Set environment variables within the ``with`` block, for processes that are started in it, also by a
+    multiprocessing server.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)
@@ -120,10 +124,11 @@ def inherited(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
-    """Collect the reports of processes that are started in a ``with`` block.
+    """Collect the reports of the processes that are started in the ``with`` block.
 
-    ``checks`` are the kinds of reports to make: ``"check"``, ``"leaks"``. The block gets a function that takes kinds,
-    and yields their reports so far. A report begins with its process.
+    ``checks``: kinds of reports that these processes make: ``"check"``, ``"leaks"``. The value of the block is a
+    function. It takes kinds, and yields the text of each report of these kinds so far. A text begins with the number of
+    the process.
     """
 
     def found(*kinds: str) -> Iterator[str]:

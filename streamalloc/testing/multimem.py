@@ -1,4 +1,4 @@
-"""Multimem instructions of PTX as Python functions, for the simulated driver."""
+"""PTX instructions ``multimem.*`` as Python functions that queue them on streams of the simulated driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamalloc.core.session import session_of
 
 Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
-"""A device address, or an object with an ``address``."""
+"""A device address as a number, or an object with an attribute ``address``."""
 
 _OPERATIONS: dict[str, Callable[..., Values]] = {
     "add": np.add,
@@ -25,21 +25,22 @@ _OPERATIONS: dict[str, Callable[..., Values]] = {
     "xor": np.bitwise_xor,
 }
 _OF_INTEGERS = frozenset(_OPERATIONS)
-# From the PTX manual, without bfloat16, which NumPy lacks. PTX adds signed 64-bit integers as unsigned ones.
+# The types are those of the PTX manual, except bfloat16, which NumPy lacks. PTX adds signed 64-bit integers as unsigned
+# ones.
 SUPPORTED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
     "float16": frozenset(("add", "min", "max")),
     "float32": frozenset(("add",)),
     "float64": frozenset(("add",)),
 }
-"""Operations of ``multimem`` instructions, by NumPy's name of the type."""
+"""Names of the operations that ``multimem`` instructions have, by NumPy's name of the type."""
 
 
 def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     """Store values in the memory of every device behind a multicast mapping, as a kernel does with ``multimem.st``.
 
-    The stores are queued in stream order, as a kernel would be. On hardware, write a kernel with the PTX instruction
-    of the same name.
+    The stores are queued on ``stream``, as a kernel would be. On hardware, write a kernel with the PTX instruction of
+    the same name.
 
     Parameters
     ----------
@@ -49,7 +50,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
         Address of the first value in a mapping of a multicast object, a multiple of the values' size; or an object with
         an attribute ``address``.
     values
-        An array. Its values are copied by this call.
+        Array of the values. This call copies them.
 
     Raises
     ------
@@ -76,18 +77,19 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
-    """Reduce values into the memory of every device behind a multicast mapping (``multimem.red``).
+    """Combine values with the memory of every device behind a multicast mapping, in place (``multimem.red``).
 
-    Errors as for :func:`multimem_st`, and the one below.
+    Raises the errors of :func:`multimem_st`, and the one below.
 
     Parameters
     ----------
     stream, address
         As for :func:`multimem_st`.
     values
-        An array: (u)int32 or (u)int64 for all operations, float16 for add, min and max, float32 or float64 for add.
+        Array of the values. Its type: (u)int32 or (u)int64 for all operations, float16 for add, min and max, float32 or
+        float64 for add.
     op
-        ``add``, ``min``, ``max``, ``and``, ``or`` or ``xor``.
+        Name of the operation: ``add``, ``min``, ``max``, ``and``, ``or`` or ``xor``.
 
     Raises
     ------
@@ -111,8 +113,8 @@ def multimem_ld_reduce(
 ) -> None:
     """Reduce over the memory of all devices behind a multicast mapping (``multimem.ld_reduce``), and store the result.
 
-    Sums of float16 are rounded once (``.acc::f32``). Devices are taken in the order in which they were added; hardware
-    defines no order. Errors as for :func:`multimem_red`.
+    Sums of float16 are rounded once (``.acc::f32``). The devices' values are combined in the order in which the devices
+    were added; hardware defines no order. Raises the errors of :func:`multimem_red`.
 
     Parameters
     ----------
@@ -123,9 +125,9 @@ def multimem_ld_reduce(
     address
         Address of the first values in the multicast memory.
     count
-        Number of results, and of the values of each device.
+        Number of results. Each device has the same number of values.
     dtype, op
-        Type of the values, and operation, as for :func:`multimem_red`.
+        Type of the values, and name of the operation, as for :func:`multimem_red`.
     """
     kind = np.dtype(dtype)
     at = _aligned(address, kind)
@@ -144,9 +146,10 @@ def multimem_ld_reduce(
 
 
 def _launch(stream: Stream, call: str, arguments: tuple[Any, ...], *uses: tuple[int, int, bool, bool]) -> None:
-    """Queue an operation by ``call`` of the simulated driver, and tell a checker its uses.
+    """Queue an operation of the simulated driver (its method ``call``), and report its memory uses to the checker, if
+    any.
 
-    ``uses``: address, bytes, whether the bytes are written, and whether atomically, of each. Raises
+    ``uses``: for each use, address, bytes, whether the bytes are written, and whether atomically. Raises
     ``NotImplementedError`` on a real driver.
     """
     if not hasattr(stream.device.driver, call):
@@ -165,7 +168,7 @@ def _combine(op: str, left: Values, right: Values) -> Values:
 
 
 def _check_supported(dtype: str, op: str) -> None:
-    """Raise ``ValueError`` if no instruction has this type and operation."""
+    """Raise ``ValueError`` if no ``multimem`` instruction has this type and operation."""
     if dtype not in SUPPORTED:
         raise ValueError(f"dtype={dtype!r}: multimem instructions are for {', '.join(SUPPORTED)}")
     if op not in SUPPORTED[dtype]:

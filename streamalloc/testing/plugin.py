@@ -11,24 +11,24 @@ machine of its own, which is the default driver during the test, also in its thr
         with sa.MemoryPool(device) as pool, pool.allocate(1 << 20, device.create_stream()) as buffer:
             buffer.fill(7)
 
-A mark names the needs of a test: ``@pytest.mark.streamalloc(devices=2)``. The simulated machine is made to fulfil
-them; on real hardware that does not, the test is skipped. The arguments:
+A mark names the needs of a test: ``@pytest.mark.streamalloc(devices=2)``. The simulated machine is made to fulfil these
+needs. On real hardware that does not fulfil them, the test is skipped. The arguments:
 
 ``devices=n``
     number of devices (1).
 ``fabric=True``
-    fabric handles; on real hardware an IMEX channel.
+    fabric handles; real hardware must have an IMEX channel.
 ``managed=True``, ``multicast=True``
-    managed memory, multicast objects. Other processes may be affected by these, so that they run on real hardware only
-    with ``STREAMALLOC_TEST_MANAGED=1`` and ``STREAMALLOC_TEST_MULTICAST=1``.
+    managed memory, multicast objects. These may affect other processes, so such tests run on real hardware only with
+    ``STREAMALLOC_TEST_MANAGED=1`` and ``STREAMALLOC_TEST_MULTICAST=1``.
 ``simulated_only="reason"``
     skip the test on the real driver.
 ``machine=dict(memory=1 << 30)``
     more arguments for :func:`streamalloc.driver.simulated`.
 ``leaks=True``
     error if the test does not release everything that it has made: driver resources, objects of streamalloc,
-    descriptors of sockets, pipes and memfds, and threads that still run. The report has the lines that made them, or
-    that a thread is in.
+    descriptors of sockets, pipes and memfds, and threads that still run. The report has the line that made each leak;
+    for a thread, the line at which the thread is.
 ``check=True``
     error if the test breaks stream order, copies memory that nothing has written, or reads elements as another type
     than they were written (:func:`streamalloc.driver.checked`). The summary of the run says what was not checked.
@@ -36,8 +36,9 @@ them; on real hardware that does not, the test is skipped. The arguments:
 Errors of ``leaks`` and ``check`` come at the teardown of the test: pytest counts an error beside the test's own result,
 and the run fails.
 
-The mark of a test overrides the mark of its class, and that overrides the mark of the module (``pytestmark``). A marked
-test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no machine.
+The mark of a test overrides the mark of its class, and the mark of the class overrides the mark of the module
+(``pytestmark``). A marked test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no
+machine.
 
 Options of the command line; each is also an ini option, with underscores and without the leading dashes:
 
@@ -46,8 +47,8 @@ Options of the command line; each is also an ini option, with underscores and wi
 ``--streamalloc-leaks``, ``--streamalloc-check``
     mark all tests with ``leaks=True``, ``check=True``.
 ``--streamalloc-one-machine``
-    run all tests on one simulated machine, which keeps what they do not release, as a GPU does. A test that is
-    ``simulated_only`` still has its own.
+    run all tests on one simulated machine, which keeps what the tests do not release, as a GPU does. A test that is
+    ``simulated_only`` still has its own machine.
 
 ``leaks`` and ``check`` include the processes that a test starts, by :mod:`multiprocessing` or with its environment: the
 test has an error if such a process breaks stream order, or ends with memory that it has not freed.
@@ -59,8 +60,8 @@ A test that takes the fixture ``streamalloc_faults`` can make driver calls fail:
         with pytest.raises(sa.OutOfMemoryError):
             ...
 
-The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` itself: the machine is in the place of
-the bindings during the test (:func:`streamalloc.testing.install`).
+The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` itself: the machine replaces the bindings
+during the test (:func:`streamalloc.testing.install`).
 
 CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
 plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
 
 _MARK = "streamalloc"
 _FIXTURE = "streamalloc_machine"
-# Set for a failed test, its class and its module: the test's traceback keeps objects alive, so no leaks are reported.
+# Set for a failed test, its class and its module. The test's traceback keeps objects alive, so leaks are not reported.
 _failed = pytest.StashKey[bool]()
 _FLAGS = {
     "one_machine": (
@@ -94,15 +95,15 @@ _FLAGS = {
     "leaks": ("errors for tests that do not release what they make, with the lines that made it", "leaks are errors"),
     "check": ("errors for tests that break stream order", "stream order is checked"),
 }
-"""Texts of each option without a value: its help, and its words in the header of a run."""
+"""For each option without a value: its help text, and its text in the header of a run."""
 _NOTES = "streamalloc not checked"
-"""Property of pytest's reports that has the notes of checks. pytest-xdist sends it to its main process."""
+"""Name of the property of pytest's reports that has the notes of checks. pytest-xdist sends it to its main process."""
 _notes: list[str] = []
-"""Notes of checks since the last report of a teardown, which takes them."""
+"""Notes of checks that came after the last teardown report. The next such report takes them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # With ``dest``, because a test suite may add a shorter option for the same value.
+    # ``dest`` is given, because a test suite may add a shorter option for the same value.
     group = parser.getgroup("streamalloc", "GPU memory on simulated or real devices")
     group.addoption(
         "--streamalloc-driver",
@@ -125,7 +126,7 @@ def _option(config: pytest.Config, name: str) -> Any:
 
 
 def driver_under_test(config: pytest.Config) -> str:
-    """Return the kind of the driver under test: ``"cuda"`` or ``"simulated"``."""
+    """Return the kind of the driver on which the tests run: ``"cuda"`` or ``"simulated"``."""
     return _choice(config)[0]
 
 
@@ -164,7 +165,9 @@ def _follow_all(config: pytest.Config) -> None:
 
 
 class _CheckAll:
-    """Plugin that fails each test in which the check of all driver calls has found a hazard."""
+    """Plugin of pytest that fails a test if the check of all driver calls (:func:`cupti.check`) found a hazard in
+    it.
+    """
 
     def __init__(self, check: Any) -> None:
         self._check = check
@@ -201,7 +204,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 class Needs(SimpleNamespace):
-    """Arguments of the mark. An argument that the mark does not name has its default."""
+    """Arguments of the mark as attributes. An argument that the mark does not name has its default value."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{name: default for name, (_, default) in _ARGUMENTS.items()} | given)
@@ -217,13 +220,14 @@ _ARGUMENTS: dict[str, tuple[type, Any]] = {
     "leaks": (bool, None),
     "check": (bool, None),
 }
-"""Type and default of each argument of the mark."""
+"""Type and default value of each argument of the mark."""
 
 
 def _needs(node: pytest.Item | pytest.Collector) -> Needs:
-    """Return the needs of a test, class or module. Of several marks with the same argument, the closest one counts.
+    """Return the needs of a test, class or module. If several marks have the same argument, that of the closest mark
+    counts.
 
-    Raises ``pytest.UsageError`` for an unknown argument, or a wrong value.
+    Raises ``pytest.UsageError`` for an unknown argument or a wrong value.
     """
     found: dict[str, Any] = {}
     for mark in node.iter_markers(_MARK):
@@ -244,7 +248,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         _prepare_marked(config, items)
     except pytest.UsageError as error:
-        if hasattr(config, "workerinput"):  # A worker of pytest-xdist, whose usage errors are not shown.
+        if hasattr(config, "workerinput"):  # This is a worker of pytest-xdist, which does not show usage errors.
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
         raise
 
@@ -265,21 +269,21 @@ def _prepare_marked(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _give_machine(item: pytest.Item) -> None:
-    """Give a marked test the fixture with its machine, unless the test takes one."""
+    """Give a marked test the fixture with its machine, unless the test names such a fixture itself."""
     names = getattr(item, "fixturenames", None)
     if names is None:
         raise pytest.UsageError(f"{item.nodeid}: {_MARK}(...) needs a test that takes fixtures, for its machine")
     if any(name.startswith(_FIXTURE) for name in names):
         return
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    # Insert the fixture after the fixtures with a wider scope. They outlive the test, so they must be made before its
-    # machine and must not use it.
+    # The fixture is inserted after the fixtures with a wider scope. These outlive the test, so they must be made before
+    # its machine and must not use it.
     lasting = [at for at, name in enumerate(names) if name in fixtures and fixtures[name][-1].scope != "function"]
     names.insert(max(lasting, default=-1) + 1, _FIXTURE)
 
 
 def _look_for_gpus() -> None:
-    """Raise one ``pytest.UsageError`` for the whole run, and not an error for each test, if there is no GPU."""
+    """Raise ``pytest.UsageError`` if there is no GPU: one error for the whole run instead of an error for each test."""
     from streamalloc.driver import DriverNotFoundError
     from streamalloc.testing import machines
 
@@ -304,7 +308,9 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """Return the needs of a fixture's machine: those of its test; for a wider scope, those of all tests that use it."""
+    """Return the needs of a fixture's machine. For a scope wider than a test, they are the needs of all tests that use
+    the machine.
+    """
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):
         return own
@@ -323,7 +329,7 @@ def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
 
 
 def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the arguments of :func:`streamalloc.driver.simulated` for a fixture's machine."""
+    """Return the arguments of :func:`streamalloc.driver.simulated` for the machine of a fixture, by name."""
     needs = _needs_of_all(request)
     settings = {**_choice(request.config)[1], **needs.machine}
     if needs.devices is not None:
@@ -336,13 +342,13 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def is_lasting(request: pytest.FixtureRequest) -> bool:
     """Whether the machine of a test outlives the test, as a real GPU does."""
-    # A test for the simulated driver only may lose the context, so it has a machine of its own in any case.
+    # A test for the simulated driver only may lose the context. So it has its own machine even if all others share one.
     one_machine = _option(request.config, "streamalloc_one_machine") and not _needs(request.node).simulated_only
     return driver_under_test(request.config) == "cuda" or one_machine
 
 
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    """Yield the machine of a fixture. Afterwards fail the test if a check has found something."""
+    """Yield the machine of a fixture. After the test, fail it if one of its checks has found something."""
     from streamalloc.driver import simulated
     from streamalloc.driver.internal import as_asked, choice_of
     from streamalloc.testing import Faults, machines
@@ -353,14 +359,14 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
-        driver = as_asked(driver)  # Adds a checker if STREAMALLOC_CHECK asks for one.
+        driver = as_asked(driver)  # Adds a checker if STREAMALLOC_CHECK asks for it.
         stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else choice_of(driver)))
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):
             yield driver
         if isinstance(driver, Faults):
             driver.stop()
-        # The traceback of a failed test keeps its objects alive, so its leaks say nothing.
+        # The traceback of a failed test keeps its objects alive, so they would be reported as leaks.
         failed = request.node.stash.get(_failed, False)
         if "leaks" in checks and not failed:
             _forget_values(request.node)
@@ -372,13 +378,15 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 _Report = Callable[[bool], Iterable[str]]
-"""Function that ends a check and returns its texts. It takes whether the test failed."""
+"""Function that ends a check and returns the texts of its findings. The argument is whether the test has failed."""
 
 
 def _watched(
     request: pytest.FixtureRequest, driver: Driver, checks: list[str], stack: contextlib.ExitStack
 ) -> tuple[Driver, list[_Report]]:
-    """Wrap the driver for these checks and for ``streamalloc_faults``. Returns it, and the checks' reports."""
+    """Wrap the driver for the ``checks`` and for ``streamalloc_faults``. Returns the wrapped driver, and a function for
+    each check that ends the check.
+    """
     reports: list[_Report] = []
     if checks:
         from streamalloc.testing import machines
@@ -390,7 +398,8 @@ def _watched(
         driver = checker = checked(driver, uninitialized=True)
 
         def hazards(failed: bool) -> Iterable[str]:
-            # The checker reports leaks, too. They count only with the mark "leaks", which finds more of them.
+            # The checker reports leaks, too. Leaks are errors only with the mark "leaks", whose watch finds more of
+            # them.
             found = [str(hazard) for hazard in checker.finish() if hazard.kind != "leak"]
             _notes.extend(checker.notes)
             return found
@@ -422,12 +431,14 @@ def _watched(
 
 _SCOPES = ("function", "class", "module", "package", "session")
 _watches: list[tuple[str, Watch]] = []
-"""Scope and leak watch of each machine that exists now."""
+"""Scope, and watch for leaks, of each machine of a fixture that exists now."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    """Pause the leak watches of narrower scopes during the setup of a fixture: its objects outlive their tests."""
+    """Pause the leak watches of narrower scopes during the setup of a fixture, because its objects outlive their
+    tests.
+    """
     with contextlib.ExitStack() as stack:
         for scope, watch in _watches:
             if _SCOPES.index(scope) < _SCOPES.index(fixturedef.scope):
@@ -441,7 +452,9 @@ def _wanted(config: pytest.Config, needs: Needs, name: str) -> bool:
 
 
 def _forget_values(node: Any) -> None:
-    """Drop the values of ended fixtures: pytest keeps them until all fixtures end, and they would look like leaks."""
+    """Drop the values of fixtures that have ended. pytest keeps them until all fixtures end, so they would count as
+    leaks.
+    """
     values = getattr(node, "funcargs", {})
     fixtures = getattr(getattr(node, "_fixtureinfo", None), "name2fixturedefs", {})
     for name in [name for name in values if name in fixtures and fixtures[name][-1].cached_result is None]:
@@ -461,7 +474,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what the checks of all tests did not follow."""
+    """Print which calls and memory the checks of all tests did not cover."""
     tests: dict[str, dict[str, str]] = {}
     for report in [one for reports in terminalreporter.stats.values() for one in reports]:
         for text in dict(getattr(report, "user_properties", ())).get(_NOTES, ()):
@@ -475,31 +488,33 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Driver of the test, and the default driver during it. A simulated one is new for each test."""
+    """Driver of the test, and the default driver during the test. A simulated machine is new for each test."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="class")
 def streamalloc_machine_class(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Driver like ``streamalloc_machine``; one for all tests of a class."""
+    """Driver like ``streamalloc_machine``, but one for all tests of a class."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="module")
 def streamalloc_machine_module(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Driver like ``streamalloc_machine``; one for all tests of a module."""
+    """Driver like ``streamalloc_machine``, but one for all tests of a module."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
 def streamalloc_machine_session(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Driver like ``streamalloc_machine``; one for the whole run."""
+    """Driver like ``streamalloc_machine``, but one for the whole run."""
     yield from _machine(request)
 
 
 @pytest.fixture(scope="session")
 def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keep the primary contexts of real devices between tests, because to make one takes longer than most tests."""
+    """Keep the primary contexts of real devices between tests, because making a context takes longer than most
+    tests.
+    """
     if driver_under_test(request.config) != "cuda":
         yield
         return
@@ -516,8 +531,8 @@ def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture
 def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
-    """Driver of the test whose calls can be made to fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``,
-    ``.stop()``.
+    """Driver of the test, whose calls can be made to fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``. The call
+    ``streamalloc_faults.stop()`` ends that.
     """
     if "streamalloc_faults" not in request.node.fixturenames:
         raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
@@ -527,7 +542,9 @@ def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
 
 @pytest.fixture
 def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> Iterator[Driver]:
-    """Driver like ``streamalloc_machine``, put in place of cuda.bindings by :func:`streamalloc.testing.install`."""
+    """Driver like ``streamalloc_machine`` that replaces cuda.bindings during the test
+    (:func:`streamalloc.testing.install`).
+    """
     if driver_under_test(request.config) == "cuda":
         yield streamalloc_machine
         return
@@ -539,7 +556,9 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """Environment variables with which a process uses the test's machine, if it does not inherit the environment."""
+    """Environment variables by which a process uses the test's machine; for processes that do not inherit the
+    environment.
+    """
     from streamalloc.driver.internal import choice_of
 
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}

@@ -1,4 +1,6 @@
-"""Tools for tests on any driver: a gate that holds streams, faults, a wait for deferred work, a notebook's set-up."""
+"""Tools for tests on any driver: a gate that blocks streams, calls that fail, a wait for deferred releases, a
+notebook's setup.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
 from streamalloc.driver.internal import choice_of, cuda, default_or_simulated
 
-# Bytes of pinned host memory for a gate. Its flag takes only four bytes.
+# Bytes of pinned host memory for a gate. The gate's flag takes only four bytes of it.
 _SIZE = 64
 
 
 class Gate(Closes):
-    """Gate that holds streams until the host opens it, so that a test has work that is surely pending.
+    """Gate that blocks streams until the host opens it, so that a test has work that is surely pending.
 
-    A held stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the wait
-    takes no part of the device. An opened gate can hold streams again. The end of its ``with`` block opens the gate,
-    synchronises the device, and frees the memory. On hardware load kernels before a stream is held, because the load of
-    a module may wait for the stream.
+    A blocked stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the
+    wait uses no multiprocessor of the device. An opened gate can block streams again. The end of its ``with`` block
+    opens the gate, synchronises the device, and frees the memory. On hardware, load kernels before you block a stream,
+    because loading a module may wait for the stream.
 
     Parameters
     ----------
@@ -53,7 +55,7 @@ class Gate(Closes):
         self._holds = 0
 
     def hold(self, stream: StreamLike) -> None:
-        """Make later work of ``stream`` wait until the gate is opened.
+        """Block ``stream``: its later work waits until the gate is opened.
 
         Raises :class:`ClosedError` if the gate is closed.
         """
@@ -65,7 +67,7 @@ class Gate(Closes):
         stream_call(held, "cuStreamWaitValue32", self._flag, self._holds, int(at_least))
 
     def open(self) -> None:
-        """Let the work of all held streams run. Returns at once."""
+        """Let the work of all blocked streams run. Returns at once, without waiting for this work."""
         if self._flag is not None:
             self._value.value = self._holds
 
@@ -85,15 +87,15 @@ class Gate(Closes):
 
 
 class Faults(Faulty):
-    """Driver that refuses the calls named by :meth:`fail`, and passes all others on.
+    """Driver that refuses the calls named by :meth:`fail`, and passes all other calls to ``driver``.
 
-    A fault counts for objects that were made before, too. ``seen`` lists the calls since then, and ``failed`` those
-    that were refused.
+    A fault affects objects that were made before, too. The attribute ``seen`` lists the names of the
+    calls since the last :meth:`fail`, and ``failed`` lists those of the refused calls.
 
     Parameters
     ----------
     driver
-        Any driver.
+        The driver to wrap, of any kind.
 
     Examples
     --------
@@ -103,10 +105,11 @@ class Faults(Faulty):
 
 
 def settle() -> int:
-    """Collect garbage, and make the deferred releases of all drivers that are possible now. Return how many are left.
+    """Collect garbage, and make the deferred releases of all drivers that are possible now. Returns the number of those
+    left.
 
     A release that is left waits for an importer, for the end of a capture, or for queued work. Synchronise the device
-    first, so that none waits for queued work.
+    first, so that no release waits for queued work.
 
     Examples
     --------
@@ -120,19 +123,19 @@ def settle() -> int:
 
 
 def notebook(devices: int = 1) -> Checked:
-    """Choose the driver of a Jupyter notebook, with a checker, and set up figures. Return the driver.
+    """Choose the driver of a Jupyter notebook, with a checker, and set up figures. Returns the driver.
 
-    :doc:`/06-finding-a-bug` begins with it. The driver is that of ``STREAMALLOC_DRIVER``, else the one of this machine,
-    else a simulated one; a line of output says which. It becomes the default of all threads
-    (:func:`streamalloc.driver.set_default`). Processes that the notebook starts use the same driver, or the same
-    simulated machine, because the call sets ``STREAMALLOC_DRIVER``. The checker
-    (:func:`streamalloc.driver.checked`) shows the hazards of a cell below it, folded. Figures of matplotlib get the
-    resolution of the screen.
+    :doc:`/06-finding-a-bug` begins with a call of this function. The driver is that of ``STREAMALLOC_DRIVER``,
+    otherwise the CUDA driver of this computer, otherwise a simulated one; a line of output says which. The driver
+    becomes the default driver of all threads (:func:`streamalloc.driver.set_default`). Processes that the notebook
+    starts use the same driver, or the same simulated machine, because the call sets ``STREAMALLOC_DRIVER``. The checker
+    (:func:`streamalloc.driver.checked`) shows the hazards of a cell below the cell, folded. Figures of matplotlib get
+    the resolution of the screen.
 
     Parameters
     ----------
     devices
-        Number of GPUs of a simulated machine, if ``STREAMALLOC_DRIVER`` does not say it.
+        Number of GPUs of a simulated machine, if ``STREAMALLOC_DRIVER`` does not give this number.
 
     Raises
     ------
@@ -145,7 +148,7 @@ def notebook(devices: int = 1) -> Checked:
     driver.set_default(None)
     chosen: Any = default_or_simulated(devices=devices, name=name)[0]
     os.environ["STREAMALLOC_DRIVER"] = choice = choice_of(chosen)
-    # With STREAMALLOC_CHECK the default driver has a checker already.
+    # With STREAMALLOC_CHECK in the environment, the default driver has a checker already, and must not get a second.
     machine: Checked = chosen if hasattr(chosen, "hazards") else driver.checked(chosen)
     driver.set_default(machine)
     found = Device.all(machine)
@@ -157,7 +160,8 @@ def notebook(devices: int = 1) -> Checked:
 
 
 def _set_up(shell: Any, machine: Checked) -> None:
-    with contextlib.suppress(ImportError):  # The notebook may do without matplotlib.
+    # matplotlib may be missing, because a notebook without figures does not need it.
+    with contextlib.suppress(ImportError):
         from matplotlib_inline.config import InlineBackend
 
         InlineBackend.instance(parent=shell).figure_formats = {"retina"}
