@@ -145,31 +145,22 @@ class Check:
         self._libraries = Libraries(stacks=None, most_entries=_FEW_ENTRIES)
         self._blocks = Blocks(self._recorder.state)
         self._operators: Operators | None = None
-        """Dispatch mode of PyTorch; None until the program makes a stream. With one stream the order of operations is
-        never in doubt, so the mode is not needed.
-        """
+        """Dispatch mode of PyTorch; None until the program makes a stream, because one stream needs no check."""
         self._has_streams = False
         self._waiting: deque[DriverCall] = deque()
-        """Calls that are not followed yet, oldest first. A launch waits for the next call of another kind, because the
-        checker takes consecutive launches on a stream as one step.
-        """
+        """Calls that are not followed yet, oldest first. Consecutive launches on a stream are followed together."""
         self._turn = threading.Lock()
-        """Lock that a thread holds while it follows the waiting calls. The callbacks of other threads wait for the
-        lock. If one of these threads went on, it could overwrite the arguments of its call before the checker has read
-        them.
+        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it, so that these
+        threads do not overwrite the arguments of their calls before the checker has read them.
         """
         self._worker = 0
         """Ident of the thread that follows the waiting calls; 0 if no thread does."""
         self._late: dict[int, int] = {}
-        """By thread: time in ns of its last call that did not wait for the lock. The arguments of its calls up to this
-        time may have been overwritten.
-        """
+        """By thread: time (ns) of its last call that did not wait. Until then arguments may have been overwritten."""
         self._handles: set[int] = set()
         """Handles of the streams on which kernels were launched."""
         self._of_natives: set[int | None] = set()
-        """Addresses of memory that a library of NVIDIA has just allocated for itself, and that the checker does not
-        track yet.
-        """
+        """Addresses that a library of NVIDIA has allocated for itself, and that the checker does not track yet."""
         self._first: TrackedStream | None = None
         """First stream on which an operation was followed; None before."""
         self._is_alone = True
@@ -179,9 +170,7 @@ class Check:
         self._has_new_segments = False
         """Whether a library may have allocated a segment since the histories were read."""
         self._was_read = False
-        """Whether uses have been judged before. If not, PyTorch is asked for its live blocks in addition to its
-        history.
-        """
+        """Whether uses have been judged before. The first time, PyTorch is also asked for its live blocks."""
         self._subscription: Subscription = Subscription(self._called, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
         self._libraries.gate = gate = self._subscription.gate
         self._recorder.state.judge.sees_grants = lambda: not gate.has_left_out

@@ -88,9 +88,7 @@ def manager_class(sources: Sources) -> Any:
         interface_version = 1
 
         def initialize(self) -> None:
-            """Do nothing, because the sources need no preparation. Numba calls this method before the first
-            allocation.
-            """
+            """Do nothing. Numba calls this method before the first allocation."""
 
         def memalloc(self, size: int) -> Any:
             """Allocate ``size`` bytes on the legacy default stream, and return a ``MemoryPointer``. Raises
@@ -116,9 +114,7 @@ def manager_class(sources: Sources) -> Any:
             )
 
         def get_memory_info(self) -> Any:
-            """Return free and total bytes of the device, as Numba's ``MemoryInfo``. Memory that pools reserve counts as
-            used.
-            """
+            """Return free and total bytes of the device. Memory that pools reserve counts as used."""
             info = sources.device(int(self.context.device.id)).memory_info()
             return cuda.MemoryInfo(free=info.free, total=info.total)
 

@@ -215,9 +215,7 @@ class ControlBlock:
         self.importer: int = -1
         """Column of this process in the words of importers, from 0; -1 in the exporter."""
         self._watched: set[int] = set()
-        """Bytes of the file whose locks threads wait for. Byte 0 is locked by the exporter, byte ``1 + index`` by an
-        importer.
-        """
+        """Bytes of the file for whose locks threads wait. The exporter locks byte 0, an importer ``1 + index``."""
         self._expected: dict[tuple[int, int], None] = {}
         """Tuples of slot and value of each ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
@@ -239,9 +237,7 @@ class ControlBlock:
         self.importers: dict[tuple[int, int], ImporterWords] = {}
         """Objects that :meth:`importer_words` has returned, by slot and importer."""
         self._raw: int | None = None
-        """Host address of the words, registered with the driver so that streams can use them. None if not
-        registered.
-        """
+        """Host address of the words once they are registered with the driver for use by streams; None before."""
         session.shut_with_me(self)
         # The memory is registered in a context that exists already, because a new context could cost half a gigabyte.
         # It is registered as portable, so streams of all contexts can use it.

@@ -72,10 +72,12 @@ def driver_call(name: str, method: Method) -> Method:
 
     The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
     up the objects, run the method, release the lock, make the tuple.
+
+    The function binds names of the module to local names, because at the exit of the interpreter the names of a module
+    may be gone, and even builtins.
     """
     (count, conversions, finders), values = _steps(name, method), value_count(name)
     nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
-    # Names of the module are bound to local names here, because they may be gone at the exit of the interpreter.
     exiting, usable, refusal, bind = sys.is_finalizing, _usable, _refusal, functools.partial(by_position, name)
     enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
     success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
@@ -83,7 +85,6 @@ def driver_call(name: str, method: Method) -> Method:
     @functools.wraps(method)
     def driver_function(self: Any, *given: Any, **named: Any) -> tuple[Any, ...]:
         machine: Machine = self._machine
-        # At the exit of the interpreter even builtins may be gone.
         unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED
         if unready := unready or (not machine.ready and refusal(machine, before_init)):
             return (unready, *nothing)
@@ -107,8 +108,7 @@ def driver_call(name: str, method: Method) -> Method:
         except wait_ended as ended:
             raise ended.error from None
         except BaseException as error:
-            # A signal handler raised, so the state of the machine may be half changed, and the machine cannot be used
-            # any more.
+            # A signal handler raised, so the machine may be half changed, and cannot be used any more.
             if not isinstance(error, Exception):
                 machine.cut_call, machine.ready = name, False
             raise

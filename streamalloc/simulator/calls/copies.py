@@ -226,9 +226,7 @@ class CopyCalls(VirtualMemoryCalls):
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
     def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
-        """Return the target and the source of a copy without arrays, and a tuple of their memory types, the target's
-        first.
-        """
+        """Return target and source of a copy without arrays, and a tuple of their memory types."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
         return self._side(copy, "dst", kinds[0], shape), self._side(copy, "src", kinds[1], shape), kinds
@@ -349,8 +347,7 @@ class CopyCalls(VirtualMemoryCalls):
         start = address - skipped
         allocation = self.allocations.find(start)
         if allocation is None or not allocation.known:
-            # The driver does not recognise memory of a host pool without device access, and copies it as pageable
-            # memory.
+            # Memory of a host pool without device access is unknown to the driver, which copies it as pageable memory.
             check(start and not must_be_device)
             return None
         if allocation.mapping is not None:
@@ -408,9 +405,7 @@ class CopyCalls(VirtualMemoryCalls):
     # -- multicast mappings ----------------------------------------------------------------------------------
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Return the memory behind a range of one multicast mapping: segments, by device ordinal. None unless every
-        device of the team has bound memory to all of the range.
-        """
+        """Return the segments behind a range of one multicast mapping, by device ordinal; None if memory is missing."""
         found = self.team_at(address)
         if found is None or address + size > found[0].end:
             return None
