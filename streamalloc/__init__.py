@@ -134,8 +134,8 @@ _above.buffer_from_handle = _later("pool.plain", "buffer_from_handle")
 _above.residence_of = _later("pool.places", "residence_of")
 streamalloc.formats.html.draw = _later("plots", "draw")
 
-# These are imported when they are first used, so that a program that only allocates does not wait for the other
-# imports.
+# Names of subpackages that are imported at their first use, so that a program that only allocates need not wait for
+# them.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
@@ -172,8 +172,8 @@ _LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in
 
 
 if not TYPE_CHECKING:
-    # Not in ``__all__``, because help() would print all these names with all their methods: 10,000 lines. dir() lists
-    # them.
+    # The names of single objects are not in ``__all__``, because help() would print all of them with all their methods:
+    # 10,000 lines. dir() lists these names.
     __all__ = [*_PACKAGES]
 
 

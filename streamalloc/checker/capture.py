@@ -72,8 +72,8 @@ class TrackedNode:
 
 
 class _Inside:
-    """A separate timeline with copies of ranges, in which the operations of one graph are checked against each
-    other.
+    """Separate timeline with copies of ranges. In it the operations of one graph are checked against each other,
+    without the operations outside of the graph.
     """
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
@@ -115,14 +115,16 @@ class _Inside:
 
 
 class TrackedGraph:
-    """Graph with its nodes, which are in a valid order unless a call added edges later."""
+    """Graph with its nodes. The nodes are in a valid order, unless a call has added edges later."""
 
     def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
         self.nodes: list[TrackedNode] = [] if nodes is None else nodes
         self.handles: dict[int, list[TrackedNode]] = {}
-        """For the handle of a node that a call such as ``cuGraphAddKernelNode`` added: the checker's nodes for it."""
+        """The checker's nodes, by the handle of the driver's node that a call such as ``cuGraphAddKernelNode`` has
+        added.
+        """
         self.after: dict[int, list[int]] = {}
-        """For the handle of a node: the handles of the nodes that it depends on."""
+        """Handles of the nodes on which a node depends, by the handle of the node."""
 
     def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
         """Add a node that a call such as ``cuGraphAddKernelNode`` has added.
@@ -170,7 +172,9 @@ class TrackedCapture:
         self._inside = _Inside(on_hazard)
         self._streams: dict[TrackedStream, TrackedStream] = {}
         self._done: dict[int, Clock] = {}
-        """For the handle of a node: the clock of its stream after the node, inside the capture."""
+        """Clock of the stream after a captured node, by the handle of the node. The clock belongs to the timeline
+        inside the capture.
+        """
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
         """Begin a capture that adds nodes to ``graph``. ``after``: handles of nodes that precede the captured nodes."""
@@ -201,7 +205,7 @@ class TrackedCapture:
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
         """Order a stream after the nodes with the handles ``after``. ``anew``: whether its earlier order is dropped."""
         if anew:
-            # A new stream in the timeline has no earlier order, so it takes the place of the old one.
+            # A new stream of the timeline has no earlier order. So with ``anew`` it replaces the old stream.
             self._streams[stream] = self._inside.timeline.stream(stream.name)
         for handle in after:
             if handle in self._done:
@@ -259,7 +263,7 @@ class TrackedEvent:
     foreign: bool = False
     """Whether another library has the event, and may record it by calls that the checker is not told of."""
     mark: Obstacle | None = None
-    """Obstacle that ends when the recorded work is done; None if no record was seen."""
+    """Obstacle that ends when the recorded work is done; None if no record of the event is known to the checker."""
     captured: tuple[TrackedCapture, Clock] | None = None
     """The capture with the latest record, and the clock of the record in it; None if the latest record is not in a
     capture.
@@ -278,8 +282,8 @@ class TrackedEvent:
     """Whether a stream or thread has waited for the last record."""
 
     def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
-        """Note a record and its place in the program, for reports. ``mark``: obstacle that ends with the recorded
-        work.
+        """Store a record of the event and the record's place in the program, for reports. ``mark``: obstacle that ends
+        with the recorded work.
         """
         if self.awaited:
             self.recordings.clear()
@@ -287,6 +291,6 @@ class TrackedEvent:
         self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
-        """Note a wait for the event at ``place``. Returns a description of the wait for reports."""
+        """Store that something waits for the event at ``place``. Returns a description of this wait for reports."""
         self.awaited = True
         return Wait(place_of(self.made), tuple(self.recordings), place)

@@ -37,8 +37,8 @@ choice counts as :data:`UNORDERED`, with a note.
 
 
 class Clock:
-    """Vector clock: for each actor, by its number, the time of its last operation that precedes the owner of the
-    clock.
+    """Vector clock of an operation. For each actor (stream or host thread), by its number: time of the actor's last
+    operation that precedes the operation.
     """
 
     __slots__ = ("known",)
@@ -70,7 +70,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """A host thread or a stream, whose operations have an order."""
+    """Common base class of host threads and streams. The operations of one actor have an order."""
 
     number: int
     name: str
@@ -116,7 +116,7 @@ class TrackedStream(Actor):
     """The legacy stream of the context if this stream is blocking; None for a non-blocking or legacy stream."""
     clock: Clock = field(default_factory=Clock)
     seen_host: int = -1
-    """Version of the host clock that was last merged into the stream's clock."""
+    """Version of the host clock (:attr:`Timeline.version`) that was last merged into the stream's clock."""
     seen_legacy: int = 0
     """Time of the legacy stream up to which its work was merged into this stream's clock."""
     peers: dict[TrackedStream, int] | None = None
@@ -136,7 +136,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.notes: Notes = Notes()
-        """Notes on what the checker has left out."""
+        """Notes on what the checker has not checked."""
         self.host: Clock = Clock()
         self.waiting: dict[TrackedStream, None] = {}
         """Streams that wait for an obstacle."""
@@ -149,17 +149,17 @@ class Timeline:
         self.foreign: dict[TrackedStream, None] = {}
         """Streams that other libraries may use, and may order by calls that the checker is not told of."""
         self.over: dict[int, int] = {}
-        """For an actor, by its number: a time up to which its operations count as ordered before everything later,
-        because the host may have waited for them without a call that the checker saw.
+        """Time by number of the actor. The actor's operations up to this time count as ordered before everything later:
+        the host may have waited for them by a call that the checker is not told of.
         """
         self.ended_threads: deque[int] = deque()
         """Numbers of host threads that have ended. Finalisers append to it without taking the lock, which another
         thread may hold.
         """
         self.published: Clock = Clock()
-        """Clock of all work for which other processes can wait."""
+        """Clock of all work whose end other processes can wait for."""
         self.ready: Clock = Clock()
-        """Clock of all announcements that other processes have made."""
+        """Clock of all work of other processes whose end they have announced on their boards (:mod:`.interprocess`)."""
         self._live: set[int] = set()
         """Numbers of the actors that have not ended. All work of an actor that has ended precedes all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
@@ -245,7 +245,9 @@ class Timeline:
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
     def before_next(self, stream: TrackedStream) -> Clock:
-        """Return the clock that the next operation of a stream will have. The stream must not wait for anything."""
+        """Return the clock that the next operation of ``stream`` will have. The stream must not be waiting for an
+        obstacle.
+        """
         clock = stream.clock.copy()
         clock.learn(self.host)
         for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
@@ -273,7 +275,7 @@ class Timeline:
         return False
 
     def chosen(self, before: Clock, stream: TrackedStream) -> None:
-        """Record a choice of the driver: it runs the latest operation of ``stream`` after all operations in
+        """Record a choice of the driver: the driver runs the latest operation of ``stream`` after all operations in
         ``before``.
         """
         self._choices.append((before, stream.number, stream.time))
@@ -402,7 +404,7 @@ class Timeline:
         if obstacle.clock is not None:
             return
         if source is None:
-            # The cause is unknown, and may be any work that was queued before, so all that work counts as done.
+            # The cause is unknown. It may be any work that was queued before, so all that work counts as done.
             self.notes.add("waits")
         self.end(obstacle, self.host if source is not None else self.everything())
 

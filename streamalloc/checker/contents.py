@@ -142,8 +142,8 @@ _MOST_FLAGS = 64
 _MOST_COMPARED = 64
 """Largest number of copies, the latest ones, among which a copy of the same bytes is searched."""
 _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
-"""Bytes of a row. Of a source larger than a row, a weighted sum of its rows is compared, which takes less time than a
-checksum of all bytes.
+"""Size of a row in bytes. Of a source larger than one row, a weighted sum of the rows is compared, which takes less
+time than a checksum of all bytes.
 """
 
 
@@ -183,8 +183,8 @@ class QueuedSources:
         """
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
-        """Watch the host memory that the latest operation of ``stream`` reads, if the host may change it without a call
-        that the checker sees.
+        """Watch the host memory that the latest operation of ``stream`` reads, if the host may change this memory
+        without a call that the checker is told of.
 
         For operations on streams of other libraries, only a note is added. ``pieces``: tuples of a part of memory and
         whether the operation writes it. ``what``, ``stack``: name and place of the operation.
@@ -313,8 +313,8 @@ class QueuedSources:
         return lambda: self._sources.extend(one for one in before if one not in self._sources)
 
     def clear(self) -> None:
-        """Stop watching all sources, because the host may have waited for the copies by a call that the checker did not
-        see.
+        """Stop watching all sources, because the host may have waited for the copies by a call that the checker is not
+        told of.
         """
         self._keep(lambda one: False)
 
@@ -365,8 +365,8 @@ def _checksum(piece: Piece) -> int | None:
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""Largest number of writes kept for an address, and of addresses. A wait for a value that these limits leave out is not
-checked, with a note.
+"""Largest number of addresses whose writes are kept, and of writes kept for one address. A wait for a value that was
+left out is not checked, with a note.
 """
 
 _Key = tuple[Bytes | None, int]
@@ -389,8 +389,8 @@ class _Waiting(Obstacle):
 class WaitValues:
     """Latest values that streams wrote, and the waits for values.
 
-    The checker may not see the write of a value, for example by a kernel. Then the wait lasts until the host finds the
-    waiting stream idle, and all earlier work counts as ordered before the wait.
+    The checker may not be told of the write of a value, for example of a write by a kernel. Then the wait lasts until
+    the host finds the waiting stream idle, and all earlier work counts as ordered before the wait.
     """
 
     def __init__(self, timeline: Timeline, addresses: AddressMap, on_host: Callable[[int], bool]) -> None:
@@ -408,7 +408,9 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Do not use writes at an address for the order: the facade reports by itself what they announce."""
+        """Do not use writes at ``address`` for the order. This package has its own calls that report what such a write
+        announces.
+        """
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: TrackedStream, address: int, value: int) -> None:
@@ -442,7 +444,7 @@ class WaitValues:
         compare = WAIT_COMPARISONS[flag & 3]
         wait = _Waiting(key=key, range=range_, accepts=lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
-            # The host can write this value without a call, so it is read repeatedly.
+            # The host can write this value without making a call, so the value is read repeatedly.
             wait.read = lambda: int(_TYPES[bits].from_address(address).value)
 
         def meet(stream: TrackedStream) -> None:

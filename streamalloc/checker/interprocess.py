@@ -76,7 +76,7 @@ _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("cover
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """Entry at index ``at`` on the board of another process."""
+    """Entry at index ``at`` on the board (file of announcements) of another process."""
 
     board: Any = field(compare=False)
     at: int
@@ -148,7 +148,7 @@ class Board:
         return self.number(index)
 
     def number(self, index: int) -> int:
-        """Return the number of records of the event at ``index``."""
+        """Return how often the event at ``index`` was recorded."""
         return int(self._entries["number"][index])
 
     def post(
@@ -178,7 +178,7 @@ class Board:
         return index
 
     def remove_post(self, index: int) -> None:
-        """Remove the post at ``index``. From now on no process waits for its work."""
+        """Remove the post at ``index`` from the board. From now on no process waits for the post's work."""
         self._entries["name"][index] = b""
 
 
@@ -229,7 +229,7 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # The file is gone. The mapping stays while a BoardEntry refers to it.
+        # The board's file is gone. Its mapping stays as long as a BoardEntry refers to the mapping.
         del _boards[gone]
 
 
@@ -255,7 +255,9 @@ def events_of(name: bytes) -> list[BoardEntry]:
 
 
 def importers(exported: bytes) -> list[int]:
-    """Return the ids of the other live processes that have an import of this export data open."""
+    """Return the ids of the other live processes that have an open import of the allocation. ``exported``: its export
+    data.
+    """
     return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
@@ -297,7 +299,7 @@ _MOST_ANNOUNCEMENTS = 256
 is dropped, with a note.
 """
 _MOST_ACTORS = 4096
-"""Number of actors at which those whose board entry is gone are removed."""
+"""Number of actors at which the actors whose board entry is gone are removed."""
 
 
 def _named(name: bytes, write: bool) -> bytes:
@@ -342,9 +344,9 @@ class Interprocess:
     _events: dict[int, TrackedEvent]
     _judge: Judge
     exports: dict[bytes, Range] = field(default_factory=dict)
-    """Exported memory, by export data."""
+    """Memory that this process has exported, by export data."""
     names: dict[Range, bytes] = field(default_factory=dict)
-    """Export data of exported and imported memory."""
+    """Export data of each range that this process has exported or imported."""
     entries: dict[Range, int] = field(default_factory=dict)
     """For each open import: the index of its entry on the board."""
     leaving: dict[Range, TrackedStream] = field(default_factory=dict)
@@ -367,7 +369,7 @@ class Interprocess:
     _actors: dict[BoardEntry, Actor] = field(default_factory=dict)
     """Actors that stand for the events and posts of other processes."""
     _room: int = _MOST_ACTORS
-    """Number of actors at which the next clean-up begins."""
+    """Number of actors at which actors without a board entry are removed next."""
 
     def __post_init__(self) -> None:
         self._untold = partial(self._timeline.notes.add, "told")
@@ -513,7 +515,7 @@ class Interprocess:
     # -- uses after the export and the import ------------------------------------------------------------------
 
     def follow(self, range_: Range) -> None:
-        """Announce all later uses of a range that is exported or imported."""
+        """From now on, announce all uses of ``range_``, which is exported or imported, to other processes."""
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
@@ -522,7 +524,7 @@ class Interprocess:
         """
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            # Another library has the stream, and may order the use by calls that the checker does not see.
+            # Another library can use the stream, and may order this use by calls that the checker is not told of.
             self._untold()
             return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
@@ -673,8 +675,8 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
-        """Return the clock of the work that may precede a record of an event which this checker did not see; None if
-        there is no such record.
+        """Return the clock of the work that may precede a record of ``event`` by another process. None if no other
+        process has announced a record.
         """
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")
@@ -764,7 +766,7 @@ class OpenFiles(Generic[T]):
         try:
             if self._epoll is None:
                 self._epoll = select.epoll()
-            # True if another open file is in the epoll under the same descriptor number.
+            # If true, another open file is in the epoll under the same descriptor number.
             taken = number in self._noted and f"tfd: {number:8d}" in self._targets()
             self._epoll.register(number, 0)
             self._noted.pop(number, None)

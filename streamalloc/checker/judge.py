@@ -44,7 +44,7 @@ class Judge:
         self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
         """The latest waits of the host for events."""
         self.sees_grants: Callable[[], bool] = lambda: True
-        """Function that returns whether the checker has seen all calls that grant access to mappings."""
+        """Function that returns whether the checker was told of all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
         """Record a wait of ``actor`` for an event, so that a report can explain why the wait gives no order."""
@@ -60,8 +60,8 @@ class Judge:
         return next(filter(None, vain), "") or _missing_order(before, later)
 
     def _is_open(self, range_: Range, before: RecordedOperation) -> bool:
-        """Whether another process may have ordered later work after the operation ``before``, by calls that this
-        checker does not see. If so, a note is added.
+        """Whether another process may have ordered later work after the operation ``before`` by calls that this checker
+        is not told of. If so, a note is added.
         """
         found = range_.bytes.shared and self._published.after(before.actor.number, before.time)
         if found:
@@ -177,8 +177,8 @@ class Judge:
     def _rights(self, range_: Range, device: int) -> int:
         """Return the access of a device to a range: 0 none, 1 read, 3 read and write.
 
-        If another library may have granted access by a call that the checker did not see, 3 is returned, and a note is
-        added.
+        If another library may have granted access by a call that the checker was not told of, 3 is returned, and a note
+        is added.
         """
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
         if rights < 3 and (self.timeline.foreign if range_.context else not self.sees_grants()):
@@ -203,7 +203,7 @@ class Judge:
         ``unseen_upto``: highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written.
         """
         range_, low, high = piece
-        # The host may have written the memory through a NumPy array over it, which the checker does not see.
+        # The host may have written the memory through a NumPy array over it. No call tells the checker of such a write.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):
@@ -300,8 +300,8 @@ class Judge:
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
-    """Describe the range that had the addresses before. Returns the end of a sentence, and places by title; both are
-    empty if there was no such range.
+    """Return the end of a sentence about the range that had the addresses before, and places in the program by title.
+    Both are empty if there was no such range.
     """
     for one in range_.previous:
         if one.ended is not None:

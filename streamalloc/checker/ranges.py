@@ -81,7 +81,7 @@ class _Segment:
     reads: dict[int, Access] = field(default_factory=dict)
 
     def cut(self, at: int) -> tuple[_Segment, _Segment]:
-        """Split the segment at the offset ``at``. Returns the two segments before and after it."""
+        """Split the segment at the offset ``at``. Returns the segment before ``at`` and the segment after it."""
         return _Segment(self.start, at, self.write, self.reads), _Segment(at, self.end, self.write, self.reads.copy())
 
 
@@ -101,7 +101,7 @@ class Bytes:
     shared: bool = False
     """Whether other processes may have the memory mapped."""
     fresh: tuple[tuple[int, int], ...] = ()
-    """Intervals to which no device has had access yet, as offsets of start and end."""
+    """Intervals of the memory to which no device has had access yet, as tuples of start and end offset."""
     types: tuple[Any, ...] = ()
     """Intervals with the types of their elements, see :mod:`streamalloc.checker.contents`."""
     _segments: list[_Segment] = field(default_factory=list)
@@ -310,9 +310,9 @@ class Range(Extent):
 
 
 Piece = tuple[Range, int, int]
-"""A tuple: a range, and the first and the end address of a part of it."""
+"""Part of a range, as a tuple: the range, first address, end address."""
 Pieces = list[tuple[Piece, bool]]
-"""List of tuples: a part of a range, and whether it is written."""
+"""Parts of ranges, as tuples: the part, and whether it is written."""
 
 
 class AddressMap(RangeMap[Range]):
@@ -342,7 +342,7 @@ class AddressMap(RangeMap[Range]):
             if old.ended is None:
                 continue
             made.previous += (old,)
-            # Only one earlier range is kept, because a report names only one.
+            # Of the earlier ranges at an address only one is kept, because a report names only one.
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:

@@ -50,7 +50,7 @@ _MOST_HAZARDS = 1000
 
 @dataclass(eq=False)
 class _Note:
-    """One reason for which something was not checked in this run, with a count."""
+    """Reason for which something was not checked in this run, with the number of times."""
 
     place: str
     """Place of the call in the program where the reason was found first."""
@@ -124,7 +124,8 @@ class Reports:
             hazard = self.found.pop(0)
             pair = hazard.pair
             known, key = self._known.get(pair), (*pair, hazard.address)
-            is_new = known is None or known not in self.all  # True also if the program has cleared the list.
+            # It is also true if the program has removed the hazard from the list.
+            is_new = known is None or known not in self.all
             if known is not None and not is_new:
                 if hazard.kind != "leak":
                     known.found_again()
@@ -188,5 +189,6 @@ class Reports:
         if self.all:
             texts.append(f"{counted(len(self.all) - leaks, 'hazard')}, {counted(leaks, 'leak')}")
         texts += [f"not checked: {one}" for one in self._notes.texts()]
-        # Printed as one text, because processes of one program may end at the same time.
+        # All texts are printed by one call, because processes of one program may end at the same time and mix their
+        # lines.
         sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))

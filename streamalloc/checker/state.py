@@ -77,7 +77,7 @@ class Executable:
 
 @dataclass(eq=False)
 class State:
-    """State of one driver. It is only read and changed while the recorder's lock is held."""
+    """State of one driver. All reads and changes of it need the recorder's lock."""
 
     driver: InitVar[Any]
     on_hazard: Callable[[Hazard], None]
@@ -119,7 +119,7 @@ class State:
     """Time of the current call, in a unit of the code that reports the calls; 0 if that code gives no time."""
 
     def __post_init__(self, driver: Any) -> None:
-        # The objects that hold the order of operations.
+        # These objects record the order of operations.
         self.ask = Questions(driver)
         self.timeline = Timeline()
         self.notes = self.timeline.notes
@@ -141,7 +141,7 @@ class State:
 
     def look(self) -> None:
         """Read the values in host memory for which streams wait, and query whether work of other libraries has ended.
-        Both may change without a call.
+        Both can change without a call that the checker is told of.
         """
         if self.timeline.waiting:
             self.values.look()
@@ -149,7 +149,8 @@ class State:
             self.streams.foreign.look()
 
     def is_pageable(self, address: int) -> bool:
-        """Whether an address is in pageable host memory, which neither the checker nor the driver knows.
+        """Whether ``address`` is in pageable host memory: no recorded call has made memory there, and the driver
+        reports none.
 
         Copies to such memory end before the call returns.
         """
@@ -179,9 +180,9 @@ class State:
         return found
 
     def close(self) -> None:
-        """Check the operations that are queued behind waits, as if the host had found these streams idle.
+        """Check the operations that are queued behind waits, as if the host had found their streams idle.
 
-        Then remove this process's announcements to other processes, and the recorded open files.
+        After that, remove this process's announcements to other processes, and the recorded open files.
         """
         self.sources.check()
         for stream in tuple(self.timeline.waiting):

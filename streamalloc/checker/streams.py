@@ -1,9 +1,9 @@
 """Host threads, streams and captures by the handles of a driver, and questions to that driver.
 
 Other libraries may use their own streams, and streams whose handles they can get. They may order these streams, or make
-the host wait for them, by calls that the checker does not see. So these streams count as ordered among each other. The
-checker records an event after each operation in such a stream. Once the event is done, the host may have waited for the
-operation.
+the host wait for them, by calls that the checker is not told of. So these streams count as ordered among each other.
+The checker records an event after each operation in such a stream. Once the event is done, the host may have waited for
+the operation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _LEGACY, _PER_THREAD = 1, 2
 """Handles of the legacy and the per-thread default stream."""
 _MOST_EVENTS = 64
-"""Largest number of operations of a stream that have an event which shows their end. Beyond it, the host counts as
-having waited for all of them, so a missing order after them is not reported.
+"""Largest number of operations of a stream of which each has an event that shows its end. If there are more, the host
+counts as having waited for all of them, and a missing order after them is not reported.
 """
 
 
@@ -46,7 +46,7 @@ def beside_captures(driver: Any) -> Iterator[None]:
 
 
 class ForeignStreams:
-    """The streams that other libraries may use. There are none until another library has used a stream."""
+    """Streams that other libraries may use. The checker is told only of some calls on these streams."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
@@ -57,8 +57,8 @@ class ForeignStreams:
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
-        """Whether other code has the handle of a stream, and may launch kernels by calls that the checker does
-        not see.
+        """Whether other code has the handle of a stream, and may launch kernels on it by calls that the checker is not
+        told of.
         """
         self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
         """For each stream: its operations that may not have ended, as tuples of time and the event recorded after the
@@ -70,12 +70,12 @@ class ForeignStreams:
         """Number of threads that are querying events without holding the lock."""
 
     def is_ours(self, stream: TrackedStream) -> bool:
-        """Whether only this program's own calls, which the checker sees, can use a stream.
+        """Whether only calls that the checker is told of can use a stream.
 
-        If the checker does not see the calls of other libraries, the result is False for a stream that they can get.
-        Once they have used any stream, it is False for all streams, because they may wait for the whole device. On a
-        simulated driver the checker sees all calls. Then the result is False only for streams that other libraries use
-        or can get, and default streams count as ours until they are used.
+        If the checker is not told of the calls of other libraries, the result is False for a stream whose handle these
+        libraries can get. Once they have used any stream, the result is False for all streams, because they may wait
+        for the whole device. On a simulated driver the checker is told of all calls. Then the result is False only for
+        streams that other libraries use or can get, and default streams count as ours until they are used.
         """
         reachable = stream in self._reachable
         if self.calls_are_seen:
@@ -101,8 +101,8 @@ class ForeignStreams:
         self._reachable.clear()
 
     def is_lent(self, stream: TrackedStream) -> None:
-        """Record that other code has the handle of a stream, and may launch kernels by calls that the checker does not
-        see.
+        """Record that other code has the handle of ``stream``, and may launch kernels on it by calls that the checker
+        is not told of.
         """
         if not self.may_write:
             self.may_write = True
@@ -130,7 +130,9 @@ class ForeignStreams:
             self.pending.setdefault(stream, deque()).append((time, event))
 
     def look(self) -> None:
-        """Query the events of the operations that may not have ended, and record those that have."""
+        """Query the events of the operations that may not have ended, and record which of these operations have
+        ended.
+        """
         query = self._driver.cuEventQuery
         with beside_captures(self._driver):
             self._querying += 1
@@ -199,7 +201,9 @@ def is_readable(low: int, high: int) -> bool:
 
 
 class Questions:
-    """Calls that the checker itself makes on the wrapped driver, for facts that no recorded call has shown."""
+    """Driver calls that the checker itself makes on the wrapped driver, to learn facts that no recorded call has
+    shown.
+    """
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -231,8 +235,8 @@ class Questions:
 
 
 class CallingThread(NamedTuple):
-    """Caller of a call that was not made through the wrapper: its thread, its context and its place. The thread need
-    not be the one that records the call.
+    """Caller of a call that the wrapper did not forward: its thread, its current context and its place in the program.
+    The call may be recorded on another thread.
     """
 
     thread: int
@@ -273,7 +277,7 @@ class Streams:
         self._per_thread: list[TrackedStream] = []
         self._here = threading.local()
         self._fed: dict[int, _HostThread] = {}
-        """Threads that made calls which were not made through the wrapper, by thread number."""
+        """Threads that made calls without the wrapper, by thread number."""
         self._over: deque[dict[int, TrackedStream]] = deque()
         """Per-thread default streams of threads that have ended, by context."""
         # If this variable is set, the bindings treat the handle 0 as the per-thread default stream.
@@ -377,7 +381,7 @@ class Streams:
         return found
 
     def legacy(self, context: int) -> TrackedStream:
-        """Return the legacy default stream of a context."""
+        """Return the legacy default stream of ``context``, the handle of a context."""
         if context not in self._legacy:
             device = self._ask.number("cuCtxGetDevice")
             if context not in self._legacy:  # Another thread may have added the stream during the call.

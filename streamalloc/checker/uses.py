@@ -62,7 +62,7 @@ Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
 T = TypeVar("T")
 
 KERNEL = "a kernel"
-"""Name in reports of a kernel whose uses the program reported with ``used``."""
+"""Name in reports of a kernel whose uses the program has reported by the method ``used``."""
 _KERNEL = "kernel "
 """Beginning of the report text for a kernel with a name."""
 FLAG = 64
@@ -93,7 +93,7 @@ def may_poll(range_: Range) -> bool:
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
-    """Do nothing after a call: the second half of a rule that is done before it."""
+    """Do nothing with the driver's answer. It is the second half of a rule that needs no step after the call."""
 
 
 class Rule(NamedTuple):
@@ -236,7 +236,7 @@ def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[]
             goals.append((mark, one.clock.copy()))
 
     def synchronised() -> None:
-        # All clocks are merged at once: the clock of a later goal would add actors again that a merge before has
+        # All clocks are merged in one step. Otherwise a later clock would add actors again that an earlier merge has
         # removed.
         seen = Clock()
         for mark, clock in goals:
@@ -526,7 +526,8 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
         assert ended is not None
         known = ended.actor is actor or state.timeline.certain(clock, ended.actor.number, ended.time)
         if not known or (range_.vacated and _is_there(state, low, what)):
-            # The use may come before the free, or other memory may have the addresses now.
+            # This use may come before the free, or other memory may have the addresses now, so the driver's answer
+            # decides.
             late.append((pieces, access))
         else:
             state.judge.use(pieces, access, clock)

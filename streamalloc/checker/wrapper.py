@@ -54,7 +54,7 @@ _MOST_DESTROYED = 4096
 calls with older handles.
 """
 _PATIENCE = 1.0
-"""Seconds to wait for queued work before leaks are reported."""
+"""Longest time in seconds to wait for queued work before leaks are reported."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
 """Errors that the bindings raise for wrong arguments, or a simulated machine for calls that it does not model. A rule
@@ -85,10 +85,11 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
 
 
 class _CallTurn:
-    """Lock that guards the state, and the thread that changes it."""
+    """Lock that guards the state, with the thread that is changing the state."""
 
     def __init__(self) -> None:
-        # Reentrant, because a finaliser may run on the thread that holds the lock, and would wait for itself.
+        # The lock is reentrant: a finaliser may run on the thread that holds the lock, and would otherwise wait for
+        # itself.
         self.lock = RLock()
         self.thread = 0
         """``threading.get_ident()`` of the thread that is changing the state; 0 if no thread is."""
@@ -134,7 +135,9 @@ class Recorder:
         self.state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
         self._reports = Reports(on, self.state.notes, found)
         self.hazards: list[Hazard] = self._reports.all
-        """All hazards in order, one for each pair of places. The program may clear the list."""
+        """All hazards in the order in which they were found, one for each pair of places. The program may clear the
+        list.
+        """
         self.finished: bool = False
         """Whether all hazards were shown, or were returned to the program by :meth:`finish`."""
         self.process: int = os.getpid()
@@ -165,7 +168,7 @@ class Recorder:
                 self._record_postponed()
                 return result
             finally:
-                if turn.mine():  # If False, a signal handler raised while `outside` waited for the lock.
+                if turn.mine():  # It is false if a signal handler raised while `outside` was waiting for the lock.
                     turn.thread = 0
 
     def _record_postponed(self) -> None:
@@ -257,7 +260,7 @@ class Recorder:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return a tuple: the rest of the rule (None: the call must not be made), and the new hazards.
+        """Return a tuple: the second half of the call's rule (None: the call must not be made), and the new hazards.
 
         The hazards are taken while the lock is held, so that no other thread delivers them.
         """
@@ -265,7 +268,7 @@ class Recorder:
         return rest, self._reports.take()
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a call ends an object with a handle that is not live. If so, the call is reported."""
+        """Whether a call ends an object whose handle is not live. If so, this method has reported the call."""
         handle = _handle(args) if name in ENDERS else 0
         if not handle or self.state.account.may_end(name, handle):
             return False
@@ -359,7 +362,7 @@ class Recorder:
 
     @property
     def listener(self) -> MemoryListener:
-        """The object that the facade notifies: this recorder."""
+        """Object that the package notifies of uses and other facts: this recorder."""
         return self
 
     @_notification(delivers=True)
@@ -381,7 +384,9 @@ class Recorder:
 
     @_notification()
     def lent(self, stream: Any, used: bool) -> None:
-        """Record that other code has the handle of ``stream``. ``used``: whether that code queues work there."""
+        """Record that other code has the handle of ``stream``. ``used``: whether that code queues work on the
+        stream.
+        """
         foreign, lent = self.state.streams.foreign, self.state.stream(stream)
         (foreign.uses if used else foreign.can_use)(lent)
         foreign.is_lent(lent)
@@ -506,7 +511,8 @@ class RefusedCall:
         self._error = error
 
     def __call__(self, answer: tuple[Any, ...]) -> None:
-        # The driver refuses wrong arguments. If it accepts them, the rule is wrong, so its error is raised.
+        # The driver refuses wrong arguments. If the driver accepts these arguments, the rule is wrong, so the rule's
+        # error is raised.
         if not answer[0]:
             raise self._error
 
@@ -579,9 +585,9 @@ class CheckedDriver(Wrapper, Recorder):
         if from_server():
             from multiprocessing.util import Finalize
 
-            # Reported by a finaliser of multiprocessing: before Python 3.13 forked processes run no atexit functions.
-            # From 3.13 on, spawned processes run them before the program's finalisers, whose frees would then be
-            # missing and look like leaks.
+            # The report is made by a finaliser of multiprocessing: before Python 3.13 forked processes run no atexit
+            # functions. From 3.13 on, spawned processes run atexit functions before the program's finalisers. The frees
+            # of these finalisers would then be missing, and look like leaks.
             Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
             atexit.unregister(_at_exit)
 
@@ -595,13 +601,13 @@ class CheckedDriver(Wrapper, Recorder):
     def _call(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name not in RULES and name not in COUNTED:
             answer = _keeps_convention(name, function(*args))
-            # Calls with host functions have a record of their own (HostCall), so they are not unchecked.
+            # Calls with host functions are recorded by a HostCall, so they need no note that they are unchecked.
             if name not in _QUEUES_HOST_FUNCTION:
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
-            # A finaliser makes the call in the middle of a rule, whose state is half changed. The call is recorded
-            # afterwards.
+            # A finaliser makes this call in the middle of a rule, when the state is half changed. So the call is
+            # recorded afterwards.
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer
@@ -639,7 +645,7 @@ class CheckedDriver(Wrapper, Recorder):
                 function(*args)
             finally:
                 self._alone(call.ends)
-                # A graph may call the function at each launch, so its pointer then stays valid.
+                # If `stays` is true, a graph may call the function at each launch, so its pointer must stay valid.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
 
@@ -662,7 +668,8 @@ class CheckedDriver(Wrapper, Recorder):
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except REFUSED:
-            # The pointer is kept: if a signal handler raised the error, the driver has the function and may call it.
+            # The pointer is kept. If a signal handler raised the error, the driver may have the function and may call
+            # it.
             self._alone(call.refused)
             raise
         node = call.node
@@ -704,7 +711,7 @@ _alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._turn.lock = RLock()
-        one._reports.shown.update(one.hazards)  # Hazards from before the fork are shown by the parent.
+        one._reports.shown.update(one.hazards)  # The parent process shows the hazards that were found before the fork.
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -737,7 +744,9 @@ _WRITE = 3
 
 
 class Poison:
-    """Fills memory with conspicuous values, by calls of the wrapped driver that are not recorded."""
+    """Fills memory with conspicuous values, so that wrong reads are noticed. The fills are driver calls that are not
+    recorded.
+    """
 
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
@@ -835,11 +844,12 @@ class Poison:
 _WAITED = threading.Event()
 """Set when the host waits, so that delayed copies continue."""
 _LONGEST_DELAY = 0.02
-"""Longest delay of a copy in seconds. The host may wait for the copy by means that the checker does not see, and a
-longer delay would then hold the program up.
+"""Longest delay of a copy in seconds. The host may wait for the copy in a way that the checker is not told of, and a
+longer delay would then hold up the program.
 """
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# At module level, so that it exists until the process ends: the driver may call it after the checker has ended.
+# It is at module level, so that it exists until the process ends: the driver may call the function after the checker
+# has ended.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}

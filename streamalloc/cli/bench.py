@@ -26,7 +26,7 @@ _EXTRA = {
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),
 }
-"""For each figure that is no time: the title of its column, and its format."""
+"""Title of the column, and format of the values, for each figure that is not a time."""
 _FIGURES = {"reserved_over_used": "reserved / used "}
 """Beginning of the text of a target for a figure that is no time."""
 

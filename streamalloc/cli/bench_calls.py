@@ -36,11 +36,11 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 
 def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
-    """Return a call that allocates 4 KiB and frees the memory. ``drop``: a call that only allocates, and leaves the
-    free to the caller.
+    """Return a call that allocates 4 KiB and frees the memory. With ``drop``, the call only allocates, and the caller
+    drops the result.
 
-    ``kind``: the raw calls, the pool or a cache. The raw calls are functions of the bindings that get handles as
-    objects; their results are not checked.
+    ``kind``: name of the variant: raw calls, the pool, or a cache. The raw calls are functions of the bindings that get
+    handles as objects; their results are not checked.
     """
     pool, raw_pool = bench.new_pool()
     allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool

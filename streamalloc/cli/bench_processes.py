@@ -160,8 +160,8 @@ def _serve_ours(_: Any, fd: Any) -> None:
 
 
 def cuda_core_buffer(bench: Bench) -> Measured:
-    """Return the variant that shares memory by cuda.core, whose pool was sent before. It orders neither the contents
-    nor the free.
+    """Return the variant that shares memory by cuda.core, whose pool was sent before. cuda.core orders neither the
+    contents nor the free.
     """
     cuda = bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
@@ -210,7 +210,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     def once() -> None:
         sent = make()
         queue.put(sent)
-        replies.recv_bytes()  # The other process has dropped the object by now.
+        replies.recv_bytes()  # This reply means that the other process has dropped the object.
         if isinstance(sent, sa.Buffer):
             sent.free()
 
@@ -258,8 +258,8 @@ def _need_store(bench: Bench) -> None:
 
 
 def _attached(bench: Bench, *, again: bool) -> Measured:
-    """Return the variant that opens weights of the store. ``again``: the variant that attaches weights which were
-    detached before.
+    """Return the variant that opens weights of the store. ``again``: whether it attaches weights that were detached
+    before, instead of opening them anew.
     """
     store, key = bench.common, f"again {again}"
     with store.write(key, bench.device) as writer:

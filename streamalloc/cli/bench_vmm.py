@@ -22,7 +22,7 @@ from streamalloc.vmm.internal import HostMemory, available_memory, host_segments
 STEPS = 16
 """Number of steps in which a buffer grows."""
 STEP, STEP_SIMULATED = 64 << 20, 2 << 20
-"""Bytes of a step on a GPU, and on a simulated device."""
+"""Size of a step in bytes, on a GPU and on a simulated device."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
 """Largest number of bytes that a row evicts, on a GPU and on a simulated device. On a GPU, ``--quick`` takes an
 eighth.
@@ -153,10 +153,9 @@ def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
 
 
 def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
-    """Return calls that evict and restore a buffer.
+    """Return a tuple: a call that evicts a buffer, a call that restores the buffer, and the number of copied bytes.
 
-    ``keep``: the bytes go to a host pool that has memory already; otherwise they are lost. The third item of the result
-    is the number of copied bytes.
+    ``keep``: whether the bytes are kept, in a host pool that has memory already. Otherwise the bytes are lost.
     """
     location = need_host_pool(bench.device)
     nbytes, keep_open = bench.common, bench.resources.enter_context
@@ -216,7 +215,7 @@ def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]
 
 
 def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
-    """Return calls that put the same segments to sleep and wake them, as ``memory_saver`` and ``vllm`` do.
+    """Return calls that put the same segments to sleep and wake them, as a :class:`~streamalloc.vmm.SleepGroup` does.
 
     ``host``: whether pinned memory is new, kept or absent (:data:`NEW`, :data:`KEPT`, :data:`NO_BYTES`).
     """

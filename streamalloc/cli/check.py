@@ -54,8 +54,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 _Ended = SystemExit | DriverMisuseError | None
 _Found = tuple[list[dict[str, Any]], list[str], _Ended]
-"""Result of a check: hazards as plain data, notes on what was not checked, and the program's exit or error (None if it
-came to its end).
+"""Result of a check, as a tuple: hazards as plain data, notes on what was not checked, and how the program ended (its
+``SystemExit`` or error; None if it came to its end).
 """
 
 

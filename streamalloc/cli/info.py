@@ -115,7 +115,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
     version["python"] += f" ({sys.executable})"
     version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-    del version["cuda"]  # The line of the driver already has the CUDA version.
+    del version["cuda"]  # The line of the driver already shows the CUDA version.
     terminal.table(version.items())
     for device in found["devices"]:
         _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)
@@ -205,7 +205,7 @@ _PATTERN = 0x5A
 
 
 class _Differs(Exception):
-    """The driver accepted a request, but the result differs from what was requested. The message says how."""
+    """The driver accepted a request, but the result differs from the request. The message says how."""
 
 
 def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:

@@ -31,7 +31,7 @@ class Chosen:
 
     driver: Driver
     not_found: str = ""
-    """Error of the missing CUDA driver that the simulated driver replaces; empty if none is missing."""
+    """Text of the error of the CUDA driver, if it is missing and a simulated driver replaces it; otherwise empty."""
 
     @property
     def is_simulated(self) -> bool:
@@ -98,7 +98,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     else:
         found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
         if why or devices is None:
-            # The last part of the error, the remedy for programs, is left out.
+            # The last part of the error is left out: a remedy that is meant for programs.
             return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 

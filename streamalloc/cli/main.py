@@ -32,7 +32,7 @@ _COMMANDS = {
     "memory": "run a program and show which library and line takes its device memory",
     "record": "run a program and record its allocations for replay",
 }
-"""Commands with their help texts. Each command is a module in this folder, which is imported only when the command
+"""Commands with their help texts. Each command is a module in this folder. The module is imported only when the command
 runs.
 """
 
@@ -40,9 +40,9 @@ _WITHOUT_DRIVER = ("serve", "store")
 """Commands that choose a driver themselves, or use none."""
 
 _READER_LEFT = 128 + 13
-"""Exit code as after SIGPIPE, if the reader of the output has closed the pipe."""
+"""Exit code if the reader of the output has closed the pipe, as after SIGPIPE."""
 _INTERRUPTED = 128 + 2
-"""Exit code as after SIGINT."""
+"""Exit code after an interrupt (Ctrl+C), as after SIGINT."""
 
 _EPILOG = """\
 --driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
@@ -86,7 +86,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
     for name, about in _COMMANDS.items():
-        # "resolve", because a command may define an option --devices of its own.
+        # Without "resolve", a command could not define its own option --devices.
         command = commands.add_parser(name, help=about, conflict_handler="resolve")
         if name in words:
             module = _module(name)
@@ -132,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            raise  # Ctrl+C is meant for the program that the command runs, and its exit is that of the command.
+            # Ctrl+C is meant for the program that the command runs, so the exit of that program is the exit of the
+            # command.
+            raise
         return _INTERRUPTED
 
 

@@ -27,9 +27,9 @@ SIZE = 4096
 BLOCK = 0.01
 """Seconds that a block of calls should take; with ``--quick`` a fifth of them."""
 LEAST = 20
-"""Smallest number of runs in a block of a variant that :func:`repeated` makes."""
+"""Smallest number of runs in one block of a variant made by :func:`repeated`, so that the median is meaningful."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
-"""Units of times: for each, its name, and how many are a second."""
+"""Units of times: name of the unit, and number of units in one second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
 """Beginnings of the names of variants for other libraries, which need a GPU."""
@@ -87,7 +87,7 @@ class Target:
     to: str = ""
     """Name of the variant whose figure divides the figure of ``of``. Empty: the limit is for the figure itself."""
     figure: str = ""
-    """Key of the figure in ``extra`` of the variant; empty for the time."""
+    """Name of a figure in :attr:`Measured.extra` to which the limit applies; empty for the time."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,24 @@ class Bench:
         self.chosen = chosen
         self.quick = quick
         self.shared = shared
-        """Resources that are closed at the end of the benchmark."""
+        """Stack of the resources that are closed at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
-        """Resources that are closed at the end of the current row."""
+        """Stack of the resources that are closed at the end of the current row."""
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that made them."""
         self.common: Any = None
-        """Object that the variants of the current row share: a size, a store. The row's ``need`` sets it."""
-        # Any, because raw variants also use the classes of the bindings, which every driver has as attributes.
+        """Object that all variants of the current row use, such as a size or a store. The row's function ``need`` sets
+        it.
+        """
+        # The type is Any, because raw variants also use the classes of the bindings, which every driver has as
+        # attributes.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
         # Raw driver calls need a current context. The library's calls do not need it.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        # Not ``stream.handle``: after its use, each allocation on the stream would ask the driver whether the stream is
-        # captured.
+        # ``stream.handle`` is not used: after that, each allocation on the stream would ask the driver whether the
+        # stream is captured.
         self.raw_stream: Any = raw_handle(self.stream)
         self.pool: sa.MemoryPool = self.new_pool()[0]
 

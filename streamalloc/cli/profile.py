@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, VERSION
 
-_NODES = 64  # Largest number of NUMA nodes that are tried.
+_NODES = 64  # Largest number of NUMA nodes on which pools are tried.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

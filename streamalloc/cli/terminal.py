@@ -22,7 +22,9 @@ _STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
 _ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
-"""Least width in characters to which text is folded, also in the last column of a table. Longer words are broken."""
+"""Least width in characters to which text is folded, also in the last column of a table. A longer word is broken into
+parts.
+"""
 
 
 class UsageError(Exception):

@@ -298,7 +298,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the parts of the tour. Returns the exit code: 0 if all results are as expected, else 1."""
     terminal.paragraph(terminal.bold(chosen.headline), 0)
-    # Checked, because the last step asks this driver for objects that were not released.
+    # The driver gets a checker, because the last step asks this driver for objects that were not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
         terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
@@ -309,8 +309,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             for part in PARTS:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
-        gc.collect()  # After a failure, objects of a part may be in a reference cycle with the error.
-        tour.device.synchronize()  # The synchronisation also releases objects that were dropped before.
+        # After a failure, objects of a part may be in a reference cycle with the error, and would count as not
+        # released.
+        gc.collect()
+        # The synchronisation makes the deferred releases of dropped objects possible, so that these objects do not
+        # count as not released.
+        tour.device.synchronize()
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()

@@ -79,7 +79,7 @@ _ENDERS = {
     "cuArrayDestroy": "array",
     "cuMipmappedArrayDestroy": "array",
 }
-"""For each function that frees: kind of the handle."""
+"""Kind of the handle that each function frees, by name of the function."""
 
 
 class Line:
@@ -100,9 +100,11 @@ class Row(NamedTuple):
 
     device: int
     library: str
-    """Library that allocated the memory: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
+    """Name of the library that allocated the memory, such as ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the
+    driver"``.
+    """
     what: str
-    """Kind of the memory: ``"cuMemAlloc"``, ``"pool allocations"``, ``"live blocks"``."""
+    """Kind of the memory, such as ``"cuMemAlloc"``, ``"pool allocations"``, ``"live blocks"``."""
     place: Stack
     nbytes: int
 
@@ -164,7 +166,7 @@ class Sums:
 
 
 class Memory:
-    """Account of the device memory of this process; :func:`memory` makes it."""
+    """Account of the device memory of this process; the value of the ``with`` block of :func:`memory`."""
 
     def __init__(self, driver: Any = cuda) -> None:
         self._driver = driver
@@ -173,27 +175,27 @@ class Memory:
         """Error in this object itself, as opposed to errors of the subscription; None if there was none."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
-        # Reentrant, because a finaliser may free memory on the thread that holds the lock.
+        # The lock is reentrant, because a finaliser may free memory on the thread that holds the lock.
         self._lock = threading.RLock()
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
-        """Memory of allocations by kind and handle."""
+        """Memory that is not released, by the kind and value of its handle."""
         self._mapped: dict[int, tuple[int, _Held]] = {}
-        """For each mapping, by its address: its bytes, and the memory that is mapped."""
+        """Mapped memory, by address of the mapping: size in bytes, and the allocation."""
         self._blocks: dict[int, tuple[Line, int]] = {}
         """CuPy's blocks in use: line and bytes, by address."""
         self._sums, self._block_sums = Sums(), Sums()
         """Bytes that driver calls have allocated, and bytes of CuPy's blocks."""
         self._peak = self._peak_blocks = 0
-        """Most bytes that driver calls had allocated at the same time, and the bytes of CuPy's blocks at that time."""
-        self._peak_from = self._peak_to = 0
-        """Times at which the peak began and ended, in the unit of the calls' times. The end is 0 while the peak
-        lasts.
+        """Largest number of bytes that driver calls had allocated at one time, and the bytes of CuPy's blocks at that
+        time.
         """
+        self._peak_from = self._peak_to = 0
+        """Times in ns at which the peak began and ended. The end is 0 while the peak lasts."""
         self._pools: dict[int, int] = {}
         """Device ordinal of each pool that the process has made, by pool handle; -1 for a pool in host memory."""
         self._capturing: dict[int, int] = {}
-        """For each capture, by stream handle: the thread that began it."""
+        """Thread that began each capture, by stream handle."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
         """The latest allocation that the driver refused: its text, its time, and both sums at that time."""

@@ -98,7 +98,8 @@ _TOO_LATE = (
 )
 # ``put`` searches at most this number of objects in its argument, so that a large argument is not delayed.
 _MOST_SEARCHED = 1000
-# Only these exact classes are searched: subclasses may have other methods or attributes of these names.
+# Only objects of exactly these classes are searched, because a subclass may have other methods or attributes of these
+# names.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},
@@ -106,7 +107,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 class _QueuedItem:
-    """The argument of a queue's ``put``, pickled already during that call."""
+    """Argument of a queue's ``put`` that was pickled during the call of ``put``, and not later on the feeder thread."""
 
     def __init__(self, queue: Any, thing: Any) -> None:
         self.refused = False
@@ -115,7 +116,9 @@ class _QueuedItem:
         self.data = bytes(ForkingPickler.dumps(thing))
 
     def lost(self) -> bool:
-        """Whether no process can receive the item any more: the queue has refused it, or has no reader left."""
+        """Whether no process can receive the item any more: the queue has refused the item, or no process has its
+        reading end.
+        """
         return self.refused or self._lost()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,7 +245,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
     child = reference()
     if child is None or child.returncode is not None:
         return True
-    sentinel = getattr(child, "sentinel", None)  # The process has no sentinel before it is started.
+    sentinel = getattr(child, "sentinel", None)  # A process has no sentinel before its start.
     return sentinel is not None and bool(wait([sentinel], 0))
 
 

@@ -378,7 +378,7 @@ class Scheduler:
     # -- progress --------------------------------------------------------------------------------------------
 
     def add_busy(self, stream: Queue) -> None:
-        """Have the worker thread run the queued operations of a stream. The thread is started if none runs."""
+        """Make the worker thread run the queued operations of a stream. The thread is started if none runs."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
             # The thread refers only to the scheduler, so that the driver ends with the program's last reference to it.

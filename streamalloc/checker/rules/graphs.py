@@ -103,8 +103,8 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
             else:
                 made = node.range
                 if not made.pending and made.ended is None:
-                    # The graph was instantiated with AUTO_FREE_ON_LAUNCH: a launch frees the allocations that the
-                    # launch before has left.
+                    # The graph was instantiated with AUTO_FREE_ON_LAUNCH: each launch frees the allocations that the
+                    # previous launch has left.
                     state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                 made.ended = None
                 made.last.clear()
@@ -235,7 +235,7 @@ def _host_node(state: State, params: Any) -> list[TrackedNode]:
 
 
 class _Kind(NamedTuple):
-    """Kind of node: its name in names of calls, its name in ``CUgraphNodeType``, and its field in
+    """Kind of a graph node: its name in the names of calls, its name in ``CUgraphNodeType``, and its field in
     ``CUgraphNodeParams``.
     """
 

@@ -22,7 +22,9 @@ _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
-"""Bytes per channel, by the last part of the name of the array format. Other formats have 16 bytes."""
+"""Bytes per channel of an array element, by the last part of the name of the array format. Formats not listed have 16
+bytes.
+"""
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 """Kinds of ranges whose addresses the driver keeps reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
@@ -160,8 +162,8 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
         found.opened -= not answer[0]
         return
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device unless the memory is from a pool. NVIDIA's documentation does not promise it,
-        # so a note is added.
+        # Unless the memory is from a pool, the driver waits for the device. NVIDIA's documentation does not promise
+        # this wait, so a note is added.
         for use in ranges[0].last.values():
             if not state.timeline.may_be_known(use.actor.number, use.time):
                 state.notes.add("frees", f"{name} of {ranges[0].kind} that {use} uses")
@@ -369,7 +371,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # The handle was released before, and the mapping has kept the memory.
+    # The handle was released before, but the mapping has kept the memory alive.
     memory = TrackedMemory(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
@@ -436,7 +438,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
     # mappings stay recorded.
     run_before(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
-    if not answer[0]:  # The list is changed in place, because all mappings of the object share it.
+    if not answer[0]:  # The list is changed in place, because all mappings of the object share this list.
         bindings[:] = [
             one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
         ]
@@ -457,7 +459,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # The facade may export memory before it is complete. It tells the recorder later when it is complete
+    # Code of this package may export memory before it is complete. It reports later when the memory is complete
     # (Recorder.shared).
     if not from_package():
         state.interprocess.export(range_, state.place(), name)
@@ -514,7 +516,7 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # For a fabric handle this argument is the address of its bytes, and no file descriptor.
+    # For a fabric handle this argument is the address of the handle's bytes, and not a file descriptor.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if file is None:

@@ -21,12 +21,12 @@ from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import Stack, from_package
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
-_EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
+_EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL and CU_EVENT_WAIT_EXTERNAL have this value.
 
 
 @dataclass(eq=False, slots=True)
 class HostCall:
-    """A host function in a stream or a graph, with its queued and running calls."""
+    """Host function in a stream or a graph, with its queued calls and the call that is running."""
 
     _state: State
     stays: bool
@@ -50,7 +50,7 @@ class HostCall:
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
-        """Record that the oldest queued call begins. So the earlier work of its stream has ended."""
+        """Record that the oldest queued call has begun. So the work before it in its stream has ended."""
         timeline = self._state.timeline
         if not self._queued:
             # Another library launched the graph, so no call was queued here.
@@ -65,7 +65,7 @@ class HostCall:
             timeline.host_observes(before.clock)
 
     def ends(self) -> None:
-        """Record that the running call ends. The work after it in its stream can now run."""
+        """Record that the running call has ended. The work after it in its stream can now run."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
         self._state.thread().within = None
@@ -139,7 +139,7 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
 
 
 def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
-    """Note a wait of ``actor`` for an event, for reports. Nothing is noted if another library or process records the
+    """Store for reports that ``actor`` waits for ``event``. Nothing is stored if another library or process records the
     event.
     """
     if not (event.foreign or event.elsewhere):
@@ -290,8 +290,8 @@ def _queries(state: State, name: str, args: Arguments) -> Steps:
     if answer[0]:
         return
     if from_package("ipc/"):
-        # The facade writes a shared value from the host if this query finds the stream idle. Reports must not depend on
-        # that, so the query counts as a write of the value in stream order.
+        # The package itself writes a shared value from the host if this query finds the stream idle. Reports must not
+        # depend on whether it is idle, so the query counts as a write of the value in stream order.
         state.sources.clear()
         state.timeline.published.learn(stream.clock if clock is None else clock)
         state.interprocess.drop_uses((stream.clock if clock is None else clock).after)

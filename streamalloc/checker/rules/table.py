@@ -16,7 +16,7 @@ _WORK = re.compile(
     "|Stream(Begin|End|.*MemOp)|LogicalEndpointBind|CheckpointProcess)"
 )
 UNKNOWN = {name for name in dir(cuda) if _WORK.match(name)} - {*RULES, *COUNTED}
-"""Names of the calls without a rule that use memory or order work."""
+"""Names of the driver calls that use memory or order work, but have no rule."""
 _NEED_MEMORY = {
     "cuIpcGetMemHandle": 0,
     "cuMemAdvise": 0,

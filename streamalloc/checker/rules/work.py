@@ -21,7 +21,7 @@ _ROWS = 1 << 15
 
 
 class _Uses(NamedTuple):
-    """Memory that the arguments of one call name."""
+    """Memory that the arguments of one call name, by the way in which the call uses it."""
 
     touched: Iterable[Touch] = ()
     """Reads and writes in stream order, as far as they are known."""
@@ -32,7 +32,7 @@ class _Uses(NamedTuple):
     taken: Iterable[Touch] = ()
     """Reads of memory that end before the call returns, outside of stream order."""
     named: Iterable[Touch] = ()
-    """Memory that must exist, and is neither read nor written."""
+    """Memory that must exist, although the call neither reads nor writes it."""
     then: Callable[[TrackedStream], object] = lambda stream: None
     """Function that is called with the stream after the work is queued."""
 
@@ -63,8 +63,8 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
             uses.use_on_host(state, number_of(address), nbytes, write, name)
         stream, waits = state.stream(handle), stream_at is None
         if waits and _is_staged(state, memory.sides):
-            # The driver waits for the work before such a copy, but not for the copy itself: its bytes may still be on
-            # the way when the call returns.
+            # Before such a copy the driver waits for the earlier work. It does not wait for the copy itself, whose
+            # bytes may still be on the way when the call returns.
             uses.host_waited_for(state, stream)
         find = uses.node_pieces if stream in state.streams.captures else uses.pieces
         uses.queue_use(state, stream, TrackedNode("use", name, state.place(), find(state, memory.touched)))

@@ -7,7 +7,7 @@ would return the memory to the pool while their kernels still read it, and the n
 A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the
 same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
 processes finds what the other has written. If an importer still uses the memory, the free becomes an item of the queue
-of ends (:mod:`streamalloc.core.deferred`).
+of ends: frees and releases that the package attempts again later (:mod:`streamalloc.core.deferred`).
 
 A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
 sets the importer's words to "closed". The next call of the package that attempts queued items frees the memory. If the
@@ -111,7 +111,9 @@ class Hold:
         return self._mark.number
 
     def over(self) -> bool:
-        """Whether the hold has ended. The answer may end it: the mark and ``lost`` are checked."""
+        """Whether the hold has ended. This property also ends the hold if the mark was set to 0 or ``lost`` returns
+        True.
+        """
         if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
             self.end()
         return self._over
@@ -163,9 +165,9 @@ class Lease(SharedState):
         self._announcer: Stream | None = None
         """Stream of the last announcement; None before the first."""
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to announce contents, and to decide whether the memory can be freed."""
+        """Lock that is held to announce contents, and to decide whether the memory can be freed."""
         self._holds: list[Callable[[], Hold | None]] = []
-        """One function for each hold, which returns the hold, or None if its owner has dropped it."""
+        """One function for each hold. It returns the hold, or None if the hold's owner has dropped the hold."""
 
     # -- announcements ---------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class Lease(SharedState):
         which has announced values up to ``last``. Raises CudaError.
         """
         words, announcer = self.words, self._announcer
-        # Without an announcer the slot was quiet, so all values are written.
+        # If there was no announcer, the slot was quiet, so all values have been written.
         if announcer is not None and not reached(words.ready.value, last):
             if direct_handle(announcer, self._exports.session) is not None:
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
@@ -308,7 +310,8 @@ class Lease(SharedState):
             with contextlib.nullcontext() if handle is not None else stream.device.current():
                 free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
         finally:
-            if buffer.freed:  # even after a refusal, because other code had then freed the memory
+            # This is also returned after a refusal by the driver, because other code has then freed the memory.
+            if buffer.freed:
                 self._exports.with_memory.discard(self)
             else:
                 self.words.generation.value = self.generation
@@ -321,7 +324,8 @@ class Lease(SharedState):
         """
         if still_imported == "ignore":
             with self.lock:
-                self.words.generation.value = (self.generation + 1) % WORD  # this makes descriptors stale
+                # A new generation makes the descriptors stale.
+                self.words.generation.value = (self.generation + 1) % WORD
                 fence()
             return
         end = None if timeout is None else time.monotonic() + timeout
@@ -363,7 +367,9 @@ class Lease(SharedState):
 
 
 class _DeferredFree(Deferred):
-    """Item of the queue of ends: a free that waits until importers have closed the memory."""
+    """Item of the queue of ends (:mod:`streamalloc.core.deferred`): a free that waits until importers have closed the
+    memory.
+    """
 
     __slots__ = ("_lease", "_raw", "_stream")
 
@@ -398,8 +404,8 @@ class _DeferredFree(Deferred):
 
 
 class KeptReferences(Deferred):
-    """Item of the queue of ends that keeps a shared object which is no buffer, until its lease is unused
-    (:meth:`Lease.unused`). Otherwise the library that owns the memory could free it while importers use it.
+    """Item of the queue of ends. It keeps a shared object that is no buffer, until its lease is unused
+    (:meth:`Lease.unused`). Otherwise the library that owns the memory could free the memory while importers use it.
     """
 
     def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
@@ -448,18 +454,16 @@ class Exports:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.blocks: list[ControlBlock] = []
         self.leaving: deque[Lease] = deque()
-        """Released leases whose slots are not free yet, because a stream may still have to write one of the slot's
-        words.
-        """
+        """Released leases whose slots are not free yet, because a stream may still have to write a word of the slot."""
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held while a buffer gets its lease, or a pool its handle."""
+        """Lock that is held while a buffer gets its lease, or a pool its exported handle."""
         self.with_memory: set[Lease] = set()
         """Leases with memory that is not freed, kept alive here. Otherwise the garbage collector could end a buffer and
         its lease in one cycle, and the deferred free of the buffer needs the lease, its holds and its slot.
         """
         self._slots = RLock()
-        """Held while slots are taken. It is not :attr:`lock`, because some callers of :meth:`new_leases` hold that lock
-        and others do not.
+        """Lock that is held while slots are taken. It is not :attr:`lock`, because some callers of :meth:`new_leases`
+        hold that lock and others do not.
         """
         self.endpoint: bytes = NOWHERE
         """16 bytes that name the socket of the handle server; zeros before :meth:`serve`."""

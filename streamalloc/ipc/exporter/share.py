@@ -402,7 +402,8 @@ class _Thing(NamedTuple):
     lease: Lease | None = None
     """Lease of a buffer; None for everything else."""
     pool: ExportedPool | None = None
-    """Pool of the memory. Its handle is sent along, and the number of its mark, a word that changes when the pool ends.
+    """Pool of the memory. The pool's handle is sent with the descriptor, and the number of its mark: a word that
+    changes when the pool ends.
     """
     allocation: int = 0
     """Address of another library's allocation; 0 for everything else. Held descriptors of one allocation share a lease,
@@ -520,7 +521,7 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> _
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> _Thing:
-    pool._check_open()  # An exported pool is found even after its close.
+    pool._check_open()  # `Exports.pool` also finds a pool that is closed already, so the test has to be made here.
     found = exports.pool(pool)
     return _Thing(Descriptor(Mechanism.POOL), found.device, pool=found)
 
@@ -599,7 +600,9 @@ def _share_chunks(
     base_size = described.base_size or sum(chunk.nbytes for chunk in chunks)
     flags, kept = described.flags, None
     if kind == _FABRIC and (options.hold or stream is not None):
-        exports.serve()  # so that importers find the control block with only the bytes of the descriptor
+        # The handle server must run, so that importers can get the control block when they have only the bytes of the
+        # descriptor.
+        exports.serve()
     if kind == _FABRIC and options.hold:
         # File descriptors keep physical memory alive that is closed here; fabric handles do not, so the hold keeps it.
         kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
@@ -662,7 +665,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     ordered = _announcing_stream(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
-        # Mapped memory is checked below, because it may not be shareable at all, which the error should say first.
+        # Memory of ``cuMemMap`` is checked below: if it cannot be shared at all, the error has to say so first.
         if span.address + span.nbytes > base + size and (known.pool is not None or known.legacy_ipc):
             raise ValueError(
                 f"{thing!r} ends outside of the {size_text(size)} that its allocation has: share memory of several "
@@ -719,7 +722,7 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
         raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
 
 
-# The first class of which the shared thing is an instance determines the function.
+# Function for each class of shared things. The first class of which the thing is an instance counts.
 _KINDS: dict[type, Callable[[Any, _Options, Exports], _Thing]] = {
     Buffer: _share_buffer,
     MemoryPool: _share_pool,

@@ -52,7 +52,9 @@ _PAUSE = 0.0002
 
 
 class Announcement(NamedTuple):
-    """An announcement of the exporter: the contents are complete when the word ``ready`` of a slot reaches a value."""
+    """Announcement by the exporter: the contents are complete when the word ``ready`` of a slot reaches
+    :attr:`ready`.
+    """
 
     block: ControlBlock
     slot: int
@@ -75,7 +77,7 @@ class Announcement(NamedTuple):
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
-        """Have later work of ``stream`` wait for the announcement, unless it is written already
+        """Make later work of ``stream`` wait for the announcement, unless the value is written already
         (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError,
         CudaError.
         """
@@ -87,7 +89,7 @@ class Announcement(NamedTuple):
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
-        """Have ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
+        """Make ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
         Raises ValueError, CudaError.
         """
         if stream is not None:
@@ -95,7 +97,7 @@ class Announcement(NamedTuple):
                 self.precede(stream)
                 return
         if not self.written:
-            # The host waits until the exporter dies at the latest: then a thread of this process writes the value.
+            # The host's wait ends at the latest when the exporter dies: a thread of this process then writes the value.
             self.block.expect(self.slot, self.ready)
             while not self.written:
                 time.sleep(_PAUSE)
@@ -106,7 +108,7 @@ class Announcement(NamedTuple):
     # host also waits before a use in a capture, because graphs cannot wait for other processes.
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Have ``stream`` wait for the contents of ``memory``; if None, the host waits. A checker that listens is
+        """Make ``stream`` wait for the contents of ``memory``; if None, the host waits. A checker of the driver is
         notified. Raises ValueError, CudaError.
         """
         if stream is None:
@@ -116,8 +118,8 @@ class Announcement(NamedTuple):
             self.wait(stream)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, a checker that
-        listens is told that the host has seen them.
+        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, a checker of the
+        driver is told that the host knows it.
         """
         written = self.written
         if written:
@@ -125,7 +127,9 @@ class Announcement(NamedTuple):
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Tell a checker that listens that ``stream``, or the host if None, waits for the contents of ``memory``."""
+        """Tell the checker, if the driver has one, that ``stream`` waits for the contents of ``memory``. None: the host
+        waits.
+        """
         listener = self.block.session.listener
         if listener is None:
             return
@@ -299,7 +303,7 @@ class ForeignMemory(Memory, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents will never be complete, because the owner died before it wrote them."""
+        """Whether the contents will never be complete, because the owner died before the contents were complete."""
         self._check_usable()
         return self._announced is not None and self._announced.lost
 
@@ -519,7 +523,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         self._announced: Announcement | None = None
         self._contents: tuple[Announcement, ...] = ()
         self._use: HostUse | None = None
-        """Use of a lease by the last open that had a lease; None without a lease."""
+        """Use of the lease of the last open that had a lease; None if no open had one."""
         super().__init__(device, capacity, rights, stream, offset)
 
     @property

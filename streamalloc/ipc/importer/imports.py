@@ -63,7 +63,7 @@ class ReceivedHandles:
     """
 
     endpoint: bytes
-    """16 bytes that name the socket of the exporter's handle server; zeros without one."""
+    """16 bytes that name the socket of the exporter's handle server; zeros if there is none."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
         # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
@@ -84,7 +84,7 @@ class ReceivedHandles:
         # (exports.Hold).
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
-            return  # only the pipe came: a channel carries each of the other handles once
+            return  # Only the pipe came with this message: a channel carries each of the other handles only once.
         if len(self._given) != len(ids) + pipes:
             raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
         self._by_id = dict(zip(ids, self._given, strict=False))
@@ -236,7 +236,7 @@ class Import:
         self.device: Device = device
         """Device of the memory."""
         self.block: ControlBlock | None = block
-        """The exporter's control block; None if the descriptor has none."""
+        """Control block of the exporter; None if the descriptor names none."""
         self.words: Any = None if block is None else block.importer_words(new.slot, block.importer)
         """Words of the slot that this importer writes (:class:`ImporterWords`); None without a control block."""
         self.leased: bool = bool(new.flags & Flags.LEASED)
@@ -268,7 +268,7 @@ class Import:
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
-        if not nbytes:  # A raw handle of the driver tells no size.
+        if not nbytes:  # A raw handle of the driver has no size, so the driver's size is used.
             self.nbytes = int(found)
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
@@ -391,11 +391,11 @@ class ImportUse(Deferred):
 
     def acquire(self, new: Import) -> None:
         """Begin the import ``new``, or add a use to the import that this process already has of the same allocation.
-        Raises the errors of :meth:`Import.begin`; the caller then calls :meth:`release`.
+        Raises the errors of :meth:`Import.begin`; in that case the caller has to call :meth:`release`.
         """
         with new.imports.lock:
             known = new.known()
-            # Set before the import begins, so that :meth:`release` after an error finds the import.
+            # The attribute is set before the import begins, so that :meth:`release` after an error finds the import.
             self.imported = new if known is None else known
             if known is None:
                 new.begin()
@@ -416,12 +416,14 @@ class ImportUse(Deferred):
         if session.forked:
             session.check_process()
         if imported.from_pool is None and not self.over:
-            stream.synchronize()  # The host waits before it takes the lock: other imports would otherwise wait with it.
+            # The host waits for the stream before it takes the lock. Otherwise imports on other threads would wait,
+            # too.
+            stream.synchronize()
         with imported.imports.lock:
             if self.over:
-                return  # Another thread has ended the import.
+                return  # Another thread has ended the import meanwhile.
             if imported.count > 1:
-                # The end of the last use comes after this event.
+                # The last use ends after this event, so it also ends after the work of this use.
                 imported.passed += (stream.record(),) if used else ()
                 imported.count -= 1
                 self.over = True
@@ -455,7 +457,9 @@ class Imports:
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held while uses of imports are counted. Code under this lock waits neither for a stream nor for a process."""
+        """Lock that is held while uses of imports are counted. Code under this lock waits neither for a stream nor for
+        a process.
+        """
         self.deferred: DeferredQueue = deferred_queue(session)
         self.version: int = int(session.call("cuDriverGetVersion"))
         self.blocks: dict[bytes, ControlBlock] = {}
@@ -469,7 +473,9 @@ class Imports:
         """Growable ranges (:class:`ImportedRange`) by their ids in descriptors (16 bytes)."""
         self._devices: dict[bytes, Device] = {}
         self._dropped: SimpleQueue[bool] = SimpleQueue()
-        """Each value put here wakes the thread. A ``SimpleQueue``, because a finaliser may put into it at any time."""
+        """Each value put into this queue wakes the thread. It is a ``SimpleQueue``, because a finaliser may put a value
+        at any time.
+        """
         self._thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
@@ -583,8 +589,8 @@ class Imports:
         exporters that have ended, and pools of :meth:`ImportedPool.from_handle`, which no descriptor names.
         """
         with self.lock:
-            # A function of its own, because since Python 3.12 an exception of a signal handler in a loop can leave a
-            # ``with`` block without its end.
+            # This is a separate function, because since Python 3.12 an exception of a signal handler in a loop can
+            # leave a ``with`` block without running its end.
             self._submit_ended()
 
     def _submit_ended(self) -> None:

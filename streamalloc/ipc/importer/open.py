@@ -187,7 +187,8 @@ def _open(
         block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            block.marked("hold", described.hold)  # A number that is not that of a mark is refused before the import.
+            # If the number is not that of a mark, it has to be refused before the import.
+            block.marked("hold", described.hold)
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
@@ -218,7 +219,7 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
 def _open_allocation(request: _Request, pool: PoolHandle | None = None) -> ImportedBuffer:
     ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
-        # Refused before the import, because a captured stream could not release an import again.
+        # The capture is refused before the import, because a captured stream could not release an import again.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     new = Import(request.imports, pool, request.device, request.block, request.described)
     opened = ImportedBuffer(new, request.described, ordered, announced)
@@ -238,7 +239,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         raise
     except BaseException:
         if not known:
-            # The handle may be of another pool than the descriptor says, so no later open may use it.
+            # The handle may be of another pool than the descriptor says, so no later open may use this pool.
             imports.pools.pop(described.origin, None)
         raise
 
@@ -296,7 +297,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             undo.enter_context(undoing(opened.close))
         elif int(raw_handle(opened.stream)) != int(raw_handle(streams[0])):
             streams.append(opened.stream)
-        # Compare the ids of chunks and not their driver handles: different handles may name the same chunk.
+        # The ids of chunks are compared, and not their driver handles, because two different handles may name the same
+        # chunk.
         ids = [chunk[:2] for chunk in described.chunks]
         opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], request.handles), described.size)
         announced = request.announced

@@ -212,7 +212,8 @@ class RingConsumer(RingEnd):
         """
         data = self._again
         if data is None:
-            # The packet is kept until its item is taken: if the driver refuses the wait, the next call tries again.
+            # The packet is kept until its item is taken. If the driver refuses the stream's wait, the next call uses
+            # the same packet.
             data = self._again = self._next_packet(self.timeout if timeout is None else timeout)
         try:
             kind, index, ready, value, nbytes = _unpacked(data)
@@ -293,7 +294,8 @@ class RingConsumer(RingEnd):
         """Wait until :meth:`fileno` is readable, for at most a quarter of a second: then the producer is checked
         again.
         """
-        import asyncio  # Imported here, because asyncio at module level would double the import time of the package.
+        # asyncio is imported here, because an import at module level would double the import time of the package.
+        import asyncio
 
         loop, ready, fd = asyncio.get_running_loop(), asyncio.Event(), self.fileno()
         loop.add_reader(fd, ready.set)
@@ -323,8 +325,8 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """Item of the queue of ends that ends a consumer: it closes the channel, releases the held items, and closes the
-    memory.
+    """Item of the queue of ends (work that later calls attempt) that ends a consumer: it closes the channel, releases
+    the held items, and closes the memory.
     """
 
     def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:

@@ -47,8 +47,8 @@ from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, P
 from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
-# Seconds until a send to a consumer fails. The socket buffer has room for the packets of all slots, so a send rarely
-# waits.
+# Seconds after which a send to a consumer fails. The socket buffer has space for the packets of all slots, so a send
+# rarely waits.
 _SEND_SECONDS = 10.0
 
 _packed = PACKET.pack
@@ -190,7 +190,7 @@ class Deliveries(RingEnding):
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
         self.slot_bytes: int = slot_bytes
         self.stride: int = stride
-        """Bytes from the start of one slot to the start of the next."""
+        """Distance in bytes from the start of a slot to the start of the next slot."""
         self.session: Session = session
         self.buffer: Buffer = buffer
         self.stream: Stream = stream
@@ -229,7 +229,7 @@ class Deliveries(RingEnding):
         return taken
 
     def settle(self) -> bool:
-        """Move the slots that consumers have released to :attr:`free`. Returns whether a slot is free."""
+        """Move the slots that consumers have released to :attr:`free`. Returns whether any slot is free now."""
         for consumer in (*self.consumers, *self.leaving):
             for slot in tuple(consumer.in_flight):
                 if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
@@ -376,7 +376,7 @@ class Deliveries(RingEnding):
 
 
 _ALIGNMENT = 512
-# Seconds in a wait for a slot: time of polling without a sleep, longest sleep after that, interval of checks that
+# Seconds in a wait for a slot: time of polling without a sleep, longest sleep after that, time between two checks that
 # consumers are alive.
 _SPIN_SECONDS = 50e-6
 _LONGEST_PAUSE = 1e-3

@@ -40,8 +40,8 @@ from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 
 MOST_SLOTS = 256
-"""Largest number of slots of a ring. The packets of all slots fit one socket buffer (278 packets by default on Linux),
-so no hand-off blocks.
+"""Largest number of slots of a ring. The packets of all slots fit into one socket buffer (278 packets by default on
+Linux), so no hand-off has to wait.
 """
 
 PACKET = struct.Struct("<IIIIQ")
@@ -70,7 +70,7 @@ class Introduction(NamedTuple):
     slot_bytes: int
     """Largest size of an item in bytes."""
     stride: int
-    """Bytes from the start of one slot to the start of the next."""
+    """Distance in bytes from the start of a slot to the start of the next slot."""
     descriptor: bytes
     """Descriptor of the buffer that has all slots."""
 
@@ -158,15 +158,17 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """Item of the queue of ends with the work that remains after one end of a ring was closed or dropped."""
+    """Item of the queue of ends (work that later calls of the package attempt): the work that remains after one end of
+    a ring was closed or dropped.
+    """
 
     closed: bool = False
     """Whether this end of the ring was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
-    """Base of producer and consumer: the sizes of the ring, and a close that leaves work which must wait to the queue
-    of ends.
+    """Base of producer and consumer: the sizes of the ring, and a close that does not wait. Work that must wait becomes
+    an item of the queue of ends.
     """
 
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")

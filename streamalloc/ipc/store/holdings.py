@@ -29,7 +29,7 @@ _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 
 
 class Holder:
-    """A process that writes or reads one epoch by one connection."""
+    """Process that writes or reads one epoch through one connection to the server."""
 
     def __init__(self, pid: int) -> None:
         self.pid: int = pid
@@ -47,8 +47,8 @@ class Epoch:
     replace: bool
     """Whether the epoch may replace an earlier commit of the same key."""
     writer: Holder | None
-    """The process that writes the epoch. After the commit, this process while its copies are still queued, then
-    None.
+    """Process that writes the epoch; after the commit, the same process while its copies are still queued. None after
+    that.
     """
     number: int = 0
     """Number of the commit, from 1 for the first commit of the key; 0 before the commit."""
@@ -67,13 +67,13 @@ class Epoch:
     like: int = 0
     """Size in bytes of the commit whose layout the writer got; 0 if the writer asked for no layout."""
     ready: ReadyWord | None = None
-    """Word in shared memory that is written once the contents are complete; None after that."""
+    """Word in shared memory that is written once the contents are complete; None after it was written."""
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     files: tuple[Fd, ...] = ()
-    """Two files: the layout, and the rest of the manifest. Before :meth:`Holdings.prepare`: the layout alone, or
-    none.
+    """Two files: the layout, and the other part of the manifest. Before :meth:`Holdings.prepare`, it is only the layout
+    or empty.
     """
     layout: str = ""
     """SHA-256 of the layout, in hexadecimal digits."""
@@ -122,7 +122,7 @@ class HeldEntry:
     this commit becomes the current one again.
     """
     older: list[Epoch] = field(default_factory=list)
-    """Replaced or removed epochs that still have readers."""
+    """Replaced or removed epochs that still have readers, oldest first."""
     next: Epoch | None = None
     recycles: bool = False
     """Whether the last commit had the layout of the commit before it (``like="previous"``). Then more such commits are
@@ -204,8 +204,8 @@ class Holdings:
         self.lost: dict[str, tuple[int, str]] = {}
         """For each key that was lost without a request: the number of its last epoch, and the reason as text."""
         self.keep: Callable[[Sequence[HeldEntry]], None] | None = None
-        """Function that is called with the entries of keys whose last complete commit has changed, before a client gets
-        an answer. None: no keeper.
+        """Function that is called with the entries of those keys whose last complete commit has changed. The call is
+        made before a client gets an answer. None: the store has no keeper.
         """
         self._journal = journal
         self._read_journal()
@@ -215,7 +215,7 @@ class Holdings:
         entry = epoch.entry
         epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
         number, _ = self.lost.pop(entry.key, (0, ""))
-        # A later commit whose contents were never complete had a number too, which must not be given again.
+        # A later commit whose contents were never complete also had a number. This number must not be given again.
         entry.number = max(epoch.number, number)
         entry.current, self.entries[entry.key] = epoch, entry
 
@@ -259,7 +259,7 @@ class Holdings:
         if current is None:
             return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
         epoch.like, epoch.chunks = sum(current.chunks), current.chunks
-        # A duplicate, because another client may remove the key before the commit.
+        # The file descriptor is duplicated, because another client may remove the key before the commit.
         epoch.files = (Fd(os.dup(current.files[0].fileno())),)
         epoch.layout, epoch.count = current.layout, current.count
         spare = entry.spare
@@ -446,8 +446,8 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # Ask first whether the writer has ended, then read its word. In the other order, a writer that writes the word
-        # and ends between the two checks would count as dead before its contents were complete.
+        # The server first asks whether the writer has ended, and then reads its word. In the other order, a writer that
+        # writes the word and ends between the two would count as dead before its contents were complete.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready
         if word.reached and not word.lost:
@@ -473,7 +473,7 @@ class Holdings:
         lost.
         """
         self.release()
-        # The second file is left by a server that was killed while it wrote the journal.
+        # A server that was killed while it wrote the journal has left the second file.
         for path in (self._journal, self._journal.with_suffix(".new")):
             path.unlink(missing_ok=True)
 

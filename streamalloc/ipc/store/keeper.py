@@ -32,7 +32,7 @@ _SECONDS = 30.0
 
 
 class Kept(NamedTuple):
-    """The last complete commit of a key: its description as JSON, and its file descriptors."""
+    """Last complete commit of a key: its description as JSON text, and its file descriptors."""
 
     text: str
     handles: tuple[Fd, ...]
@@ -72,8 +72,8 @@ class Keeper(Closes):
         first.
         """
         self._over: list[str] = []
-        """Names of the descriptors of replaced and dropped commits. These descriptors are removed once the new commits
-        are stored.
+        """Names of the descriptors of replaced and removed commits. They are dropped from the keeper once the new
+        commits are stored.
         """
         self.closed: bool = False
         """Whether the connection was closed."""
@@ -98,7 +98,8 @@ class Keeper(Closes):
         try:
             while left:
                 yield left.pop()
-        finally:  # If the server refuses a commit, it takes no further one, and their descriptors are closed here.
+        # If the server refuses a commit, it takes no further commit. The descriptors of the others are closed here.
+        finally:
             close_all(fd for kept in left for fd in kept.handles)
 
     def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
@@ -146,7 +147,7 @@ class Keeper(Closes):
             self._place.wait()
         self._drop(self._over)
         self._over.clear()
-        if dropped:  # Without this wait, the death of this process could bring the dropped keys back.
+        if dropped:  # Without this wait, dropped keys could come back if this process dies.
             self._place.wait()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
@@ -257,7 +258,7 @@ class KeeperProcess:
     """The connection to a keeper process (:func:`keep`). The process is started if the store has none."""
 
     most = sys.maxsize
-    """Largest number of descriptors that the process keeps: no limit."""
+    """Largest number of descriptors that the process keeps. There is no limit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -268,8 +269,8 @@ class KeeperProcess:
             return
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "streamalloc.ipc.store.keeper", str(path)]
-        # A session of its own, so that a signal to the group of the server's terminal leaves the keeper alive. The
-        # keeper inherits no file of the server: an inherited pipe would stay open after the server has ended.
+        # The keeper process gets its own session, so that a signal to the group of the server's terminal does not end
+        # it. It inherits no file of the server: an inherited pipe would stay open after the server has ended.
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._process = subprocess.Popen(command, **quiet, start_new_session=True)
         with undoing(self._process.kill):
@@ -311,7 +312,7 @@ class KeeperProcess:
             channel.send(b"END=1", timeout=_SECONDS)
             channel.receive(timeout=_SECONDS)
         if self._process is not None:
-            self._process.kill()  # The process has answered, or will never answer.
+            self._process.kill()  # The process has answered that it ends, or will never answer.
             self._process.wait()
 
 

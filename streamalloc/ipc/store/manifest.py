@@ -89,7 +89,7 @@ def dtype_name(dtype: object) -> str:
     raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
 
 
-# NumPy computes the name of a type at each call, which is half of the cost of a tensor without this cache.
+# Without this cache, NumPy would compute the name of a type at each call, which is half of the cost of a tensor.
 @functools.cache
 def _dtype_name(dtype: Hashable) -> str:
     name = str(dtype).removeprefix("torch.")
@@ -323,7 +323,7 @@ def _refuse(constant: str) -> None:
 
 
 read_json = json.JSONDecoder(parse_constant=_refuse).decode
-"""Decode JSON text. Raises ``ValueError`` for ``NaN`` and ``Infinity`` too.
+"""Function that decodes JSON text. It raises ``ValueError`` for ``NaN`` and ``Infinity``, too.
 
 The decoder is made once, because making a decoder takes longer than decoding a message.
 """

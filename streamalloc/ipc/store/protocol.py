@@ -101,7 +101,7 @@ def checked_key(key: object) -> str:
     """Return ``key`` as a ``str``. Raises TypeError; ValueError unless it has 1 to 512 printable characters. Slashes
     and dots are allowed.
     """
-    # ``str`` also converts subclasses such as numpy.str_, which the JSON encoder should not get.
+    # ``str`` is called, because the JSON encoder should not get an object of a subclass such as numpy.str_.
     if not _is_key(str(checked_type("key", key, str))):
         raise ValueError(f"key={key!r}: allowed are 1 to 512 printable characters")
     return str(key)
@@ -212,7 +212,9 @@ class Connection(Closes):
 
     @property
     def alive(self) -> bool:
-        """Whether the server still has this connection open. False in a forked child."""
+        """Whether the server still has this connection open. False in a forked child, which must not use the
+        connection.
+        """
         return (
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
@@ -247,7 +249,8 @@ class Connection(Closes):
                 self.close()
                 raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
             except BaseException:
-                # The connection is closed: otherwise a late answer would be taken for the answer to the next request.
+                # The connection is closed, because a late answer would otherwise be taken for the answer to the next
+                # request.
                 self.close()
                 raise
         with undoing(functools.partial(close_all, received)):

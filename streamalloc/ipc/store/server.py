@@ -48,8 +48,8 @@ class _Client(Holder):
     """A connection to a client, with the descriptors of its request and its unsent answer."""
 
     handles: list[Fd]
-    """File descriptors of the request. The function that handles the request removes those that it keeps. The others
-    are closed at the end of the request.
+    """File descriptors of the request. The function that handles the request removes the descriptors that it keeps. The
+    others are closed when the request has been answered.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -158,11 +158,11 @@ class StoreServer(Closes):
         self._clients: dict[int, _Client] = {}
         self._wake = tuple(map(Fd, os.pipe()))
         self._spare = Fd(os.dup(self._wake[0].fileno()))
-        """Spare file descriptor. If no other is free, it is closed to accept a connection, which can then be refused
-        with an answer.
+        """Spare file descriptor. If no other descriptor is free, it is closed in order to accept a connection, which
+        can then be refused with an answer.
         """
         self._told = False
-        """Whether the log already has the warning that no file descriptor is free."""
+        """Whether the warning that no file descriptor is free was logged already."""
         self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake[0], selectors.EVENT_READ)
@@ -201,7 +201,9 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """Make :meth:`run` close the server and return. Takes no lock, so a signal handler may call this method."""
+        """Make :meth:`run` close the server and return. Takes no lock, so that a signal handler may call this
+        method.
+        """
         with contextlib.suppress(OSError):
             os.write(self._wake[1].fileno(), b"s")
 
@@ -234,8 +236,8 @@ class StoreServer(Closes):
             return
         kept, dropped = [], []
         for entry in entries:
-            # The keeper gets only complete commits: until the contents of a new commit are complete, it has the
-            # previous commit.
+            # The keeper gets only complete commits. Until the contents of a new commit are complete, the keeper has the
+            # commit before it.
             epoch = entry.current if entry.current is None or entry.current.ready is None else entry.before
             if epoch is not None:
                 kept.append((entry.key, Kept(_described(epoch), (*epoch.files, *epoch.handles))))
@@ -247,7 +249,9 @@ class StoreServer(Closes):
             text = "nothing is kept any more of the store %r: what it holds is lost if its server is killed (%s)"
             logging.getLogger(__name__).warning(text, self.name, error)
             keeper, self._keeper = self._keeper, None
-            keeper.close()  # Without this, the next server would adopt commits that this server replaces from now on.
+            # If the keeper kept its descriptors, the next server would adopt commits that this server replaces from now
+            # on.
+            keeper.close()
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -273,7 +277,8 @@ class StoreServer(Closes):
             with self._listener.accept(timeout=0) as channel:
                 channel.send(self._refusal(no_descriptors(1)), timeout=0)
         except OSError:
-            # Another thread took the spare descriptor's number. The client waits in the queue until the next try.
+            # Another thread has taken the number of the spare descriptor. The client waits in the listener's queue
+            # until the next try.
             time.sleep(_PAUSE)
         finally:
             with contextlib.suppress(OSError):
@@ -327,7 +332,7 @@ class StoreServer(Closes):
         try:
             client.channel.send(client.answer, client.sends, timeout=0)
         except TimeoutError:
-            return  # Too many file descriptors are in flight in the kernel, so the answer is sent later.
+            return  # Too many file descriptors are in flight in the kernel, so the answer has to be sent later.
         except OSError:
             self._drop(client)
         else:
@@ -548,5 +553,6 @@ def _locked(name: str, path: Path) -> Fd:
                 os.ftruncate(lock.fileno(), 0)
                 os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
                 return lock
-        # The previous server removed the file before this lock was taken, so the next round locks a new file.
+        # The previous server has removed the file before this lock was taken. So the lock is useless, and the next
+        # round locks a new file.
         lock.close()

@@ -82,7 +82,7 @@ class StoreStatistics:
     nbytes: int
     """Bytes of device memory that the store holds or writers have reserved."""
     by_device: dict[str, int]
-    """The same bytes for each device, by the device's UUID."""
+    """Bytes of device memory that the store holds or writers have reserved, by UUID of the device."""
     readers: int
     writers: int
     lost: dict[str, str]
@@ -122,7 +122,8 @@ class Store(Closes):
         """Whether this client was closed."""
         self._driver = driver
         self._path = socket_path(name)
-        Connection(self._path).close()  # Raises StoreGoneError if no server runs.
+        # A connection is made and closed, so that StoreGoneError is raised if no server runs.
+        Connection(self._path).close()
 
     @staticmethod
     def serve(

@@ -26,16 +26,16 @@ from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import After, import_memory, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
-"""Sizes in bytes, smallest first, of the range that a reader tries to reserve at the requested address. If the driver
-gives another address, the reader tries the next size.
+"""Sizes in bytes, ascending, of the address range that a reader tries to reserve at the requested address. If the
+driver gives another address, the reader tries the next size.
 
-Driver 580 may place a small range inside a larger one that it has kept: always for 2 MiB, and for 64 MiB if the process
-has freed larger ranges.
+This is needed because driver 580 may place a small range inside a larger range that it has kept: always for 2 MiB, and
+for 64 MiB if the process has freed larger ranges.
 """
 
 
 _MOST_SHOWN = 8
-"""Number of names that the error for an unknown name shows."""
+"""Largest number of names that the error for an unknown name lists."""
 
 
 class StoredView(ForeignMemory, RangeView):
@@ -117,7 +117,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
         return len(self.layout)
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # A comparison of the contents would need a synchronisation.
+        return self is other  # Equal contents are not compared, because that would need a synchronisation.
 
     __hash__ = object.__hash__
 
@@ -214,7 +214,7 @@ class Weights(Tensors, Closes):
         self._adopt(opened)
         self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
         self._any_stream = stream is None
-        """True if every stream that uses the contents waits for them; False if only :attr:`stream` waits."""
+        """Whether every stream waits for the contents before it uses them; if False, only :attr:`stream` waits."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
 
     def _adopt(self, opened: OpenEpoch) -> None:
@@ -246,7 +246,7 @@ class Weights(Tensors, Closes):
         return weights
 
     def _expect(self) -> None:
-        """Have :attr:`stream` wait for the contents (``cuStreamWaitValue32``). If the caller gave no stream, every
+        """Make :attr:`stream` wait for the contents (``cuStreamWaitValue32``). If the caller gave no stream, every
         other stream waits before its first use. Raises CaptureError, CudaError.
         """
         ready, self._contents = self._epoch.ready, ()
@@ -418,14 +418,16 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
-    with contextlib.suppress(AddressSpaceError):  # The larger sizes may not fit at the address.
+    # The larger sizes may not fit at the address, so these errors are hidden.
+    with contextlib.suppress(AddressSpaceError):
         for nbytes in sizes:
             reserved = AddressRange(nbytes, address=wanted, driver=driver)
             if reserved.honoured:
                 return reserved
             found = reserved.address
             reserved.close()
-            # Ranges in the queue of ends may still occupy the wanted addresses, so the queue's items are attempted.
+            # Address ranges whose release is deferred may still occupy the wanted addresses, so the deferred releases
+            # are attempted.
             work(session_of(opened.device))
     if at is None or at is False:
         return AddressRange(sizes[0], address=wanted, driver=driver)

@@ -93,8 +93,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Bytes of the range up to the end of the last allocation."""
         self._mapped = 0
         """Bytes that are mapped, from the start of :attr:`range`."""
-        # The range has as many addresses as the device has memory: addresses cost no memory, and the range never has to
-        # move.
+        # The range has as many addresses as the device has memory. Addresses cost no memory, and a range of this size
+        # never has to be moved.
         capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
         """The lease whose word ``ready`` announces the contents, the value that this word then reaches, and an event
@@ -227,8 +227,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         offset = _aligned(self.nbytes)
         missing = offset + nbytes - self._mapped
         if missing > 0:
-            # The memory grows by at least an eighth, up to 1 GiB: so many small tensors need few chunks, and little
-            # memory is wasted.
+            # The memory grows by at least an eighth of its size, but not more than 1 GiB unless more is needed. So many
+            # small tensors need few chunks, and little memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(self._rounded(step))
         self.nbytes = offset + nbytes
@@ -303,7 +303,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         with contextlib.ExitStack() as undo:
             undo.enter_context(session.relaxed())
             if not self._chunks:
-                # If all tensors are empty, readers still get a chunk, because the driver maps no empty range.
+                # If all tensors are empty, the epoch still gets a chunk, because the driver cannot map an empty range
+                # for readers.
                 self._grow(self._rounded(1))
             # A commit includes the work of all streams, also of streams that only other libraries use.
             devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
@@ -323,7 +324,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
             about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
             answer, _ = self._connection.ask("commit", [*files, *handles], **about)
-            # Set at once, because an error after this line does not undo the commit.
+            # The number is set at once, because an error after this line does not undo the commit.
             self.epoch = answer.get("epoch", 0)
         return answer
 
@@ -335,7 +336,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return Manifest(self.layout, self.metadata, handles)
 
     def _announced(self, events: list[Event]) -> tuple[Lease, int, Event]:
-        """Have a new stream wait for ``events`` and then write the word ``ready`` of a new lease. This write announces
+        """Make a new stream wait for ``events`` and then write the word ``ready`` of a new lease. This write announces
         the contents. Raises CudaError.
 
         Returns the lease, the value that the word reaches, and an event recorded after the write.
@@ -452,7 +453,9 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _Ending(Deferred):
-    """Item of the queue of ends: it releases the mapping of a writer whose copies were still queued at the commit."""
+    """Item of the queue of ends (work that later calls attempt): it releases the mapping of a writer whose copies were
+    still queued at the commit.
+    """
 
     def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
         self._writer: WeightsWriter | None = writer
@@ -478,7 +481,9 @@ class _Ending(Deferred):
 
 
 _endings: set[_Ending] = set()
-"""Items of writers that keep their mapping because copies were queued at the commit."""
+"""Items of writers that keep their mapping, because copies were queued at the commit. Kept here so that
+:func:`_await_copies` finds them.
+"""
 
 
 @atexit.register

@@ -269,12 +269,12 @@ def no_descriptors(needed: int) -> OSError:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
-        # listdir() itself has opened a descriptor for the folder, which does not count.
+        # listdir() itself has opened one descriptor for the folder.
         count = len(os.listdir("/proc/self/fd")) - 1
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
 
-# Plain integers, because the operators of enums would take longer than the rest of a call.
+# They are plain integers, because operators of enums would take longer than the rest of a call.
 _TRUNCATED, _HANDLES_LOST = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 
 
@@ -301,13 +301,13 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     return None
 
 
-# Nanoseconds that a receiver polls before it sleeps. A message that comes within this time arrives in a third of the
-# time that waking a thread takes. With one processor, polling would only delay the sender.
+# Nanoseconds for which a receiver polls before it sleeps. A message that comes in this time arrives in a third of the
+# time that waking a thread takes. On one processor, polling would only delay the sender.
 _SPIN_NANOSECONDS = 150_000 if len(os.sched_getaffinity(0)) > 1 else 0
 # After this many waits in a row without a message while polling, only every 32nd wait polls.
 _MISSES_BEFORE_SLEEP, _POLL_EVERY = 3, 32
-# Socket calls never block in the kernel, where Python would restart them after each signal. Only poll() waits, with the
-# deadline.
+# Socket calls must not block in the kernel, because Python would restart them after each signal. Only poll() waits,
+# with the deadline.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
@@ -320,7 +320,8 @@ class _Socket(socket.socket):
     """A socket without a ``ResourceWarning`` when it is dropped without a close, even in a reference cycle."""
 
     def __del__(self) -> None:
-        # Close by the C type, because a signal handler may have raised before the Python object had its attributes.
+        # The method of the C type is called, because a signal handler may have raised before the Python object got its
+        # attributes.
         super(socket.socket, self).close()
 
 
@@ -576,7 +577,7 @@ class Channel(_SocketOwner):
         """
         wait = self.timeout if timeout is None else timeout
         if wait is not None and not wait > 0:
-            deadline_after(wait)  # Only for the error: deadline_after() refuses a negative timeout.
+            deadline_after(wait)  # The call is made only for its error: deadline_after() refuses a negative timeout.
         end: float | None = None
         while True:
             try:
@@ -608,8 +609,8 @@ class Channel(_SocketOwner):
                 if error.errno == errno.EAGAIN:
                     self._poll(select.POLLOUT, milliseconds(end))
                 else:
-                    # Kernel memory is used up, or too many descriptors are in flight: poll() has no event for their
-                    # end.
+                    # Kernel memory is used up, or too many descriptors are in flight. poll() cannot wait for the end of
+                    # these states.
                     time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:
@@ -619,8 +620,8 @@ class Channel(_SocketOwner):
         if self.closed:
             raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:
-            # The kernel reports this once, if the peer ended with unread messages. Messages that the peer sent can
-            # still be received.
+            # The kernel reports this error once, if the peer ended with unread messages. Messages that the peer sent
+            # can still be received.
             return
         if error.errno != errno.EAGAIN:
             raise error
@@ -664,8 +665,8 @@ class Channel(_SocketOwner):
                 with file, crate, Channel.from_fd(crate) as queue:
                     data = read_file(file, nbytes)
                     while len(found) < count:
-                        # Not by receive(), because a large message inside ``crate`` could carry another such channel,
-                        # and so on.
+                        # receive() is not used, because a large message inside ``crate`` could carry another such
+                        # channel, and so on without end.
                         packet, extra, flags, _ = queue._receive(_HEADER.size, _RIGHTS_BYTES, _RECEIVE)
                         found += _handles_in(extra)
                         if flags & _HANDLES_LOST:
@@ -779,7 +780,7 @@ class Listener(_SocketOwner):
             # The path is only removed if it is still this socket: another listener may have bound a new one meanwhile.
             if self._file is not None and identity(self.address) == self._file:
                 os.unlink(self.address)
-            # close() alone would leave a thread that waits in accept() blocked.
+            # close() alone would not wake a thread that waits in accept().
             self._shut_down()
         self._socket.close()
 
@@ -809,6 +810,6 @@ def _rebuild(duplicate: Any, timeout: float | None) -> Channel:
     return channel
 
 
-# Registered only for multiprocessing: pickle.dumps() still refuses a channel, because its bytes are useless without the
-# descriptor.
+# The reducer is registered only for multiprocessing. pickle.dumps() still refuses a channel, because bytes without the
+# file descriptor are useless.
 ForkingPickler.register(Channel, lambda channel: (_rebuild, (DupFd(channel.fileno()), channel.timeout)))

@@ -52,8 +52,8 @@ class Collective(enum.IntEnum):
     BARRIER = 2
     EXCHANGE = 3
     FAILED = 255
-    """Not a call: the first field of a packet that tells the other ranks that the sender's call failed. The reason
-    follows.
+    """Not a call, but the first field of a packet that tells the other ranks that the sender's call failed. The reason
+    follows in the packet.
     """
 
     def __str__(self) -> str:
@@ -153,7 +153,8 @@ _HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
 _NAMES = {int(call): str(call) for call in Collective if call != Collective.FAILED}
 _LONGEST_TEXT = 1000
-# Seconds: shortest and longest pause while ranks connect, and the time limit for the first message on a new connection.
+# Seconds: shortest pause and longest pause while ranks connect, and time limit for the first message on a new
+# connection.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
@@ -254,8 +255,8 @@ class Mesh(Closes):
     def _sent(self, rank: int, packet: bytes, handles: Sequence[Fd | int]) -> bool:
         """Send a packet to a rank. Returns False if the rank's queue had no room for it."""
         try:
-            # Not 0 s: while too many descriptors are in flight, poll() has no event for it, and the caller's loop would
-            # run without a pause.
+            # The timeout is not 0 s: while too many descriptors are in flight, poll() cannot wait for the end of this
+            # state, and the caller's loop would run without a pause.
             self._channels[rank].send(packet, handles, timeout=_SHORT)
             return True
         except TimeoutError:
@@ -460,7 +461,7 @@ class _Group(Closes):
         one user and in one network namespace; the group then stays usable.
         """
         handles = tuple(handles)
-        # Check first that each descriptor is open: an error during the exchange would end the group.
+        # Each descriptor is tested before the exchange, because an error during the exchange would end the group.
         for handle in handles:
             os.fstat(number_of(handle))
         found = self._all_to_all(Collective.EXCHANGE, b"", handles, timeout)
@@ -533,8 +534,8 @@ class _Group(Closes):
 
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # The network namespace belongs to the name, because descriptors travel over abstract sockets, which are visible
-    # only there.
+    # The network namespace is a part of the name: descriptors travel over abstract sockets, which are visible only in
+    # one namespace.
     named = f"host {name}, " if (name := os.environ.get("STREAMALLOC_HOST")) else ""
     return f"{named}boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
 
@@ -742,7 +743,7 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
                 "ProcessCommunicator.create(n), or SelfCommunicator() for this process alone"
             )
         return TorchCommunicator()
-    # No import is needed: an object of mpi4py or PyTorch exists only if its module is loaded.
+    # The module need not be imported: an object of mpi4py or PyTorch exists only if its module is loaded.
     if isinstance(group, _loaded("mpi4py.MPI", "Comm")) and not isinstance(group, _loaded("mpi4py.MPI", "Intracomm")):
         raise TypeError(f"group must be an intracommunicator of mpi4py, not {group!r}")
     if isinstance(group, _loaded("torch.distributed", "ProcessGroup")):

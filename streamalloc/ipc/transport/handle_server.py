@@ -18,7 +18,7 @@ from streamalloc.core.resource import close_all
 from streamalloc.driver.internal import Lock
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError
 
-# Seconds until a client that sends nothing is dropped, or until a request fails.
+# Seconds after which a client that sends nothing is dropped, and after which a request fails.
 _SECONDS = 10.0
 _ID_BYTES = 16
 
@@ -31,10 +31,11 @@ def address_of(endpoint: bytes) -> str:
 
 
 published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-"""The file descriptors that this process has shared, by their ids in descriptors (16 bytes)."""
+"""File descriptors that this process has shared, by their ids in descriptors (16 bytes)."""
 
 
-# Endpoint by process id. A forked child does not have the parent's thread, so it must start a server of its own.
+# Endpoint of the handle server (16 bytes), by process id. A forked child has no copy of the parent's thread, so the
+# child starts its own server.
 _endpoints: dict[int, bytes] = {}
 _starting = Lock()
 
@@ -64,7 +65,8 @@ def _serve(listener: Listener) -> None:
         except PermissionError:
             pass  # accept() has already refused and closed a client of another user.
         except (OSError, RuntimeError):
-            time.sleep(0.01)  # No file descriptor or thread is free. The client waits in the queue until the next try.
+            # No file descriptor or no thread is free. The client waits in the listener's queue until the next try.
+            time.sleep(0.01)
 
 
 def _answer(client: Channel) -> None:
@@ -78,7 +80,7 @@ def _answer(client: Channel) -> None:
         try:
             client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
         except ClosedError:
-            # Other code in this process has closed the descriptor meanwhile.
+            # Other code in this process has closed the descriptor meanwhile, so the client gets an empty message.
             client.send(b"", timeout=0)
 
 

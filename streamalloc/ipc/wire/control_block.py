@@ -107,7 +107,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
-# Number of expected announcements at which those that were written by now are removed.
+# Number of expected announcements at which the announcements that have been written are removed from the table.
 _MOST_EXPECTED = 64
 
 Words = npt.NDArray[np.uint32]
@@ -205,7 +205,9 @@ class ControlBlock:
     opened: Words
     closing: Words
     closed: Words
-    """The words ``closed`` as a NumPy array, by slot and importer; likewise ``opened`` and ``closing``."""
+    """The words ``closed`` of all slots as a NumPy array, by slot and importer. :attr:`opened` and :attr:`closing` are
+    such arrays, too.
+    """
 
     def __init__(self, session: Session, fd: Fd, name: bytes) -> None:
         self.session: Session = session
@@ -256,7 +258,8 @@ class ControlBlock:
         self._own.close()
         self.fd.close()
         if self._raw is not None:
-            # Finalisers may call session.current, which takes no lock. Making a Device would take one.
+            # A finaliser may call this method. It may use session.current, which takes no lock; making a Device would
+            # take a lock.
             with contextlib.suppress(CudaError), self.session.current(self._ordinal):
                 self.session.release(self, "cuMemHostUnregister")
 
@@ -316,7 +319,7 @@ class ControlBlock:
 
     def slot_words(self, slot: int) -> SlotWords:
         """Return the exporter's words of a slot. Each call returns the same object."""
-        # setdefault is atomic: words are compared by identity, so two threads must get the same object.
+        # setdefault is atomic. Words are compared by identity, so two threads must get the same object.
         return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
@@ -417,7 +420,7 @@ class ControlBlock:
         return not result
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """Have ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
+        """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
         ClosedError, CudaError.
         """
         handle = direct_handle(stream, self.session)
@@ -430,7 +433,7 @@ class ControlBlock:
             raise error_from(result, "cuStreamWaitValue32")
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
-        """Have ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
+        """Make ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
         (``cuStreamWaitValue32``). Raises CaptureError, ClosedError, CudaError.
         """
         # A hostile importer may write any value. At the importer's death, a thread raises its words to ``awaited``, so
@@ -448,8 +451,8 @@ class ControlBlock:
     def exporter_alive(self) -> bool:
         """Whether the exporting process is alive, as a test of the lock on its byte shows."""
         # The header byte is checked first: after the exporter's death, each thread that waited for it holds the
-        # exporter's lock for a moment. A closed block also means a dead exporter, because importers close a block only
-        # then.
+        # exporter's lock for a moment. A closed block also means a dead exporter, because an importer closes a block
+        # only after the exporter's death.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
@@ -590,7 +593,7 @@ def _is_block(fd: Fd, name: bytes) -> bool:
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
         lock(file.fileno(), byte, fcntl.F_WRLCK, wait=True)
-        # The lock is kept until the words are written, so that no new importer takes the index before.
+        # The lock is kept until the words are written. Otherwise a new importer could take the index before that.
         block = reference()
         if block is not None:
             block._died(byte)

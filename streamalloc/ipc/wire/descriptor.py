@@ -37,7 +37,7 @@ _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 MAGIC = b"SAipc"
 VERSION = 5
 FABRIC = 8
-"""``CU_MEM_HANDLE_TYPE_FABRIC``: each handle has 64 bytes and travels in the descriptor."""
+"""``CU_MEM_HANDLE_TYPE_FABRIC``. Each handle has 64 bytes, which travel in the descriptor."""
 
 # Magic, version, total length; the first 16 fields of the class, in its order; payload length, number of chunks.
 _HEAD = struct.Struct("<5sHIB16s16s16s16sIIIIIIQQQQQHH")
