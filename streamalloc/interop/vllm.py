@@ -41,7 +41,7 @@ class AllocationData:
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        # A weak reference: a program may keep this description, and the memory must be freed all the same.
+        # The reference is weak: a program may keep this description, and the memory must be freed all the same.
         self._buffer = weakref.ref(buffer)
         self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
         """Device ordinal, bytes, address, and 0 in place of the driver's handle, which belongs to the package."""
@@ -125,7 +125,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Give a tag to the memory of the tensors that this thread makes in the ``with`` block. Blocks nest.
+        """Give a tag to the memory of the tensors that this thread makes in the ``with`` block. Blocks may nest.
 
         Memory of this tag that no tensor uses is released at the beginning and at the end of the block. PyTorch's
         option ``expandable_segments`` is off in the block.
@@ -138,7 +138,7 @@ class CuMemAllocator:
         Raises
         ------
         TypeError
-            The tag is not a text.
+            The tag is not a ``str``.
         """
         tag = self.default_tag if tag is None else checked_type("tag", tag, str)
         bridge = self._bridge(tag)
@@ -165,7 +165,8 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_cudagraph_pool(self) -> Iterator[Any]:
-        """Give the id of a pool for ``torch.cuda.graph(pool=...)``; its memory has the tag ``"cudagraph"``.
+        """Provide a pool for captures: the value of the ``with`` block is the id for ``torch.cuda.graph(pool=...)``.
+        The pool's memory has the tag ``"cudagraph"``.
 
         Each sleep keeps the bytes of this memory, and each wake restores the memory.
 
@@ -207,7 +208,7 @@ class CuMemAllocator:
         OutOfMemoryError, RuntimeError
             There is not enough host memory, or the driver refused a call. After each error nothing has changed.
         TypeError
-            A tag is not a text.
+            A tag is not a ``str``.
         """
         keep = {*_tags("offload_tags", (self.default_tag,) if offload_tags is None else offload_tags), *_INTERNAL}
         torch = library("torch")

@@ -36,7 +36,9 @@ _numbers = itertools.count(1)
 
 
 class _Defaults(Extent):
-    """Attributes that few allocations set. As attributes of the class, they take no time when an allocation is made."""
+    """Attributes that few allocations set. Their defaults are attributes of the class, so that making an allocation
+    takes no time for them.
+    """
 
     pool: Pool | OpenedPool | None = None
     mapping: MappedExtent | None = None
@@ -82,9 +84,7 @@ class LiveMemory(_Defaults):
 
 @dataclass(eq=False)
 class DeviceMemory(LiveMemory):
-    """Device memory of ``cuMemAlloc``. ``block``: the piece of the heap (:class:`.banks.Heap`) that the
-    allocation has.
-    """
+    """Device memory of ``cuMemAlloc``. ``block``: its piece of the heap (:class:`.banks.Heap`)."""
 
     block: Block
 
@@ -101,7 +101,9 @@ class ManagedMemory(LiveMemory):
 
 @dataclass(eq=False)
 class HostMemory(LiveMemory):
-    """Pinned host memory. ``block``: its piece of the heap; None for memory of the program that was registered."""
+    """Pinned host memory. ``block``: its piece of the heap (:class:`.banks.Heap`); None for registered memory of the
+    program.
+    """
 
     block: Block | None
     flags: int
@@ -137,11 +139,11 @@ class OpenedMemory(LiveMemory):
     words: tuple[int, ...]
     """The integers in the IPC handle. Handles with the same integers name the same memory."""
     times: int = 1
-    """Number of opens of the memory minus the number of closes. The last close unmaps it."""
+    """Number of opens of the memory minus the number of closes. At 0 the memory is unmapped."""
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
-    """Whether the range is registered host memory of which the program has meanwhile unmapped a part."""
+    """Whether ``allocation`` is registered host memory, and the program has unmapped a part of the range since then."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
@@ -163,8 +165,8 @@ class AllocationTable(RangeMap[LiveMemory]):
     """Live allocations of a machine, found by any address in them."""
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Remove registrations of host memory in a range that gets a new use: the program has unmapped the registered
-        memory there.
+        """Remove registrations of host memory in a range of addresses that gets a new use. The program must have
+        unmapped the registered memory there.
         """
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
@@ -188,7 +190,7 @@ def advise(allocation: LiveMemory, address: int, size: int, change: Callable[[Ad
 def prefetch(place: Place) -> Callable[[Advice], Advice]:
     """Return the change that a prefetch to ``place`` makes to the advice on a page.
 
-    It takes effect at the call: as documented, queries see it before the prefetch has run.
+    The change takes effect at the call: as documented, queries return the new location before the prefetch has run.
     """
     return lambda advice: replace(advice, prefetched=place)
 

@@ -43,10 +43,10 @@ from collections.abc import Callable, Iterator
 from streamalloc.simulator.constants import CHUNK
 
 USED = -1
-"""The owner of a block that is in use."""
+"""Value of :attr:`Block.owner` for a block that is in use."""
 FREE_FOR_ALL = 0
-"""The owner of a block that is free for all streams. Any other owner is the number of the stream that left the
-block.
+"""Value of :attr:`Block.owner` for a block that is free for all streams. Any other value is the number of the stream
+that left the block.
 """
 
 
@@ -64,8 +64,9 @@ class Block:
         self.size: int = size
         self.owner: int = owner
         self.seq: int = seq
-        self.since: int = 0  # Clock of the pool when the block was freed.
-        self.stamp: int = 0  # Clock of the pool when the block was put on its shelf.
+        self.since: int = 0  # Value of the pool's clock when the block was freed.
+        # Value of the pool's clock when the block was put on its shelf (list of free blocks of one owner).
+        self.stamp: int = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -93,7 +94,9 @@ class Block:
 
 
 class Shelf:
-    """Free blocks of one owner. They are ordered by size, then by time on the shelf, the oldest first."""
+    """Free blocks of one owner, ordered by size. Blocks of equal size are ordered by their time on the shelf, the
+    oldest first.
+    """
 
     def __init__(self) -> None:
         self._sorted: list[tuple[int, int, Block]] = []
@@ -138,13 +141,14 @@ class PoolAddresses:
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
         self._head = self._last = Block(0, capacity)
-        self._common = Shelf()  # Shelf of the blocks that are free for all streams, except the end of the line.
-        # Shelf of the blocks that each stream left, by the stream's number.
+        # Shelf (:class:`Shelf`) of the blocks that are free for all streams, except the end of the line.
+        self._common = Shelf()
+        # Shelf (:class:`Shelf`) of the blocks that each stream left, by the stream's number.
         self._left: defaultdict[int, Shelf] = defaultdict(Shelf)
         self._ranks = ranks
         self.backed: set[int] = set()
         """Numbers of the chunks that have memory."""
-        self._clock = 0  # Number of times that a block was put on a shelf.
+        self._clock = 0  # Clock of the pool: number of times that a block was put on a shelf.
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -240,7 +244,7 @@ class PoolAddresses:
                 shelf.remove(block)
                 self.free(block)
                 changed = True
-            # A destroyed stream leaves no more blocks, so its empty shelf is removed.
+            # A destroyed stream leaves no further blocks, so its empty shelf can be removed.
             if not shelf and stream not in self._ranks:
                 del self._left[stream]
         return changed

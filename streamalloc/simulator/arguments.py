@@ -129,7 +129,7 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 
 def found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
-    """Return the function that looks up a handle in a table of the machine. ``table``: path of the attribute. ``code``:
+    """Return a function that looks up a handle in a table of the machine. ``table``: path of the attribute. ``code``:
     result code for an unknown handle. ``of_null``: result code for a null handle; None: ``code``.
     """
     get = operator.attrgetter(table)
@@ -162,7 +162,7 @@ ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 # For a parameter ``hStream: Queue`` a method gets the stream object, for ``hStream: StreamHandle`` the number of the
 # handle.
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
-# The result code for a destroyed event was seen once on H200. Such a handle can also kill the process there.
+# This result code for a destroyed event was observed once on H200. There, such a handle can also kill the process.
 QueueEvent = Annotated[contexts.QueueEvent, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), found_in("graphs.graphs")]
 Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), found_in("graphs.nodes")]
@@ -252,7 +252,7 @@ def number(name: str, value: Any, cls: Any) -> int:
 
     Bindings from CUDA 13 on accept numbers in these calls; older bindings raise the errors of :func:`member`.
     """
-    # Bindings before CUDA 13 lack cuMemGetDefaultMemPool.
+    # Bindings that lack cuMemGetDefaultMemPool are older than CUDA 13, and refuse plain numbers.
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):
         return member(name, value, cls)
     return int(value)

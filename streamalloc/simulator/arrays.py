@@ -22,7 +22,8 @@ from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_addre
 from streamalloc.simulator.physical import CreatedMemory
 from streamalloc.simulator.scheduler import Operation
 
-# Elements of a tile in x, y and z, by the size of an element in bytes (observed on H200: test_sparse_arrays).
+# Numbers of elements of a tile in x, y and z, by the size of an element in bytes (observed on H200:
+# test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}
 _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
@@ -41,8 +42,8 @@ _MAP_NORESERVE = 0x4000
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Description of an array. ``layers``: number of layers, 0 if the array is not layered. ``extent``: elements in x,
-    y and z of one layer.
+    """Description of an array. ``layers``: number of layers; 0 if the array is not layered. ``extent``: numbers of
+    elements in x, y and z of one layer.
     """
 
     extent: Dim3
@@ -57,7 +58,7 @@ class ArrayLayout:
     deferred: bool = False
     """Whether the array gets its memory later, as a whole (flag CUDA_ARRAY3D_DEFERRED_MAPPING)."""
     described: Dim3 = (0, 0, 0)
-    """Format, number of channels and flags, as the descriptor of the array gave them."""
+    """Tuple of format, number of channels and flags, as in the descriptor of the array."""
     line: bool = False
     """Whether the array has one dimension."""
 
@@ -262,12 +263,12 @@ class MipmappedArray:
 
     storage: Storage
     mipmap: ClassVar[None] = None
-    """Always None: only an :class:`Array` can be a level of a mipmapped array, and names it here."""
+    """Always None. An :class:`Array` that is a level of a mipmapped array names that array in this attribute."""
     handle: int = field(default_factory=new_handle)
 
 
 class Remap(Operation):
-    """Operation of ``cuMemMapArrayAsync``: in stream order, it gives memory to tiles, or takes memory away."""
+    """Operation of ``cuMemMapArrayAsync``. In stream order it maps memory to tiles, or unmaps the memory of tiles."""
 
     def __init__(self, changes: list[tuple[Storage, Tile, tuple[CreatedMemory, int] | None]]) -> None:
         self._changes = changes

@@ -22,7 +22,7 @@ class Bank:
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
         self.addresses: int = 2 * total if addresses is None else addresses
-        """Bytes of addresses that a pool in this memory reserves if the pool has no maximum size."""
+        """Number of bytes of addresses that a pool in this memory reserves if the pool has no maximum size."""
         self._used = overhead
         self._released: list[Physical] = []
         self._shared: tuple[Usage, int] | None = None
@@ -38,7 +38,7 @@ class Bank:
 
     @property
     def used(self) -> int:
-        """Bytes that are used in this process. Assigning also records them in the shared table."""
+        """Number of bytes that this process uses. Assigning a value also records it in the shared table."""
         return self._used
 
     @used.setter
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """Reservations of a machine, found by address, and the files and mappings of the machine.
+    """Reservations of a machine by address. It also keeps the files and mappings of the machine, until they are closed.
 
     At the end of the machine, :meth:`close` closes those that the program left open.
     """
@@ -108,7 +108,8 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        # Emptied first: a kernel that still runs then gets an error, and does not use an unmapped address.
+        # Both tables are emptied first. A kernel that still runs then gets an error, and cannot use an unmapped
+        # address.
         self.at, self._bases = {}, []
         for one in owned:
             one.close()
@@ -187,8 +188,8 @@ class Space:
     """Memory of a pool: its addresses (:class:`PoolAddresses`), and a file with the memory of the chunks. Offsets in
     the file equal offsets from the first address.
 
-    ``bank``: where the memory counts as used. ``on_host``: NumPy arrays can refer to the memory, even after a free, see
-    :data:`.memory.FREED`.
+    ``bank``: :class:`Bank` in which the memory counts as used. ``on_host``: whether NumPy arrays can refer to the
+    memory, even after a free, see :data:`.memory.FREED`.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ class Regions:
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
-        # More addresses than memory, because freed pieces leave holes.
+        # The region has more addresses than the device has memory, because freed pieces leave holes in it.
         self.size: int = round_up(2 * size, _REGION) + 8 * _REGION
         self._addresses = Pieces()
         """The addresses that are divided into regions, as offsets in bytes in the reservation."""
@@ -371,9 +372,9 @@ class Heap:
         self._bank = bank
         self._regions = regions
         self._small: dict[int, Pieces] = {}
-        """For each kind of allocation: the pieces of the blocks that small allocations of this kind share."""
+        """Pieces of the blocks that small allocations share, by kind of the allocations."""
         self._blocks: dict[int, tuple[Block, int, int]] = {}
-        """For each shared block, by its start: the block, the kind of its allocations, and the flags of its first
+        """Shared blocks by start address: the block, the kind of its allocations, and the flags of its first
         allocation.
         """
 

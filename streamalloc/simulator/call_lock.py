@@ -70,13 +70,13 @@ class WaitEnded(BaseException):
         self.error = error
 
 
-# Reentrant, because a finaliser can make a call on this thread at any bytecode of enter and leave.
+# The lock is reentrant, because a finaliser can make a call on this thread at any bytecode of enter and leave.
 _lock = threading.RLock()
 _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
-_held = 0  # Number of times that the holding thread has acquired the lock and not released it.
+_held = 0  # How often the thread that holds the lock has acquired it without releasing it.
 _depth = 0  # Nesting depth of the calls of the thread that holds the lock.
-# The collector's first threshold as the program has set it; it is set again after the calls.
+# First threshold of the garbage collector as the program has set it. This value is restored after the calls.
 _threshold = gc.get_threshold()[0]
 
 
@@ -87,7 +87,7 @@ def enter(is_main: bool = False) -> None:
     """
     global _depth, _held, _holding, _threshold
     if is_main:
-        if not _holding:  # In this block a handler of the program that is not replaced yet can raise.
+        if not _holding:  # A handler of the program that is not replaced yet can raise an error in this block.
             if [*map(_get_handler, _SIGNALS)] != _handlers:
                 _remember_handlers()
             for number in _replaced:
@@ -109,7 +109,7 @@ def leave(is_main: bool = False) -> None:
     """
     global _depth, _held, _holding
     _depth -= 1
-    # If the threshold is not 0, another thread has set it meanwhile, and its value stays.
+    # If the threshold is not 0, another thread has set it meanwhile, and its value must stay.
     if _held == 1 and not _get_thresholds()[0]:
         _set_threshold(_threshold)
     _held -= 1
@@ -133,7 +133,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
     is_main = _holding > 0 and is_main_thread()
     depth, holding, error = _depth, _holding, None
     if is_main:
-        _holding = depth  # _holding is larger than the depth if a finaliser makes this call while another call begins.
+        _holding = depth  # If a finaliser makes this call while another call begins, _holding is larger than the depth.
     try:
         for _ in range(depth):
             leave(is_main)
@@ -145,7 +145,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         try:
             enter(is_main)
             entered += 1
-        # The handler of a signal that is not delayed raised; this thread must still take the lock again.
+        # A handler of a signal that is not delayed raised an error. This thread must still take the lock again.
         except BaseException as raised:
             error = raised
     if is_main:
@@ -156,10 +156,10 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 
 # -- signals ---------------------------------------------------------------------------------------------------
 
-_holding = 0  # Nesting depth of the main thread's calls. While it is not 0, the handlers of _SIGNALS are replaced.
+_holding = 0  # Nesting depth of the calls of the main thread. While it is not 0, the handlers of _SIGNALS are replaced.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _handlers: list[Any] = []  # The handlers of _SIGNALS that the program has installed.
-# By signal: those handlers of the program that are functions. They are replaced during calls.
+# Handlers of the program that are functions, by signal number. They are replaced during calls.
 _replaced: dict[int, Any] = {}
 _late: list[int] = []  # Numbers of the signals that came during a call.
 
@@ -174,13 +174,14 @@ def _remember_handlers() -> None:
     pairs = [(number, _get_handler(number)) for number in _SIGNALS]
     found = [known.get(number, signal.SIG_DFL) if handler is _record else handler for number, handler in pairs]
     _replaced = {number: handler for number, handler in zip(_SIGNALS, found, strict=True) if callable(handler)}
-    _handlers = found  # Set last: if a handler raises before this line, the next call records the handlers anew.
+    # The variable is set last. If a handler raises before this line, the next call records the handlers anew.
+    _handlers = found
 
 
 def _record(number: int, _frame: object) -> None:
     if _holding:
         _late.append(number)
-    else:  # A handler raised while the handlers were being replaced, so this signal's handler is put back.
+    else:  # A handler raised while the handlers were being replaced, so the handler of this signal is put back.
         _set_handler(number, _replaced.get(number, signal.SIG_DFL))
         signal.raise_signal(number)
 
@@ -214,5 +215,5 @@ def _keep_at_exit() -> None:
 
 
 _PATIENCE = 1.0
-"""Seconds that the exit of the interpreter waits for the lock at most."""
+"""Longest time in seconds that the exit of the interpreter waits for the lock."""
 atexit.register(_keep_at_exit)

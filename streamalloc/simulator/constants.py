@@ -36,15 +36,17 @@ Dim3 = tuple[int, int, int]
 """Sizes in x, y and z of a grid, a block or an array."""
 
 ALIGNMENT = 512
-"""Bytes: the address and the size of each allocation are multiples of this number."""
+"""Number of bytes of which the address and the size of each allocation are multiples."""
 CHUNK = 32 << 20
-"""Bytes by which pools grow: the size of a chunk of physical memory."""
+"""Number of bytes by which pools grow: the size of a chunk of physical memory."""
 BLOCK = 2 << 20
 """Size in bytes of a block of cuMemAlloc. Smaller allocations share blocks (observed on H200: test_plain_memory)."""
 TILE_SIZE = 64 << 10
 """Size in bytes of a tile of a sparse array."""
 STEP = 4 << 20
-"""Bytes that a copy moves in one step, which takes about 1 ms. Other streams and threads run between two steps."""
+"""Number of bytes that a copy moves in one step. A step takes about 1 ms, and other streams and threads run between two
+steps.
+"""
 HANDLE_BYTES = 64
 """Size in bytes of pointer export data, IPC handles and fabric handles."""
 
@@ -56,7 +58,7 @@ def round_up(size: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """A CUmemLocation as numbers: location type and id."""
+    """Location in memory (a CUmemLocation) as two numbers: location type and id."""
 
     type: int
     id: int
@@ -96,7 +98,7 @@ H = TypeVar("H", bound=_HasHandle)
 
 
 class Handles(dict[int, H]):
-    """Objects of one kind that a machine has, by their handles."""
+    """Objects of one kind that belong to a machine, by handle."""
 
     def add(self, made: H) -> H:
         """Add an object under its handle, and return the object."""

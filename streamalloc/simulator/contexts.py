@@ -94,8 +94,8 @@ def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
 
 @dataclass(eq=False)
 class SimulatedDevice:
-    """Device of a machine, and the memory that its contexts share. ``attributes``: values by enum name without
-    CU_DEVICE_ATTRIBUTE_.
+    """Device of a machine, and the memory that its contexts share. ``attributes``: values by the enum name without
+    ``CU_DEVICE_ATTRIBUTE_``.
     """
 
     ordinal: int
@@ -112,7 +112,7 @@ class SimulatedDevice:
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """Context of a device. ``alive``: whether it exists now; a primary context can end and begin again."""
+    """Context of a device. ``alive``: whether it exists now. A primary context can end and exist again later."""
 
     device: SimulatedDevice
     _scheduler: Scheduler
@@ -142,13 +142,13 @@ class Context:
     """
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
-    """For each destroyed stream, by its number: the number of its last operation. Also the operations of other streams
-    that precede these.
+    """Number of the last operation of each destroyed stream, by the stream's number. Operations of other streams that
+    precede these are included.
     """
     _legacy: Queue | None = None
     _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
-    """Per-thread default streams by thread number, with the thread. A later thread may have the number of an ended
-    thread.
+    """Per-thread default streams by thread number, each with its thread. The thread is compared, because a later thread
+    may have the number of an ended thread.
     """
     _marks: Queue | None = None
 
@@ -220,7 +220,7 @@ class Context:
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
             if stream.operations:
-                # The legacy stream stays ordered after the work that is still queued.
+                # The legacy stream must stay ordered after the work that is still queued.
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
@@ -317,7 +317,7 @@ class EventTable:
 
 
 def _close(words: memoryview, fd: int) -> None:
-    words.release()  # This also unmaps the file.
+    words.release()  # The release also unmaps the file.
     os.close(fd)
 
 
@@ -451,7 +451,7 @@ class QueueEvent:
             scheduler = stream.scheduler
             if record.stream is not stream or record.others:
                 # A wait for completed work does not order the stream after the legacy stream, unless the waiting stream
-                # is itself the legacy stream (observed on H200: test_streams).
+                # is the legacy stream itself (observed on H200: test_streams).
                 joins = stream.peers is not None or not record.complete
                 stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
                 if record.ranked:

@@ -72,8 +72,9 @@ class SimulatedDriver:
         return self._machine.kernel_uses(*launch)
 
     kernel_copies_up_to = 256 << 10
-    """Bytes: an H200 moves blocks of at most this size to or from host memory faster by one kernel than by one copy for
-    each. A tier for blocks reads this value instead of measuring it, because a measurement would take long here.
+    """Largest size in bytes of blocks that an H200 moves to or from host memory faster by one kernel than by one copy
+    for each. A tier for blocks (:class:`HostTier`) reads this value instead of measuring it, because a measurement
+    would take long here.
     """
 
     def __repr__(self) -> str:

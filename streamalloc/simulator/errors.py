@@ -24,7 +24,7 @@ class Fault(Exception):
 
 
 class NotModelled(NotImplementedError):
-    """Behaviour that is not simulated, because that of the real driver is unknown or is a crash."""
+    """Behaviour that is not simulated, because the behaviour of the real driver is unknown or is a crash."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not modelled: {what}")

@@ -101,14 +101,14 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
 
 
 class Labels:
-    """Makes the labels of the files of one machine object, and numbers the machine's devices.
+    """Makes the labels (names) of the files of one machine object, and numbers the machine's devices.
 
-    ``host``: the machine's name in its IMEX domain; empty if it is in none.
+    ``host``: the machine's name in its IMEX domain; empty if it is in no domain.
     """
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
-        """For each ordinal of the process: the number of this device in the machine."""
+        """Number of each device in the machine, by the ordinal that the device has in this process."""
         self.domain: str = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.host: int = int(hashlib.sha256(host.encode()).hexdigest()[:8], 16) if host else 0
         self.machine: str = f"{self.domain}{self.host:08x}"
@@ -153,7 +153,7 @@ class Labels:
 
 
 HOST_BANK = 63
-"""Index of the host's word in a slot. The words of the devices come before it, at the ordinals of the devices."""
+"""Index of the word of the host in a slot. The words of the devices come before it, in the order of their ordinals."""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
 """Index of the word after all slots. It has the number of the highest slot that was ever taken, plus 1, so that no
@@ -193,7 +193,8 @@ class Usage:
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            if used and is_locked(self._fd, slot):  # A process cannot detect its own lock.
+            # The test skips the own slot, because a process cannot detect its own lock.
+            if used and is_locked(self._fd, slot):
                 found += used
         return found
 
@@ -202,7 +203,7 @@ class Usage:
         for bank in range(_BANKS):
             self.put(bank, 0)
         self._name.close()
-        self._words.release()  # The file is unmapped with this object.
+        self._words.release()  # The release also unmaps the file.
         os.close(self._fd)
 
 

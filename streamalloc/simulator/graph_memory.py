@@ -21,7 +21,9 @@ from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
 class LastUses:
-    """Last uses of some memory: for each stream that uses it, the number of the last operation that does."""
+    """Last uses of some memory: for each stream that uses it, the number of the stream's last operation on the
+    memory.
+    """
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Queue, int]] = {}
@@ -73,8 +75,8 @@ class DeviceGraphMemory:
     _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
-        """Reserve as many addresses as a pool has, at the first graph, so that no other reservation gets them (observed
-        on H200: test_physical_memory).
+        """Reserve as many addresses as a pool has, when the first graph is made. So no other reservation gets these
+        addresses (observed on H200: test_physical_memory).
         """
         if self._set_aside is None:
             whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
@@ -168,8 +170,10 @@ class GraphHeap:
         self.holes: list[Hole] = []
         """Free ranges that free nodes left, the oldest first."""
         # A place is a range of CHUNK bytes in the addresses of the graph; place n is the n-th range.
-        self._places: dict[GraphChunk, int] = {}  # The chunks of the latest launch, with the place of each.
-        # For each place: the chunk that is mapped there, by the last launch that has run.
+        # Chunks of the latest launch, each with the number of its place (range of CHUNK bytes in the addresses of the
+        # graph).
+        self._places: dict[GraphChunk, int] = {}
+        # Chunk that is mapped at each place, by number of the place. The last launch that has run has mapped it.
         self._mapped: dict[int, GraphChunk] = {}
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
@@ -204,8 +208,8 @@ class GraphHeap:
         address = self._reservation.base + self._size
         self._size += rounded
         if self._size > self._reserved:
-            # The heap grows by the whole size of the allocation, not only by what exceeds the heap (observed on H200:
-            # test_graph_nodes).
+            # The heap grows by the whole size of the allocation, although a part of it may fit into the heap (observed
+            # on H200: test_graph_nodes).
             self._reserved += round_up(rounded, CHUNK)
         return address
 
@@ -289,7 +293,9 @@ class GraphHeap:
             del self._mapped[place]
 
     def disown(self) -> None:
-        """Count one graph or instance less that needs the addresses. When none is left, the addresses are released."""
+        """Record that one graph or instance no longer needs the addresses. When none needs them, the addresses are
+        released.
+        """
         self.owners -= 1
         self.close_unless_needed()
 

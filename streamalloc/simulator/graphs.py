@@ -23,7 +23,7 @@ AUTO_FREE_ON_LAUNCH = 1
 Values = dict[str, Any]
 """Parameters of a node: fields of its struct."""
 Work = dict[str, Any]
-"""Fields of a :class:`GraphNode` that describe its work: ``operation`` or ``enter``, and ``values``."""
+"""Fields of a :class:`GraphNode` that describe its work: ``operation`` or ``enter``, and ``values``, by name."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class GraphNode:
     """Whether a launch runs the node."""
     child: NodeGraph | None = None
     origin: GraphNode | None = None
-    """In a clone or an instance of a graph: the node from which this node was copied."""
+    """Node of which this node is a copy, if this node is in a clone or an instance of a graph; otherwise None."""
     address: int = 0
     size: int = 0
     device: int = 0
@@ -67,7 +67,7 @@ class NodeGraph:
     memories: dict[int, GraphHeap] = field(default_factory=dict)
     instances: int = 0
     frees: bool = False
-    """Whether the graph has, or was refused, a free node."""
+    """Whether a free node was added to the graph, or its addition was refused."""
     open: dict[int, GraphNode] = field(default_factory=dict)
     """Allocation nodes whose memory the graph does not free, by address. Their allocations outlive a launch."""
 
@@ -115,7 +115,8 @@ class NodeGraph:
                 if all(one in order for one in node.after):
                     order[node] = None
             left = [node for node in todo if node not in order]
-            check(len(left) < len(todo))  # The driver refuses a cycle only here (observed on H200: test_graph_nodes).
+            # The driver refuses a cycle only at this point (observed on H200: test_graph_nodes).
+            check(len(left) < len(todo))
             todo = left
         return list(order)
 
@@ -243,7 +244,8 @@ class GraphExec:
             memory.live[node.address] = node.size
 
     def upload(self, stream: Queue) -> None:
-        """Queue on ``stream`` the mapping of the graph's memory (``cuGraphUpload``, and the first part of a launch).
+        """Queue the mapping of the graph's memory on ``stream``, as ``cuGraphUpload`` and the first part of a launch
+        do.
 
         The mapping runs after all earlier launches of the graph, because these may use other chunks at the same
         addresses.
@@ -277,7 +279,9 @@ class GraphExec:
 
 
 class GraphCapture:
-    """Running capture: its streams, and for each stream the nodes on which its next node will depend."""
+    """Running capture: its streams and, for each stream, the nodes on which the next captured node of the stream will
+    depend.
+    """
 
     def __init__(
         self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
@@ -334,8 +338,8 @@ class GraphCapture:
 
     def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
         assert pool.device is not None
-        # As in NVIDIA's guide, the node would take over the access that devices have to the pool now; no reading
-        # confirms it.
+        # As in NVIDIA's guide, the node would get the access that devices have to the pool now. No observation confirms
+        # this.
         peers = [device for device, flags in pool.access.items() if flags and device != pool.device]
         not_modelled(bool(peers), "an allocation in a capture from a pool that further devices have access to")
         stream.scheduler.rank(stream)

@@ -1,4 +1,4 @@
-"""Names of ``simulator`` that are not public, but that other areas use."""
+"""Private names of ``simulator`` that other packages of streamalloc use."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def kernel(
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
         made = RegisteredKernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
-        # Removed first, so that the name comes last: of several matching patterns the last one is used.
+        # The old entry is removed first, so that the new one comes last: of several matching patterns the last one
+        # counts.
         _kernels.pop(name, None)
         _kernels[name] = made
         return function
@@ -176,7 +177,7 @@ def _c_type(given: Any) -> CType:
     """Return the ctypes type for a type of ctypes or NumPy. Raises ``TypeError`` for any other object."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return given
-    # int and float have no fixed size, and NumPy would treat unknown classes as objects.
+    # int and float have no fixed size, and NumPy would treat unknown classes as objects, so the error is ignored.
     with contextlib.suppress(TypeError, NotImplementedError):
         dtype = np.dtype(given)
         if given not in (int, float) and not dtype.hasobject:
@@ -287,7 +288,7 @@ class Module:
     contents: Contents | None
     context: Context | None
     library: Module | None = None
-    """For the module that a library has in a context: this library. None for all others."""
+    """The library of which this is the module in one context; None for all other modules."""
     functions: dict[str, Function] = field(default_factory=dict)
     variables: dict[tuple[str, Context], VariableMemory] = field(default_factory=dict)
     handle: int = field(default_factory=new_handle)
@@ -345,7 +346,9 @@ class Function:
 
 @dataclass(eq=False)
 class Linker:
-    """Object of a CUlinkState: the texts that were added, and the image that cuLinkComplete made of them."""
+    """Object of a CUlinkState. It has the texts that were added, and the image that cuLinkComplete made of these
+    texts.
+    """
 
     texts: list[bytes] = field(default_factory=list)
     linked: Any = None

@@ -41,15 +41,18 @@ class Machine:
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
-        """Driver function that an exception of a signal handler has cut off midway; None if there was none."""
+        """Name of the driver function that an exception of a signal handler has ended midway; None if there was
+        none.
+        """
         self.scheduler: Scheduler = Scheduler(spec.seed)
         self.scheduler.on_close = self._release
         self.contexts: Handles[Context] = Handles()
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
         self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
-        """Tuples of ``cuMemAlloc`` memory that was freed in stream order, the stream, and the number of the free in it.
-        The memory is kept until the host synchronises with the stream (observed on H200: test_plain_memory).
+        """``cuMemAlloc`` memory that was freed in stream order, as tuples of memory, stream, and number of the free in
+        the stream. The memory is kept until the host synchronises with the stream (observed on H200:
+        test_plain_memory).
         """
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
@@ -124,9 +127,10 @@ class Machine:
     # -- life ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all memory, files and threads of the machine. It cannot be used afterwards."""
+        """Release all memory, files and threads of the machine. The machine cannot be used afterwards."""
         if not self.forked and not sys.is_finalizing():
-            # Calls are refused from now on: the driver's garbage cycle may contain finalisers that still make calls.
+            # From now on calls are refused: the garbage cycle of the driver may contain finalisers that still make
+            # calls.
             self.ready = False
             is_main = call_lock.is_main_thread()
             call_lock.enter(is_main)
@@ -223,7 +227,7 @@ class Machine:
         context: Context = stream.context
         context.forget(stream)
         if not stream.operations:
-            # When an idle stream is destroyed, pools find its frees as at a synchronisation (observed on H200:
+            # When an idle stream is destroyed, pools learn of its frees as at a synchronisation (observed on H200:
             # test_reuse).
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.scheduler.retire(stream)

@@ -61,14 +61,14 @@ def _unmap(address: int, size: int) -> None:
 
 
 class Physical:
-    """Physical memory, which has no address: a sparse anonymous file."""
+    """Physical memory: a sparse anonymous file. It has no device address; mappings give it addresses."""
 
     kept: bool = False
     """Whether the file keeps the contents of discarded ranges, because mappings of other processes may still read
     them.
     """
     lent: bool = False
-    """Whether another process may have a file descriptor of the memory."""
+    """Whether another process may have a file descriptor of this memory."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size: int = size
@@ -89,10 +89,10 @@ class Physical:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     def lend(self) -> int:
-        """Return a new file descriptor, which is for another process.
+        """Return a new file descriptor of this memory for another process.
 
         The file is opened again and locked. The lock lasts until the last duplicate of the descriptor is closed and all
-        its mappings are gone, in any process. So the lender can test whether the descriptor is still in use.
+        its mappings are gone, in any process. So this process can test whether the descriptor is still in use.
         """
         self.seal()
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
@@ -268,7 +268,7 @@ def _place(base: int, size: int) -> bool:
         got = _mmap(base, size, _PROT_NONE, _RESERVED | _MAP_FIXED_NOREPLACE)
     except OSError:
         return False
-    if got != base:  # Linux before 4.17 treats the address as a hint only.
+    if got != base:  # Linux before 4.17 may choose another address, because it takes the address as a hint only.
         _unmap(got, size)
     return got == base
 
@@ -328,7 +328,7 @@ def is_code(address: int) -> bool:
 
 
 _code = Intervals()
-"""Ranges that were found to be executable so far."""
+"""Ranges that were found to be executable, so that they need not be looked up again."""
 
 
 class ReservedExtent(Extent):
@@ -373,14 +373,14 @@ class ReservedExtent(Extent):
         This works without a descriptor of the file. Raises ``OSError`` if the operating system refuses; the reservation
         is then closed.
         """
-        # mremap(2) with an old size of 0 makes a second mapping of a shared file.
+        # With an old size of 0, mremap(2) makes a second mapping of a shared file.
         with undo_by(self.close):
             if _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base) == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), f"mremap to {self.size} bytes")
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        # An error means that the process may have no more mappings: the pages then stay, and no call uses them.
+        # An error means that the process cannot have more mappings. The pages then stay, and no call uses them.
         with contextlib.suppress(OSError):
             _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)

@@ -29,7 +29,8 @@ from streamalloc.simulator.physical import CreatedMemory, Mappable, Properties
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """States of a team: devices are missing; all devices were added; all were added, but the switch had no free slot."""
 
-# Indexes of words in a table. After these come the numbers of the added devices, and the records of bindings.
+# Indexes of the 64-bit words at the start of a table. After these words come the numbers of the added devices, and the
+# records of bindings.
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(8)
 _FIRST_ADDED = 16
 _FIRST_RECORD = 512
@@ -38,7 +39,8 @@ _MAX_RECORDS = 4096
 _WORD = 8
 _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 
-_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # Offsets of the bytes of the file that are locked.
+# Offsets in the file of the bytes whose locks have a meaning (:class:`MulticastTable`).
+_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2
 
 
 class TeamBinding(NamedTuple):
@@ -50,7 +52,7 @@ class TeamBinding(NamedTuple):
     """Number of the holder that bound the memory."""
     process: int
     fd: int
-    """Number of the memory file's descriptor in that process."""
+    """Descriptor number of the file with the memory, in the process of the holder."""
     serial: int
     """Serial number of the memory file; 0 for a file without a label."""
     device: int
@@ -187,7 +189,7 @@ class MulticastTable:
         with self.locked():
             live = {binding.number for binding in self.bindings()}
             count = self._words[_RECORDS]
-            # The record of a dead process counts as free.
+            # The record of a dead process may be used again.
             place = next((place for place in range(count) if self._read(place).number not in live), count)
             if place == _MAX_RECORDS:
                 return None
@@ -202,7 +204,7 @@ class MulticastTable:
         self._forget(lambda binding: binding.number == number)
 
     def leave(self) -> None:
-        """Remove this holder and its bindings from the table."""
+        """Remove this holder of the table, and all bindings that it has made."""
         self._forget(lambda binding: binding.holder == self.holder)
         self._words.release()  # The file is unmapped with this object.
         self.physical.close()
@@ -261,7 +263,7 @@ class MulticastMemory(Mappable):
         self.imported = imported
         self._machine = machine
         self._bound: dict[int, Backing] = {}  # Memory of the bindings that this holder made, by binding number.
-        # Mappings of bound memory, by binding number; bindings of all holders.
+        # Mappings of bound memory, by binding number. Bindings of all holders are among them.
         self._windows: dict[int, ReservedExtent] = {}
 
     @property
@@ -302,7 +304,7 @@ class MulticastMemory(Mappable):
         seconds. Gives CUDA_ERROR_OUT_OF_MEMORY if the switch has no slot for the team. ``call``: the driver call that
         waits.
         """
-        # Counts as a mapping: this keeps the object if other threads release its handles during the wait.
+        # The wait counts as a mapping, so that the object is kept if other threads release its handles during the wait.
         self.mappings += 1
         try:
             if self.table.state == WAITING:
@@ -415,7 +417,7 @@ class MulticastMemory(Mappable):
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._machine.allocations.is_live(allocation):
-            return None  # The bytes may belong to other memory of the pool now.
+            return None  # The bytes may belong to other memory of the pool now, so they must not be mapped.
         if found is None:
             fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
             if fd is None:

@@ -54,10 +54,13 @@ class Mappable:
         * While a mapping is the leader by access, no other mapping can be made or get its first access.
         """
         self.leads_by_access: bool = False
-        """Whether the leader became the leader when it got its first access; False if it did when it was made."""
+        """Whether the leader became the leader when it got its first access; False if it became the leader when it was
+        made.
+        """
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
-        """Make ``mapping`` the leader if there is none. It is new, or with ``by_access`` gets its first access.
+        """Make ``mapping`` the leader if there is none. ``by_access``: whether ``mapping`` gets its first access now;
+        False: it is made now.
 
         Gives CUDA_ERROR_UNKNOWN if another mapping is the leader by access.
         """
@@ -103,7 +106,7 @@ class CreatedMemory(Mappable):
         self.bindings = 0
         """Number of bindings of the memory to multicast objects."""
         self.tiles = 0
-        """Number of array tiles to which the memory is mapped, or will be by queued work."""
+        """Number of array tiles to which the memory is mapped, or to which queued work will map it."""
 
     @functools.cached_property
     def window(self) -> ReservedExtent:

@@ -28,7 +28,7 @@ class Freed(QueuedCall):
 
 
 class Accessible:
-    """Base of pools, made or imported by this process: who has access to their memory."""
+    """Base class of pools that this process has made or imported: the access that devices have to their memory."""
 
     device: int | None
     access: dict[int, int]
@@ -182,7 +182,7 @@ class Pool(Accessible):
         bank = self.space.bank
         most, needed = len(missing), len(missing) * CHUNK
         if not self._banks.make_room(bank, needed, self.space) and self.device is None:
-            most = had  # After a failed growth, a host pool has as many chunks as before it.
+            most = had  # After a growth that failed, a host pool has as many chunks as before.
         room = bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)
@@ -239,7 +239,9 @@ class Pool(Accessible):
         self._dispose()
 
     def returned(self) -> None:
-        """Count one free that has run in its stream. The last free of a destroyed pool closes the pool."""
+        """Count one free that has run in its stream. If it was the last free of a destroyed pool, the pool is
+        closed.
+        """
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -274,7 +276,9 @@ class Pool(Accessible):
 
 
 class OpenedPool(Accessible):
-    """Pool of another process. Its allocations have the same offsets as there, but addresses of this process."""
+    """Pool of another process. Its allocations have the same offsets as in that process, but addresses of this
+    process.
+    """
 
     managed = False
     granted = True  # The device of the memory always has access.
@@ -382,11 +386,11 @@ class PoolTable:
         return self.default(place, allocation_type) if pool is None else pool
 
     def host_has_seen(self, clock: Clock, told: bool) -> None:
-        """Record that the host has waited for all operations in ``clock``. ``told``: whether pools are told, as at a
-        synchronisation.
+        """Record that the host has waited for all operations in ``clock``. ``told``: whether the pools learn of it, as
+        they do at a synchronisation.
 
-        If told, all pools release memory above their thresholds, provided that blocks of any pool became free for all
-        streams or :attr:`to_release` is set (observed on H200: test_placements).
+        If they learn of it, all pools release memory above their thresholds, provided that blocks of any pool became
+        free for all streams or :attr:`to_release` is set (observed on H200: test_placements).
         """
         pools = list(self.pools.values())
         news = [pool.free_left(clock) for pool in pools]

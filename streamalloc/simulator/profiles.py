@@ -177,7 +177,7 @@ class Profile:
     driver_version: int = _read(_whole(11000, 99990))
     total_memory: int = _read(_whole(_GiB, 4 * _TiB))
     context_overhead: int = _read(_whole(0, 64 * _GiB))
-    """Bytes of device memory that the driver itself uses."""
+    """Size in bytes of the device memory that the driver itself uses."""
     context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
     """Free bytes in each region of addresses that begins with memory of the context itself."""
     host_memory: int = _read(_whole(_GiB, 16 * _TiB))
@@ -195,7 +195,7 @@ class Profile:
     pitch: int = _read(_whole(1, 1 << 20))
     """Alignment of row pitches of ``cuMemAllocPitch``, in bytes."""
     pool_chunk: int = _read(_whole(CHUNK, CHUNK))
-    """Bytes by which pools grow. This field and the next two have the same values in all profiles."""
+    """Size in bytes by which pools grow. This field and the next two have the same values in all profiles."""
     pool_alignment: int = _read(_whole(ALIGNMENT, ALIGNMENT))
     plain_block: int = _read(_whole(BLOCK, BLOCK))
     """Size in bytes of the blocks that small cuMemAlloc allocations share."""
@@ -206,7 +206,7 @@ class Profile:
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
     """Context limits by enum name without CU_LIMIT_. A limit that is missing here is not supported by the driver."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
-    """For each device that was read: the attributes that differ from ``attributes``."""
+    """Attributes in which each device that was read differs from ``attributes``, in the order of the devices."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
     """Links between devices, by tuple of two ordinals: the accessing device, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
@@ -330,7 +330,7 @@ def _merged(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         there = base.get(name)
         if isinstance(one, dict) and isinstance(there, dict):
             found[name] = {**there, **one}
-        # Such a limit keeps the range of the base.
+        # A limit without a range keeps the range of the base profile, if both have the same default.
         elif not (isinstance(one, Limit) and there and one == Limit(there.default)):
             found[name] = one
     return found
@@ -398,7 +398,7 @@ def load(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """Arguments of :func:`streamalloc.driver.simulated`, documented there."""
+    """Arguments of :func:`streamalloc.driver.simulated`. The fields are documented there."""
 
     devices: int = 1
     memory: int | None = None

@@ -59,8 +59,8 @@ copied as bytes.
 """
 
 STRUCTS_IN_LISTS = {"cudaMemAllocNodeParams": ("accessDescs", "CUmemAccessDesc")}
-"""For a struct of the runtime: its field with a list of structs, and the driver's class of these structs. The bindings
-store the list outside of the struct, so a copy of the struct's bytes does not contain it.
+"""Field of a runtime struct that has a list of structs, and the driver's class of these structs, by name of the runtime
+struct. The bindings store the list outside of the struct, so a copy of the struct's bytes does not contain it.
 """
 
 
@@ -72,7 +72,7 @@ def _members(enum: Any, prefix: str) -> dict[str, Any]:
 _FUNCTION_ATTRIBUTES = _members(cuda.CUfunction_attribute, "CU_FUNC_ATTRIBUTE_")
 _FUNCTION_ATTRIBUTES["PREFERREDSHMEMCARVEOUT"] = _FUNCTION_ATTRIBUTES["PREFERREDSHAREDMEMORYCARVEOUT"]
 _ATTRIBUTES = _members(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_")
-# Fields of cudaDeviceProp whose device attribute has a different name.
+# Device attribute for each field of cudaDeviceProp whose name differs from that of its attribute.
 _PROPERTIES = {
     "accessPolicyMaxWindowSize": "MAX_ACCESS_POLICY_WINDOW_SIZE",
     "deviceNumaConfig": "NUMA_CONFIG",
@@ -201,7 +201,7 @@ class Argument:
     def back(self, given: Any, converted: Any) -> None:
         if converted is given or not _is_struct(type(converted)):
             return
-        # The other bytes of such a struct point to the list of the converted struct, so they must not be copied back.
+        # The other bytes of such a struct point to the list of the converted struct, and must not be copied back.
         if self._from.__name__ in STRUCTS_IN_LISTS:
             given.dptr = int(converted.dptr)
         elif self._from.__name__ == "cudaGraphNodeParams":
@@ -285,7 +285,7 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
 
 
 class Functions:
-    """The functions of the runtime, each by calls of a driver. They return their values, and raise :class:`Failed`."""
+    """Functions of the runtime, made of calls of a driver. Each returns its values, and raises :class:`Failed`."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver

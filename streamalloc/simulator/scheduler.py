@@ -27,20 +27,20 @@ from streamalloc.simulator import call_lock
 from streamalloc.simulator.errors import DeadlockError, Result, check, code_of
 
 Clock = dict[int, int]
-"""For each stream, by its number: the highest number of an operation that certainly precedes the next operation of the
-clock's owner, a stream or the host.
+"""Vector clock of a stream or of the host: for each stream, by its number, the highest number of an operation that
+certainly precedes the owner's next operation.
 """
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
 """Operations, each as a tuple of its stream and its number in the stream."""
 
 ALL = 1 << 62
-"""A number larger than the number of any operation."""
+"""Number that is larger than the number of any operation."""
 POLL_SECONDS = 0.0003
-"""Seconds between two reads of a value that a stream waits for."""
+"""Seconds between two reads of a memory value for which a stream waits."""
 _IDLE_SECONDS = 1.0
 """Seconds without work after which the worker thread ends."""
 _NAP_SECONDS = 0.05
-"""Longest sleep in seconds until a condition is checked again."""
+"""Longest time in seconds that a thread sleeps until it checks a condition again."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -66,7 +66,7 @@ class Operation:
     polled = False
     """Whether :meth:`is_blocked` must be called repeatedly, because no call announces a change of its result."""
     runs = False
-    """Whether the operation uses memory now, on a thread of its own."""
+    """Whether the operation uses memory now, on a separate thread."""
     seq = 0
     """Number of the operation in its stream, from 1 on."""
     after: Points = ()
@@ -140,7 +140,7 @@ class HostFunction(Operation):
         return self._state == "running"
 
     def step(self) -> bool:
-        # If the process may not start a thread now, the next call of this method tries again.
+        # If the process may not start a thread now, the next call of this method tries it again.
         if self._state == "waiting" and start_thread(self._run, "streamalloc host function") is not None:
             self._state = "running"
         return self._state == "returned"
@@ -179,7 +179,7 @@ class Queue:
         self.last_free: int = 0
         """Number of the latest operation in this stream that freed memory of a pool."""
         self.marked: int = 0
-        """Number of the latest command that has run."""
+        """Number of the stream's latest command (:attr:`Operation.is_command`) that has run."""
         self.clock: Clock = {}
         self.capture: Any = None
         self.barrier: Points = ()
@@ -315,7 +315,7 @@ class Scheduler:
         self.closed: bool = False
         self._gone: set[int] = set()
         self.caller: call_lock.Caller = call_lock.Caller()
-        """State of the thread that makes the current call of the machine."""
+        """State of the thread whose call of the machine is running."""
         self._asleep: list[_thread.LockType] = []
         """One lock for each thread that waits. Releasing the lock wakes the thread."""
         self._waiters = 0
@@ -368,7 +368,7 @@ class Scheduler:
         if rank is not None:
             heapq.heappush(self._free_ranks, rank)
         self._gone.add(stream.id)
-        # Only now and then, because the time for this grows with the number of streams.
+        # This is done only now and then, because the time that it takes grows with the number of streams.
         if len(self._gone) > len(self.streams) + 8:
             for clock in (self.host, *(other.clock for other in self.streams.values())):
                 for number in [number for number in clock if number in self._gone]:
@@ -381,7 +381,8 @@ class Scheduler:
         """Make the worker thread run the queued operations of a stream. The thread is started if none runs."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # The thread refers only to the scheduler, so that the driver ends with the program's last reference to it.
+            # The thread refers only to the scheduler. So the driver can be collected when the program drops its last
+            # reference to it.
             self._worker = start_thread(self._work, "streamalloc simulated device")
         else:
             self.announce()
@@ -466,7 +467,7 @@ class Scheduler:
                 progress = self.pump(heavy=True) if self._random is None else self._run_random(self._random)
                 if progress:
                     quiet_since = time.monotonic()
-                    # Release the lock after each pass, so that other threads' calls need not wait for all work.
+                    # The lock is released after each pass, so that calls of other threads need not wait for all work.
                     self._sleep(0.00002)
                 elif self._polls():
                     self._sleep(POLL_SECONDS)
@@ -502,9 +503,10 @@ class Scheduler:
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
-        """Block the calling thread, without the lock, until ``finished()`` is true.
+        """Block the calling thread, without holding the lock, until ``finished()`` is true.
 
-        ``polled``: ask it often, because nothing announces the change. Raises :class:`DeadlockError` in a kernel.
+        ``polled``: call ``finished`` often, because nothing announces the change. Raises :class:`DeadlockError` in a
+        kernel.
         """
         caller = self.caller
         self._waiters += 1
@@ -514,12 +516,14 @@ class Scheduler:
                     return
                 if caller.in_kernel:
                     raise DeadlockError("a kernel waits for work, which may be its own end")
-                # If no worker thread runs, this thread runs the queued operations.
+                # If no worker thread runs, for example at the exit of the interpreter, this thread runs the queued
+                # operations.
                 exiting = sys.is_finalizing()
                 alone = exiting or self._worker is None
                 if (alone or self._random is None) and self.pump(heavy=alone):
                     continue
-                check(not exiting, Result.CUDA_ERROR_DEINITIALIZED)  # no other thread runs that could end the wait
+                # No other thread runs any more that could end the wait.
+                check(not exiting, Result.CUDA_ERROR_DEINITIALIZED)
                 often = polled or self._polls()
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
                 self.caller = caller
@@ -527,7 +531,7 @@ class Scheduler:
             self._waiters -= 1
 
     def close(self) -> None:
-        """Stop the worker. ``on_close`` is called once no operation can run any more."""
+        """Stop the worker thread. ``on_close`` is called once no operation can run any more."""
         if self.closed:
             return
         self.closed = True

@@ -55,7 +55,8 @@ _no_mipmap = ("mipmapped_arrays", "using a mipmapped array that does not exist")
 _gone = Result.CUDA_ERROR_INVALID_HANDLE
 Array = Annotated[arrays.Array, _array, found_in(*_no_array)]
 MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap)]
-# For calls that destroy an array, where a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200: test_modules).
+# For calls that destroy an array. For them a null handle gives CUDA_ERROR_INVALID_HANDLE (observed on H200:
+# test_modules).
 EndedArray = Annotated[arrays.Array, _array, found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, found_in(*_no_mipmap, _gone)]
 # Kinds of the parameters of calls that exist for arrays and for mipmapped arrays.
@@ -264,7 +265,7 @@ class ArrayCalls(CopyCalls):
             tiles = [(device, WHOLE, 0, at, 0, 0) for at in range(storage.layout.required // TILE_SIZE)]
         else:
             tiles = self._tiles(info, storage.layout, device)
-        # The driver checks this before all other conditions (observed on H200: test_sparse_arrays).
+        # The driver checks this condition before all others (observed on H200: test_sparse_arrays).
         if operation == _UNMAP:
             return [(storage, tile, None) for tile in tiles]
         handle, offset = int(info.memHandle.memHandle), int(info.offset)

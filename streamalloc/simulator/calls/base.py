@@ -90,7 +90,7 @@ def driver_call(name: str, method: Method) -> Method:
             return (unready, *nothing)
         if named or len(given) != count:
             given = bind(*given, **named)
-        passed = [*given]  # `given` stays: it keeps the objects alive whose addresses are passed.
+        passed = [*given]  # The objects in `given` are kept, because they own the memory whose addresses are passed.
         for at, usual, convert in conversions:
             value = given[at]
             passed[at] = int(value) if type(value) is usual else convert(value)

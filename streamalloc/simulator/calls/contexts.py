@@ -32,7 +32,7 @@ _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_"
 _PCI = re.compile(rb"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-9a-f])?$")
 
 
-_PROPERTIES = {  # For each field of a CUdevprop, the device attribute with its value.
+_PROPERTIES = {  # Device attribute that gives the value of each field of a CUdevprop, by name of the field.
     "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
     "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
     "totalConstantMemory": "TOTAL_CONSTANT_MEMORY",
@@ -49,7 +49,7 @@ _KNOWN_FLAGS = 0x1F
 _NAMES = {int(limit): limit.name.removeprefix("CU_LIMIT_") for limit in cuda.CUlimit}
 _FIXED = ("SHMEM_SIZE", "CIG_ENABLED")
 _REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
-"""Limits for which the driver refuses values above the maximum; other limits are clamped to it."""
+"""Limits for which the driver refuses values above the maximum. For other limits it uses the maximum instead."""
 _TOO_LARGE_STACK = 512 << 10
 _CACHE_CONFIGS = range(4)
 _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE

@@ -90,9 +90,7 @@ Contexts = tuple[Context, Context]
 FILL_FIELDS = ("dst", "pitch", "value", "elementSize", "width", "height")
 """Fields of a CUDA_MEMSET_NODE_PARAMS."""
 PROMISED = {(DEVICE, DEVICE): "both", (DEVICE, OF_HOST): "dst", (OF_HOST, DEVICE): "src"}
-"""For a copy with these memory types of target and source: the sides that must be device memory (``dst``, ``src`` or
-both).
-"""
+"""Sides that must be device memory (``dst``, ``src`` or both), by the memory types of target and source of a copy."""
 
 _OF_SIDE = ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
 COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("src", "dst") for name in _OF_SIDE))
@@ -112,8 +110,8 @@ class CopyCalls(VirtualMemoryCalls):
     def _fill(
         self, width: int, target: int, value: int, count: int, hStream: int | None = None, rows: int = 1, pitch: int = 0
     ) -> None:
-        # Without a stream the fill is made in the legacy stream, and the host waits only if the memory is host memory
-        # (observed on H200: test_copies, test_planes).
+        # If no stream is given, the fill is made in the legacy stream, and the host waits only if the memory is host
+        # memory (observed on H200: test_copies, test_planes).
         stream = self.stream(hStream or 0)
         captured = self._captured(stream)
         if not count or not rows:
@@ -122,7 +120,7 @@ class CopyCalls(VirtualMemoryCalls):
         pattern = value.to_bytes(width, "little")
         operation = self.filling(stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
-        # In a capture the memory is not checked now, but at the instantiation (observed on H200: test_capture).
+        # In a capture the memory is checked at the instantiation, not at the call (observed on H200: test_capture).
         if captured:
             values = (target, pitch, value, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
@@ -351,7 +349,7 @@ class CopyCalls(VirtualMemoryCalls):
             check(start and not must_be_device)
             return None
         if allocation.mapping is not None:
-            return allocation  # The caller checks the range, because it may continue in the next mapping.
+            return allocation  # The range is checked by the caller, because the range may continue in the next mapping.
         # Memory of a host pool is never taken for device memory, even if devices have access (observed on H200:
         # test_copies).
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
@@ -456,7 +454,7 @@ class CopyCalls(VirtualMemoryCalls):
         stream = self._stream_of_batch(hStream, boxes and not flags)
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
 
-    if not EDGE_DATA:  # In earlier bindings these calls return more values, and are not modelled.
+    if not EDGE_DATA:  # In bindings before CUDA 13 these calls return more values, and are not modelled.
         del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:

@@ -51,8 +51,8 @@ _IN_PARAMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "KERNEL": lambda params: (params.kernel,),
     "EMPTY": lambda params: (),
 }
-"""For each node kind: a function that reads, from a CUgraphNodeParams, the arguments of the call for this kind of node,
-such as ``cuGraphAddMemsetNode``.
+"""Function that reads the arguments of a call such as ``cuGraphAddMemsetNode`` from a CUgraphNodeParams, by node
+kind.
 """
 
 _CHANGEABLE = ("MEMSET", "MEMCPY", "KERNEL")
@@ -280,7 +280,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(node.kind == kind)
         made = getattr(cuda, struct)()
         values = dict(need(node.values, "the parameters of this node"))
-        values.pop("cells", None)  # The entry is no field of the struct; it keeps the arguments of a kernel alive.
+        values.pop("cells", None)  # The entry is no field of the struct. It only keeps the arguments of a kernel alive.
         for name, value in values.items():
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
@@ -612,8 +612,8 @@ def _may_replace(old: Node, new: Node) -> bool:
 
 
 def _kept(values: Values) -> tuple[int, ...]:
-    """Return the parameters of a fill that an update cannot change: pitch, width, height and element size if the fill
-    has several rows, otherwise none.
+    """Return the parameters of a fill that an update cannot change. They are pitch, width, height and element size if
+    the fill has several rows; otherwise there are none.
     """
     return (values["pitch"], values["width"], values["height"], values["elementSize"]) if values["height"] > 1 else ()
 

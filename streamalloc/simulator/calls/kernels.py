@@ -73,7 +73,7 @@ class Launch(HostFunction):
         self.device: int = context.device.ordinal
 
     def _call(self) -> None:
-        # This reference keeps the machine alive, and so its memory, while the kernel runs.
+        # This reference keeps the machine and so its memory alive while the kernel runs.
         driver = self._machine.driver()
         self._machine.thread.caller = call_lock.Caller(in_kernel=True)
         if driver is None or self._context.error is not None:
@@ -82,7 +82,8 @@ class Launch(HostFunction):
             _here.launch = self
             self._kernel.function(*self._arguments)
         except BaseException as error:
-            # Errors are hidden here: with a closed sys.stderr, printing would raise and hide the context's error.
+            # Errors are hidden here. With a closed sys.stderr, the print would raise, and hide the error of the
+            # context.
             with contextlib.suppress(Exception):
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
                 traceback.print_exception(error, file=sys.stderr)
@@ -240,8 +241,8 @@ def _is_a(kind: Any, cls: type) -> bool:
 
 
 def plain(cell: Any) -> Any:
-    """Return an argument in the form in which the Python function of a kernel gets it: a number as int or float, a
-    struct unchanged.
+    """Return an argument in the form in which the Python function of a kernel gets it. A number becomes an int or
+    float; a struct is unchanged.
     """
     value = cell.value if isinstance(cell, ctypes._SimpleCData) else cell
     return 0 if value is None else value  # ctypes gives None as the value of a null pointer.
@@ -284,7 +285,7 @@ def offsets(types: tuple[Any, ...]) -> list[int]:
 
 # -- what a running kernel asks --------------------------------------------------------------------------------
 
-_here = threading.local()  # Attribute ``launch``: the launch that runs on the thread.
+_here = threading.local()  # State of each thread. Its attribute ``launch`` is the launch that runs on the thread.
 
 
 def current_launch() -> Launch:
@@ -358,7 +359,7 @@ _SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
-"""The registers of a warp are allocated in multiples of this number of registers."""
+"""Number of registers by multiples of which the registers of a warp are allocated."""
 
 
 def _text(name: Any) -> str:

@@ -83,8 +83,8 @@ _ABSENT = {
     **dict.fromkeys(("SYNC_MEMOPS", "IS_MANAGED", "IS_LEGACY_CUDA_IPC_CAPABLE", "MAPPED"), False),
     **{"CONTEXT": cuda.CUcontext(0), "MEMPOOL_HANDLE": cuda.CUmemoryPool(0)},
 }
-"""For each attribute: the value that ``cuPointerGetAttributes`` gives for an address without an allocation. It is 0 for
-attributes that are not listed.
+"""Value that ``cuPointerGetAttributes`` gives for an address without an allocation, by attribute. For attributes that
+are not listed it is 0.
 """
 
 
@@ -132,7 +132,7 @@ class MemoryCalls(VirtualMemoryCalls):
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
             self.allocations.remove(allocation)
-            allocation.memory.freed(dptr)  # The host does not wait, as for memory of a pool.
+            allocation.memory.freed(dptr)  # As for memory of a pool, the host does not wait.
         else:
             self.drain(allocation.device)
             check(self.allocations.at.get(dptr) is allocation)
@@ -175,8 +175,7 @@ class MemoryCalls(VirtualMemoryCalls):
         self.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
-        # For an address inside pinned or registered memory the result code is another one (observed on H200:
-        # test_plain_memory).
+        # An address inside pinned or registered memory gives another result code (observed on H200: test_plain_memory).
         inside = isinstance(self.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
@@ -298,7 +297,7 @@ class MemoryCalls(VirtualMemoryCalls):
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # Users report this result code for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809,
+            # According to users, this is the result code for prefetches and advice (rapidsai/rmm#2023, intel/llvm#4809,
             # owl-project/owl#43).
             check(self.supports("CONCURRENT_MANAGED_ACCESS", place.id), Result.CUDA_ERROR_INVALID_DEVICE)
             return place
@@ -366,7 +365,7 @@ class MemoryCalls(VirtualMemoryCalls):
         allocation = self._managed(devPtr, count)
         allocations.advise(allocation, devPtr, count, lambda before: change(before, place))
 
-    if not EDGE_DATA:  # In earlier bindings these calls take other arguments.
+    if not EDGE_DATA:  # In bindings before CUDA 13 these calls take other arguments.
         del cuMemPrefetchAsync, cuMemAdvise
 
     def cuMemRangeGetAttribute(self, dataSize: Size, attribute: Any, devPtr: DevicePointer, count: Size) -> Any:

@@ -32,8 +32,8 @@ _PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
     14: (13010, lambda pool: 0),
     15: (13040, lambda pool: -1),
 }
-"""For further members of CUmemPool_attribute: the first driver version that has the attribute, and a function that
-reads it from a pool.
+"""Further members of CUmemPool_attribute: for each, the first driver version that has it, and a function that reads its
+value from a pool.
 """
 
 
@@ -143,7 +143,7 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        # Of these attributes, only high-water marks can be set, and only to 0: the mark then gets the current value.
+        # Of these attributes, only high-water marks can be set, and only to 0. The mark then gets the current value.
         check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 

@@ -350,7 +350,8 @@ class SharingCalls(VirtualMemoryCalls):
         own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
-            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # The process lives, so all memory in the file is freed.
+            # The process is alive, so the reason is that all memory in the file is freed.
+            raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
         return own
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
@@ -362,7 +363,7 @@ class SharingCalls(VirtualMemoryCalls):
         self._not_during_capture()
         self._opened_at(dptr)
         self.drain(self._opened_at(dptr).device)
-        # Looked up again, because another thread may have closed the memory during the wait.
+        # The memory is looked up again, because another thread may have closed it during the wait.
         opened = self._opened_at(dptr)
         opened.times -= 1
         if not opened.times:
@@ -418,7 +419,7 @@ class SharingCalls(VirtualMemoryCalls):
         table = self._tables.get((process, fd, owner))
         if table is None:
             # The real driver still opens such an event (observed on H200: test_sharing). Here the file with the event
-            # has ended with the process.
+            # no longer exists.
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(own))

@@ -42,7 +42,7 @@ _PERSISTING = 2  # CUaccessProperty
 _POLICIES = range(1, 5)  # CUsynchronizationPolicy
 _DOMAINS = 4
 
-# Values of these attributes for a new stream (observed on H200: test_streams).
+# Value of each of these attributes for a new stream (observed on H200: test_streams).
 _DEFAULTS = {
     _WINDOW: _ACCESS.pack(0, 0, 0.0, 0, 0),
     _POLICY: _NUMBER.pack(-1),
@@ -116,7 +116,7 @@ class StreamCalls(Calls):
             raise DeadlockError("a host function waits for its own stream")  # Observed on H200: test_streams.
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
-        # The pools are not told of the wait if nothing was allocated or freed in this stream (observed on H200:
+        # Pools do not learn of the wait if nothing was allocated or freed in this stream (observed on H200:
         # test_placements).
         told = hStream.id in self.scheduler.ranks
         self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
@@ -376,8 +376,8 @@ class StreamCalls(Calls):
         if allocation.mapping is not None:
             not_modelled(allocation.mapping.is_multicast, "waiting for or writing a word of a multicast object")
             right = allocation.mapping.right(device_place(context.device.ordinal))
-            # The driver checks this when the operation is queued, so a later grant has no effect (observed on H200:
-            # test_stream_words).
+            # The driver checks the access when the operation is queued, so a later grant has no effect (observed on
+            # H200: test_stream_words).
             check(right)
             refused = written and right != READ_WRITE
             not_modelled(refused, "writing a word of memory that may only be read: the context breaks")

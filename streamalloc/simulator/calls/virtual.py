@@ -35,10 +35,10 @@ _DMA_BUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PCIE_MAPPING = 1  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
 _LARGEST_ADDRESS = 1 << 47
 _TOO_LARGE, _HIGH = 1 << 40, 1 << 45
-"""A range of at least the first size, in bytes, is never placed above the second address. The driver searches from the
-hint on (observed on H200: test_physical_memory).
+"""A range of at least the first size (bytes) is never placed above the second address. The driver searches from the
+address hint upwards (observed on H200: test_physical_memory).
 """
-# From this alignment on, in bytes, the result is OUT_OF_MEMORY (observed on H200: test_physical_memory).
+# Alignment in bytes from which on the result is OUT_OF_MEMORY (observed on H200: test_physical_memory).
 _LARGEST_ALIGNMENT = 1 << 46
 
 
@@ -263,10 +263,10 @@ class VirtualMemoryCalls(Calls):
         check(flags == 0)
         if isinstance(memory, MulticastMemory):
             memory.wait_for_team("cuMemMap")
-            # Looked up again, because another thread may have released the memory during the wait.
+            # The handle is looked up again, because another thread may have released the memory during the wait.
             memory = self.named_or_mapped(handle)
         check(ptr and size)
-        # The driver checks this before the alignment (observed on H200: test_mappings).
+        # The driver checks the part before it checks the alignment (observed on H200: test_mappings).
         memory.check_part(offset, size)
         check(ptr % self.profile.page == 0)
         end = ptr + size
@@ -470,6 +470,6 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[VirtualMemoryCalls, MappedExtent, int], A
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""For each pointer attribute with another value for mapped memory: the function that reads it. If the function returns
-None, the driver refuses the query.
+"""Function that reads a pointer attribute of mapped memory, for the attributes that have another value than for other
+memory. If the function returns None, the driver refuses the query.
 """
