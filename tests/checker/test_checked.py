@@ -536,8 +536,9 @@ def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
 
 @pytest.mark.simulated_only("copies of a real driver are not delayed")
 @pytest.mark.parametrize("waits", [True, False])
-def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool) -> None:
+def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that reads the target of a copy before a wait does not see the copied bytes by luck."""
+    monkeypatch.setattr(wrapper, "_LONGEST_DELAY", SECONDS)
     driver: Any = sd.checked(machine, poison=True)
     with sa.Device(0, driver=driver).current():
         stream, source = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
