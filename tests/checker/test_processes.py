@@ -556,6 +556,9 @@ def test_a_file_is_known_by_any_descriptor(pipes: list[int]) -> None:
     one, other = pipes
     files.note(one, "one")
     assert files.find(other) is None
+    with open(os.devnull) as null:  # which no epoll takes
+        files.note(null.fileno(), "null")
+        assert files.find(null.fileno()) is None
     again = os.dup(one)
     os.close(one)
     assert files.find(again) == "one"

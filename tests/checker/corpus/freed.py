@@ -166,3 +166,22 @@ def a_function_of_a_graph_follows_a_gate_that_the_host_opens(b: Bench, right: bo
     b.write(x, b.b)
     ctypes.c_uint32.from_address(gate).value = 1
     assert called.wait(10)
+
+
+@hazard("race", simulated="modules of the simulated driver need no code")
+def a_kernel_beside_a_fill_of_a_graph_is_given_other_memory(b: Bench, right: bool) -> None:
+    x, y = b.ready(), b.ready()
+    graph, module, params = Graph(b), b.raw("cuModuleLoadData", b"\x7fELF"), cuda.CUDA_KERNEL_NODE_PARAMS()
+    params.func = b.raw("cuModuleGetFunction", module, b"corpus_write")
+    for extent in ("gridDim", "blockDim"):
+        for axis in "XYZ":
+            setattr(params, f"{extent}{axis}", 1)
+    graph.fill(x.address)
+    params.kernelParams = ((y.address, SIZE), (ctypes.c_void_p, ctypes.c_int))
+    b.raw("cuGraphKernelNodeSetParams", graph.add("Kernel", [], params), params)
+    graph.launch(b.a)
+    if right:
+        b.b.wait(b.a.record())
+    x.fill(2, b.b)
+    b.device.synchronize()
+    b.raw("cuModuleUnload", module)

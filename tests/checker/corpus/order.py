@@ -27,6 +27,8 @@ race
     who_waits_for_a_word_was_queued_first: w = flag; x = ready; until b w 1; write x b; + write x a; put a w 1;
         - write x a
     an_earlier_value_satisfies_the_wait: w = flag; x = ready; put a w 1; write x a; put a w 2; until b w 2|1; write x b
+    a_value_that_was_there_before_another: w = flag; x = ready; put a w 1; put a w 2; until b w 1 1; + write x c;
+        put c w 1; - write x c; write x b
     a_word_is_set_by_a_fill: w = flag; x = ready; + fill x 1 a; cuMemsetD32Async w 1 1 a; - fill x 1 a; until b w 1;
         fill x 2 b
     work_of_another_thread: x = ready; elsewhere write x b; + elsewhere synchronize b; write x c

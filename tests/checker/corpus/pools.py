@@ -53,8 +53,8 @@ use after free
 programs(
     """
 access without a grant
-    a_pool_is_taken_away_from_a_peer_that_works: p = peer; allow p 3; x = ready; s = stream_of p; write x s;
-        + synchronize s; allow p 0; synchronize s
+    a_pool_is_taken_away_from_a_peer_that_works: p = peer; allow p 3; x = ready; s = stream_of p; write x a; a > s;
+        write x s; + synchronize s; allow p 0; synchronize s
 """,
     gpus=2,
 )
