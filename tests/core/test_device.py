@@ -212,3 +212,18 @@ def test_an_error_keeps_that_of_the_context_s_pop_as_a_note(machine: Any) -> Non
     machine.cuCtxPopCurrent()
     (note,) = caught.value.__notes__  # type: ignore[attr-defined]
     assert "cuCtxPopCurrent" in note
+
+
+def test_a_signal_right_after_the_push_of_a_context_leaves_it_not_current(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, before, push = sa.Device(0, driver=machine), int(machine.cuCtxGetCurrent()[1]), machine.cuCtxPushCurrent
+
+    def handled(context: Any) -> None:
+        push(context)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "cuCtxPushCurrent", handled)
+    with pytest.raises(KeyboardInterrupt), device.current():
+        pass
+    assert int(machine.cuCtxGetCurrent()[1]) == before

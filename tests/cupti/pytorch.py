@@ -34,17 +34,20 @@ class Tensor:
 
 
 def schema_of(text: str) -> Any:
-    """A schema: the name of an operator, and its parameters, with a ``!`` behind those that it writes."""
+    """A schema: the name of an operator, and its parameters, with a ``!`` behind those that it writes, and
+    a ``=`` behind those that it returns.
+    """
     name, *parameters = text.split()
     arguments = [
         types.SimpleNamespace(
-            name=one.rstrip("!"),
+            name=one.rstrip("!="),
             type="number" if one in ("dim", "mean") else "List[Tensor]" if "_foreach" in name else "Tensor",
             alias_info=types.SimpleNamespace(is_write=one.endswith("!")),
         )
         for one in parameters
     ]
-    return types.SimpleNamespace(name=name, arguments=arguments, returns=[])
+    returned = [types.SimpleNamespace(alias_info=one) for one in parameters if one.endswith("=")]
+    return types.SimpleNamespace(name=name, arguments=arguments, returns=returned)
 
 
 class Torch:

@@ -785,6 +785,22 @@ def test_a_kernel_with_unknown_arguments_uses_the_tensors_of_its_operator(
 
 
 @launches
+def test_operators_that_return_an_argument_write_nothing(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a kernel whose arguments are unknown, and without one."""
+    monkeypatch.setattr(kernels, "_sizes", lambda function, context: [8] * (function % 16) or None)
+
+    def scene(s: Scene) -> None:
+        given = Tensor(s.torch.empty(s.first), QUARTER)
+        s.fill(given.address, s.first)
+        s.driver.cuCtxSynchronize()
+        for stream in (s.first, s.side):
+            s.torch.run("aten::detach self=", lambda: (s.driver.launch("nvjet", stream), given)[1], given)  # noqa: B023
+            s.torch.run("aten::view self=", lambda: given, given)
+
+    assert checked(scene).hazards == []
+
+
+@launches
 def test_parts_of_a_tensor_with_their_sizes_are_in_order(checked: Any) -> None:
     def scene(s: Scene, overlap: int) -> None:
         whole = s.torch.empty(s.first)
