@@ -240,12 +240,16 @@ def test_a_pool_has_a_reserve_beside_its_allocations(shown: Any, memory: cupti.M
     ok((*shown.cuMemFreeAsync(freed, 1), None))
     ok((*shown.cuStreamSynchronize(1), None))
     now = memory.now()
-    reserve = sum(row.nbytes for row in now.rows if row.what == "pools' reserve")
     reserved = int(ok(shown.cuMemPoolGetAttribute(pool, cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)))
+    ok((*shown.cuMemPoolTrimTo(pool, 0), None))
+    ok((*shown.cuMemFree(ok(shown.cuMemAlloc(256 * MiB))), None))
+    peak = memory.moments()[1]  # the largest reserve so far counts
+    reserve, of_peak = (sum(row.nbytes for row in one.rows if row.what == "pools' reserve") for one in (now, peak))
     ok((*shown.cuMemFreeAsync(kept, 1), None))
     ok((*shown.cuStreamSynchronize(1), None))
     ok((*shown.cuMemPoolDestroy(pool), None))
     assert mine(now) == {"pool allocations": 64} and reserve >= reserved - 64 * MiB >= 64 * MiB
+    assert of_peak >= reserve
 
 
 def test_a_refusal_keeps_what_was_held_then(shown: Any, memory: cupti.Memory) -> None:
