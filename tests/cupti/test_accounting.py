@@ -252,6 +252,14 @@ def test_a_pool_has_a_reserve_beside_its_allocations(shown: Any, memory: cupti.M
     assert of_peak >= reserve
 
 
+def test_memory_ends_with_its_context(shown: Any, memory: cupti.Memory) -> None:
+    context = ok(shown.cuCtxCreate(*([] if hasattr(cuda, "cuCtxCreate_v4") else [None]), 0, 0))
+    ok(shown.cuMemAlloc(8 * MiB))
+    assert mine(memory.now()) == {"cuMemAlloc": 8}
+    ok((*shown.cuCtxDestroy(context), None))
+    assert mine(memory.now()) == {}
+
+
 def test_a_refusal_keeps_what_was_held_then(shown: Any, memory: cupti.Memory) -> None:
     held = ok(shown.cuMemAlloc(16 * MiB))  # held
     assert shown.cuMemAlloc(1 << 45)[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
