@@ -88,6 +88,10 @@ def test_words_that_pytorch_leaves_as_the_stack_had_them_do_not_count(
     params = (ctypes.c_uint64 * len(sizes))(*map(ctypes.addressof, arguments))
     found = Kernel(name, sizes).pointers(ctypes.addressof(params), 1, rows)
     assert found == tuple(_STALE + 4096 * argument + at for argument, places in expected.items() for at in places)
+    for number in ((1 << 32) - 1, 1 << 49):  # no addresses
+        for argument in arguments:
+            argument[:] = [number] * len(argument)
+        assert Kernel(name, sizes).pointers(ctypes.addressof(params), 1, rows) == ()
 
 
 @pytest.mark.parametrize(
