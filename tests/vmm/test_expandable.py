@@ -148,6 +148,25 @@ class TestMemory:
                 assert abs(other.address - kept.address) >= 8 * MiB
             segment.chunks[:0] = lost
 
+    def test_that_is_released_is_unmapped_after_those_before_it(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, gate: Gate
+    ) -> None:
+        segment = cache._state.segment  # type: ignore[attr-defined]
+        for buffer in filled(cache, [2, 2], stream):
+            buffer.free()
+        stream.synchronize()
+        chunks = segment.chunks[:2]
+        gate.hold(stream)
+        for chunk, user in zip(chunks, (stream, other), strict=True):
+            segment.release(chunk, user.record())
+        other.synchronize()
+        segment.unmap_left()
+        assert [chunk for _, chunk, _ in segment.left] == chunks and segment.leaving == 4 * MiB
+        gate.open()
+        stream.synchronize()
+        segment.unmap_left()
+        assert not segment.left and not segment.leaving and all(chunk.gone for chunk in chunks)
+
     def test_of_another_stream_moves_after_its_work(
         self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
     ) -> None:
