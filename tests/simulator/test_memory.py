@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.simulator.memory import FREED
-from tests.facts.enums import HOST
+from tests.facts.enums import HOST, READWRITE
 from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import grant, mapped, new_rig
@@ -222,3 +222,16 @@ def test_an_array_that_outlives_host_memory(destroyed: bool) -> None:
         again.fill(1)
         stream.synchronize()
         assert (again.as_array(np.uint8) == 1).all()
+
+
+def test_memory_that_only_the_host_may_use_is_copied_as_pageable_memory(rig: Rig) -> None:
+    """Its bytes are read before the call returns."""
+    d, stream, word, target = rig.raw, rig.stream(), rig.word(), ok(rig.raw.cuMemAlloc(64))
+    source = rig.mapping(PAGE, (HOST, 0, READWRITE), location=HOST)
+    rig.hold(stream, word)
+    ctypes.memset(source, 5, 64)
+    ok(d.cuMemcpyHtoDAsync(target, source, 64, stream))
+    ctypes.memset(source, 6, 64)
+    word.value = 1
+    ok(d.cuStreamSynchronize(stream))
+    assert rig.read(target, 1) == [5]
