@@ -17,8 +17,8 @@ from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
-    """Memory that a node may use without having declared it: a kernel without declared uses, or a node of an unknown
-    kind.
+    """Memory that a node of a graph may use without having declared the use. The node is a kernel without declared
+    uses, or a node of an unknown kind.
     """
 
     named: frozenset[Bytes] | None
@@ -44,7 +44,7 @@ class TrackedNode:
     atomic: bool = False
     """Whether the uses of the node are atomic, so that they do not race with other atomic uses."""
     unseen: Unseen | None = None
-    """Memory that the node may use without having declared it; None if all uses of the node are known."""
+    """Memory that the node may use without having declared the use; None if all uses of the node are known."""
     handle: int = 0
     """Handle of the driver's node; 0 if unknown."""
     nested: bool = False
@@ -93,7 +93,7 @@ class _Inside:
 
     def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
         """Check ``node`` as the next operation of ``stream``, a stream of this timeline. Returns a function that undoes
-        the free of a free node, if the driver refuses it; for other nodes the function does nothing.
+        the free of a free node, if the driver refuses the node; for other nodes the function does nothing.
         """
         undo: list[Callable[[], None]] = []
 
@@ -235,7 +235,9 @@ class TrackedCapture:
         return node
 
     def add(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
-        """Add a captured node. Returns a function that undoes the free of a free node, if the driver refuses it."""
+        """Add a captured node. Returns a function that undoes the free of a free node, if the driver refuses the
+        node.
+        """
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 

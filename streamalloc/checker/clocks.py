@@ -51,7 +51,7 @@ class Clock:
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
-        """Merge another clock into this one. Of two times for one actor, the later time stays."""
+        """Merge another clock into this clock. If both have a time for one actor, the later time is kept."""
         known = self.known
         get = known.get
         for number, time in other.known.items():
@@ -70,7 +70,7 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """Common base class of host threads and streams. The operations of one actor have an order."""
+    """Common base class of host threads and streams. All operations of one actor have an order."""
 
     number: int
     name: str
@@ -94,7 +94,7 @@ class Obstacle:
     """
 
     source: TrackedStream | None = None
-    """Stream whose work ends the obstacle; None if the host ends it, or if that is unknown."""
+    """Stream whose work ends the obstacle; None if the host ends the obstacle, or if it is unknown what does."""
     clock: Clock | None = None
     """Clock of all operations that precede the end of the obstacle; None before the end."""
     waiters: list[TrackedStream] = field(default_factory=list)
@@ -284,7 +284,7 @@ class Timeline:
         """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock contains all operations
         that precede it.
 
-        It is called now, unless the stream waits for an obstacle.
+        The call is made now, unless the stream waits for an obstacle.
         """
         legacy = stream.legacy
         if self.waiting:
@@ -319,7 +319,7 @@ class Timeline:
         self.next(stream)
 
     def next(self, stream: TrackedStream) -> None:
-        """Begin the next operation of a stream: its time grows by 1."""
+        """Begin the next operation of ``stream``: the stream's time grows by 1."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 
@@ -418,7 +418,7 @@ class Timeline:
     # -- the host --------------------------------------------------------------------------------------------
 
     def host_acts(self, thread: Actor) -> None:
-        """Begin the next operation of a host thread: its time grows by 1."""
+        """Begin the next operation of ``thread``, a host thread: the thread's time grows by 1."""
         thread.time += 1
         self.host.known[thread.number] = thread.time
         self.version += 1

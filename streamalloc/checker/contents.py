@@ -7,8 +7,8 @@ a type, such as a fill or a kernel, removes the type.
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
 through NumPy arrays. So it compares two checksums of the source: one of the time of the call, and one of the time right
 before the host's next wait or next copy of the same bytes. Streams of other libraries are left out, because a library
-may wait for its streams without a call that the checker sees. Memory that a kernel without declared uses may write is
-left out too, because the kernel may have changed it.
+may wait for its streams without a call that the checker is told of. Memory that a kernel without declared uses may
+write is left out too, because the kernel may have changed it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ElementTypes:
         """Number of kernels without declared uses so far. Each may have written all memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy of ``nbytes`` bytes. If one side is a NumPy array, it has the type of the elements.
+        """Record a copy of ``nbytes`` bytes. If one side is a NumPy array, the type of its elements is used.
 
         Between two other sides, the recorded types are copied too. ``what``: name of the copy in reports.
         """
@@ -259,8 +259,8 @@ class QueuedSources:
         )
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """Return the clock of the work that may have ended, as the host may know, when it uses the bytes from ``start``
-        up to ``end``.
+        """Return the clock of the work that may have ended, as the host may have found out, when the host uses the
+        bytes from ``start`` up to ``end``.
 
         The host may have polled other bytes, which that work writes last.
         """
@@ -328,8 +328,7 @@ class QueuedSources:
         self._sources += [one for one in sources if self._is_unchanged(one)]
 
     def _is_unchanged(self, one: _QueuedSource, checksum: int | None = None) -> bool:
-        """Whether a copy has still to read its source, and the source is unchanged. If the source has changed, that is
-        reported.
+        """Whether a copy has still to read its source, and the source is unchanged. A change of the source is reported.
 
         ``checksum``: checksum of the bytes now; None: it is computed.
         """

@@ -99,8 +99,8 @@ class Board:
 
     def __init__(self, on_full: Callable[[], object] = int) -> None:
         self._on_full = on_full
-        """Function that is called if an announcement cannot be made, or if it replaces an announcement of work that may
-        be unfinished.
+        """Function that is called if an announcement cannot be made, or if a new announcement replaces one of work that
+        may be unfinished.
         """
         self._entries: Any = None
         self._free = list(reversed(range(ENTRIES)))
@@ -397,8 +397,8 @@ class Interprocess:
             self.board.drop_entry(index)
 
     def notifies(self, stream: TrackedStream) -> None:
-        """Record that ``stream`` tells other processes of its queued work, and so of the frees of imports in this
-        stream.
+        """Record that ``stream`` tells other processes of its queued work. So it also tells them of the frees of
+        imports that are queued in it.
         """
         for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
@@ -443,8 +443,8 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
-        """Return the allocation of ``piece``, or a write to it, that ``clock`` does not contain; None if ``clock``
-        contains all.
+        """Return the allocation of ``piece``, or a write to ``piece``, that ``clock`` does not contain; None if
+        ``clock`` contains all of these.
         """
         range_, low, high = piece
         written, certain = range_.written(low, high), self._timeline.certain

@@ -117,7 +117,8 @@ class Reports:
         """Move the hazards of the current call to the list of all hazards. Returns the hazards that are to be
         delivered.
 
-        A pair of places is shown once. But it is raised once for each address, because a free that raises is not made.
+        A hazard is shown once for each pair of places. But it is raised once for each address, because a free that
+        raises is not made.
         """
         fresh = []
         while self.found:

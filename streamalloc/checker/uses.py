@@ -254,7 +254,7 @@ def host_waited_for(state: State, stream: TrackedStream) -> None:
 
 
 def wait_for_device(state: State) -> None:
-    """Record that the driver has waited for the work of all streams, as it does in a synchronous free."""
+    """Record that the driver has waited for the work of all streams, as the driver does in a synchronous free."""
     synchronised = synchronising(state, state.streams.all())
     for stream in state.streams.all():
         state.timeline.force(stream)
@@ -287,7 +287,7 @@ def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
 def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
     """Return the parts of ranges that a node of a graph uses.
 
-    Pageable memory is among them, because each launch of the graph reads it when it runs.
+    Pageable memory is among these parts, because each launch of the graph reads the memory when the launch runs.
     """
     touched = list(touched)
     read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))

@@ -479,8 +479,8 @@ class Recorder:
 
     def settle(self) -> None:
         end = monotonic() + _PATIENCE
-        # An object that the program has dropped is released only after its queued work, so this may take several
-        # attempts.
+        # An object that the program has dropped is released only after its queued work. So the attempt may have to be
+        # repeated.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
         self._alone(self.state.close)
@@ -719,8 +719,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _at_exit() -> None:
-    """Report the hazards at the end of the process. First the arguments of the process are dropped, because they may
-    keep memory.
+    """Report the hazards at the end of the process. Before that, the arguments of the process are dropped, because they
+    may keep memory alive.
     """
     if from_server():
         process: Any = sys.modules["multiprocessing.process"].current_process()

@@ -300,7 +300,7 @@ def _attached_by_raw_calls(bench: Bench) -> Measured:
 
 
 def _epochs(bench: Bench, *, like: bool) -> Measured:
-    """Return the variant that writes an epoch without contents, and lets a reader switch to it.
+    """Return the variant that writes an epoch without contents, after which a reader switches to this epoch.
 
     ``like``: use the layout and the memory of a previous epoch. Up to three epochs have memory at the same time.
     """

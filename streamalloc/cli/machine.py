@@ -31,7 +31,9 @@ class Chosen:
 
     driver: Driver
     not_found: str = ""
-    """Text of the error of the CUDA driver, if it is missing and a simulated driver replaces it; otherwise empty."""
+    """Text of the error that says why the CUDA driver is missing, if a simulated driver replaces it; otherwise
+    empty.
+    """
 
     @property
     def is_simulated(self) -> bool:

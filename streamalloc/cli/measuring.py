@@ -103,8 +103,8 @@ class BenchRow:
     """Functions that set up the variants, by the names of the variants."""
     targets: tuple[Target, ...] = ()
     most: int = 20_000
-    """Largest number of calls in a block. A call that queues work blocks when the stream's queue is full, and its time
-    would then be wrong.
+    """Largest number of calls in a block. When a stream's queue is full, a call that queues work has to wait, and the
+    measured time would be wrong.
     """
     unit: str = "us"
     rounds: tuple[int, int] = (25, 11)

@@ -59,7 +59,8 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> di
     """Replay the trace on the allocator ``name``. Returns a dictionary with its figures, or with the reason why it
     cannot run.
 
-    Returns None if it is not installed, and ``--on`` does not name it (``asked`` is False).
+    Returns None if the allocator's library is not installed, and ``--on`` does not name the allocator (``asked`` is
+    False).
     """
     entry = traces.ALLOCATORS[name]
     if entry.other and chosen.is_simulated:

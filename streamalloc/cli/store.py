@@ -102,7 +102,7 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "spare": size_text,
     "address": hex,
 }
-"""For a field of an entry, the function that formats it as text. Other fields are formatted by ``str``."""
+"""Function that formats a field of an entry as text, by name of the field. Other fields are formatted by ``str``."""
 
 
 def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:

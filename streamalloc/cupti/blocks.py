@@ -51,8 +51,8 @@ class Event(NamedTuple):
     owner: str
     """Name of the library that has the allocator, such as "PyTorch"."""
     place: Callable[[], Stack]
-    """Function that returns the place in the program. It is called only for places that are shown, because a call takes
-    long.
+    """Function that returns the place in the program. A call takes long, so the function is called only for places that
+    are shown.
     """
 
 
@@ -169,7 +169,7 @@ class _Block:
     last: tuple[Use, Part] | None = None
     """Latest write and latest use (each with its part of memory) on the block's own stream; None if there was none."""
     seen: Use | None = None
-    """Latest use. It prevents that a launch with several addresses in the block counts more than once."""
+    """Latest use. It is compared, so that a launch with several addresses in the block counts only once."""
     range: Range | None = None
     """Record of the uses for the checker's judge; None until a stream other than the block's own uses the block."""
     end: int = 0
@@ -361,4 +361,4 @@ class Blocks:
 
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
-"""Largest number of uses that the log keeps while only one stream has work."""
+"""Largest number of uses in the log while only one stream has work. If there are more, the older half is dropped."""

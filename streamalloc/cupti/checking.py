@@ -150,8 +150,8 @@ class Check:
         self._waiting: deque[DriverCall] = deque()
         """Calls that are not followed yet, oldest first. Consecutive launches on a stream are followed together."""
         self._turn = threading.Lock()
-        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for it, so that these
-        threads do not overwrite the arguments of their calls before the checker has read them.
+        """Lock of the thread that follows the waiting calls. The callbacks of other threads wait for this lock, so that
+        their threads do not overwrite the arguments of the calls before the checker has read them.
         """
         self._worker = 0
         """Ident of the thread that follows the waiting calls; 0 if no thread does."""
@@ -286,8 +286,8 @@ class Check:
         elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
             return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            # A library of NVIDIA, such as cuDNN, has allocated this memory, and may fill it on a stream of its own. The
-            # program cannot order that work, so a report of a missing order would not help.
+            # A library of NVIDIA, such as cuDNN, has allocated this memory, and may fill the memory on a stream of its
+            # own. The program cannot order that work, so a report of a missing order would not help.
             self._of_natives.add(call.answer[1])
         self._work(call)
 
@@ -345,7 +345,7 @@ class Check:
             # the whole segment. The reading takes the allocator's mutex. This thread does not hold it, because PyTorch
             # makes no call of ``_USES`` with the mutex.
             self.merge(one.time)
-        # If its thread did not wait for the lock, the thread may have overwritten the arguments of this call.
+        # If its thread did not wait for the lock, that thread may have overwritten the arguments of this call.
         state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)

@@ -185,8 +185,8 @@ class Subscription:
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             # The signal arrived during a callback, where its exception would be lost, so the exception is raised again
-            # later. ``Thread.start`` is not used: it waits for the new thread, so the exception would arrive in this
-            # callback again.
+            # later. ``Thread.start`` is not used for this: it waits for the new thread, so the exception would arrive
+            # in this callback again.
             _thread.start_new_thread(_interrupt_soon, ())
         elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
@@ -232,8 +232,8 @@ class Subscription:
         if found or not _is_of_native_thread(frame):
             self._waiting = None
             return found
-        # It is a C++ thread, such as a thread of autograd. The main thread waits for it, so the main thread's frames
-        # are used.
+        # The calling thread is a C++ thread, such as a thread of autograd. The main thread waits for this thread, so
+        # the main thread's frames are used.
         if self._waiting is None:
             self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
         return self._waiting[:depth]
@@ -356,8 +356,8 @@ _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class RaisedAgain(DriverMisuseError):
-    """Error that a thread raises in the main thread again and again until a block ends. It may arrive in a callback,
-    too.
+    """Error that a thread raises in the main thread again and again until a block ends. The error may also arrive in a
+    callback.
     """
 
 

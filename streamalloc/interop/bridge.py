@@ -322,7 +322,7 @@ def is_captured(stream: Stream) -> bool:
         return not stream.closed and stream.capturing
     except CaptureError:  # The driver refuses to query the legacy default stream while a blocking stream is captured.
         return True
-    except CudaError:  # The owner of the stream has destroyed it, so nothing captures it.
+    except CudaError:  # The owner of the stream has destroyed the stream, so no capture can concern it.
         return False
 
 

@@ -181,8 +181,8 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Within the ``with`` block, inside a region, allocate from PyTorch's own memory. Unused memory of it is
-        released at the end.
+        """Within the ``with`` block, inside a region, allocate from PyTorch's own memory. Memory of PyTorch that is
+        unused at the end of the block is released.
 
         Raises
         ------
@@ -489,7 +489,8 @@ torch_memory_saver = TorchMemorySaver()
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Do nothing. In ``torch_memory_saver`` it preloads a library in child processes, which is not needed here.
+    """Do nothing. The function of this name in ``torch_memory_saver`` preloads a library in child processes, which is
+    not needed here.
 
     :doc:`/docs/recipes/memory-saver` has all differences.
     """

@@ -92,7 +92,7 @@ def manager_class(sources: Sources) -> Any:
 
         def memalloc(self, size: int) -> Any:
             """Allocate ``size`` bytes on the legacy default stream, and return a ``MemoryPointer``. Raises
-            ``CudaAPIError`` if it fails.
+            ``CudaAPIError`` if no memory is left.
             """
             ordinal = int(self.context.device.id)
             dropped = dropped_of(sources.session)

@@ -227,7 +227,7 @@ class CuMemAllocator:
         torch.cuda.empty_cache()
 
     def discard(self, tags: tuple[str, ...] | str) -> None:
-        """Release the device memory of these tags, and lose its bytes. Tags without memory are ignored.
+        """Release the device memory of these tags. The bytes are lost. Tags without memory are ignored.
 
         Raises the errors of :meth:`sleep`; after each error nothing has changed.
         """

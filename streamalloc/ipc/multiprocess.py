@@ -59,7 +59,7 @@ KINDS = (
 
 def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function and the arguments that make ``thing`` in another process, as pickle needs them. The memory is
-    shared with a hold, which keeps it while it is in transit.
+    shared with a hold, which keeps the memory while the pickled descriptor is in transit.
 
     Raises
     ------

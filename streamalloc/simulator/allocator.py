@@ -203,7 +203,9 @@ class PoolAddresses:
         return None
 
     def carve(self, block: Block, size: int) -> Block:
-        """Mark the first ``size`` bytes of a free block as used, and return them as a block. The rest stays free."""
+        """Mark the first ``size`` bytes of a free block as used, and return these bytes as a block. The other bytes
+        stay free.
+        """
         self._take_off(block)
         if block.size > size:
             rest = block.split(size)

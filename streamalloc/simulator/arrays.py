@@ -130,7 +130,9 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of an array, or of all levels of a mipmapped array: one block for an ordinary array, otherwise tiles."""
+    """Memory of an array, or of all levels of a mipmapped array. For an ordinary array it is one block; otherwise it
+    consists of tiles.
+    """
 
     context: Context
     layout: ArrayLayout

@@ -59,7 +59,7 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close the file of released memory once no other process has it open.
+        """Close the file of released memory once no other process has the file open.
 
         Until then the bank counts the bytes of the memory as used.
         """
@@ -90,7 +90,7 @@ class Arenas(RangeMap[ReservedExtent]):
         self._owned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def own(self, made: T) -> T:
-        """Record an object that has a method ``close``, and return it.
+        """Record an object that has a method ``close``, and return the object.
 
         :meth:`close` closes the object, unless it was garbage-collected before.
         """

@@ -37,8 +37,9 @@ def inherited() -> str | None:
 def chosen() -> str | None:
     """Return the value of ``CUDA_VISIBLE_DEVICES`` by which simulated devices are chosen; None: all devices.
 
-    Under :func:`streamalloc.testing.install` the current value is used. Otherwise it is used only for a machine of
-    ``STREAMALLOC_DRIVER``, and only if the program has changed it, because the initial value is meant for real devices.
+    Under :func:`streamalloc.testing.install` the current value is used. Otherwise the value is used only for a machine
+    of ``STREAMALLOC_DRIVER``, and only if the program has changed the value, because the initial value is meant for
+    real devices.
     """
     given, environ = os.environ.get(VISIBLE), os.environ
     if environ.get("STREAMALLOC_INSTALL"):
@@ -416,8 +417,8 @@ class QueueEvent:
 
     @property
     def elsewhere(self) -> SharedEvent | None:
-        """The shared event, if its latest record was made by another process or by another handle. None if this object
-        made it.
+        """The shared event, if another process or another handle made its latest record. None if this object made the
+        latest record.
         """
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None
@@ -465,7 +466,8 @@ class QueueEvent:
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            after += ((earlier.stream, earlier.seq),)  # A later record runs later (observed on H200: test_streams).
+            # Of two records of an event, the later one also runs later (observed on H200: test_streams).
+            after += ((earlier.stream, earlier.seq),)
             # Pools find earlier frees of the stream before that wait (observed on H200: test_reuse).
             stream.submit(Operation())
         # The record of an interprocess event also orders the stream after the legacy stream (observed on H200:

@@ -78,7 +78,7 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """Open a file of another process, in which it has the descriptor ``fd``. Returns a new descriptor.
+    """Open a file that another process has open as the descriptor ``fd``. Returns a new descriptor.
 
     Returns None if that descriptor is closed or not accessible, or if ``fits`` returns False for the label of its file.
     """
@@ -193,7 +193,7 @@ class Usage:
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]
-            # The test skips the own slot, because a process cannot detect its own lock.
+            # The object's own slot is skipped, because a process cannot detect its own lock.
             if used and is_locked(self._fd, slot):
                 found += used
         return found

@@ -169,9 +169,8 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Free ranges that free nodes left, the oldest first."""
-        # A place is a range of CHUNK bytes in the addresses of the graph; place n is the n-th range.
-        # Chunks of the latest launch, each with the number of its place (range of CHUNK bytes in the addresses of the
-        # graph).
+        # Chunks of the latest launch, each with the number of its place. A place is a range of CHUNK bytes in the
+        # addresses of the graph.
         self._places: dict[GraphChunk, int] = {}
         # Chunk that is mapped at each place, by number of the place. The last launch that has run has mapped it.
         self._mapped: dict[int, GraphChunk] = {}

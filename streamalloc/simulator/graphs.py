@@ -302,8 +302,8 @@ class GraphCapture:
         """Whether this capture forbids unsafe calls of a thread.
 
         A capture in relaxed mode forbids nothing. A thread in relaxed mode is never forbidden anything. Otherwise the
-        capture forbids unsafe calls to its own thread. If capture and thread are both in global mode, it forbids them
-        to other threads too.
+        capture forbids unsafe calls to its own thread. If capture and thread are both in global mode, the capture
+        forbids unsafe calls to other threads, too.
         """
         if caller.capture_mode == RELAXED:
             return False

@@ -232,7 +232,9 @@ _KEPT_BY_DRIVER = (1 << 40, (1 << 40) + (64 << 20))
 
 
 def _lowest(taken: Intervals, size: int, alignment: int) -> int:
-    """Return the lowest address of ``size`` bytes that do not overlap ``taken``; it is a multiple of ``alignment``."""
+    """Return the lowest address at which ``size`` bytes do not overlap ``taken``. The address is a multiple of
+    ``alignment``.
+    """
     base = 0
     for start, end in taken:
         if base + size <= start:

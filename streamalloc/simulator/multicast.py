@@ -251,7 +251,7 @@ class Backing(NamedTuple):
 
 
 class MulticastMemory(Mappable):
-    """A multicast object as one handle of it refers to it.
+    """Multicast object, as one of its handles refers to it.
 
     The object and the bindings made by this handle exist until all references to the handle are released and nothing is
     mapped. Handles of other processes or other imports are independent.

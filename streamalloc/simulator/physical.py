@@ -60,7 +60,7 @@ class Mappable:
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
         """Make ``mapping`` the leader if there is none. ``by_access``: whether ``mapping`` gets its first access now;
-        False: it is made now.
+        False: ``mapping`` is made now.
 
         Gives CUDA_ERROR_UNKNOWN if another mapping is the leader by access.
         """

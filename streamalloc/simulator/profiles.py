@@ -1,7 +1,7 @@
 """Profiles of machines: readings of real machines as JSON, and the description of a simulated machine.
 
 ``streamalloc profile`` writes a profile. Fields that a profile leaves out are taken from its ``base``, a profile of the
-package. So values that could not be read are those of a machine on which they were read. ``h200.json`` has every field.
+package. So values that could not be read on one machine are those of another machine. ``h200.json`` has every field.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class HostFunction(Operation):
         return self._state == "running"
 
     def step(self) -> bool:
-        # If the process may not start a thread now, the next call of this method tries it again.
+        # If the process may not start a thread now, the next call of this method tries again.
         if self._state == "waiting" and start_thread(self._run, "streamalloc host function") is not None:
             self._state = "running"
         return self._state == "returned"

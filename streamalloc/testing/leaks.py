@@ -289,8 +289,8 @@ class Watch(Leaves):
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        # One line may have made several objects; the last one made contains the others. Only objects of its class are
-        # reported, so that one mistake gives one report.
+        # One line may have made several objects, of which the last contains the others. Only objects of the last one's
+        # class are reported, so that one mistake gives one report.
         last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
             OpenObject(_name(one), place)

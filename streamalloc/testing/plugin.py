@@ -378,7 +378,7 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
 
 _Report = Callable[[bool], Iterable[str]]
-"""Function that ends a check and returns the texts of its findings. The argument is whether the test has failed."""
+"""Function that ends a check, and returns a text for each finding. Its argument is whether the test has failed."""
 
 
 def _watched(

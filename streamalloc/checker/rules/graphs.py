@@ -24,15 +24,15 @@ _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DE
 
 
 def graph_of(state: State, handle: Any) -> TrackedGraph:
-    """Return the graph of a handle. For a graph that was not built through this driver, return an empty one, and add a
+    """Return the graph of a handle. If the graph was not built through this driver, return an empty graph, and add a
     note.
     """
     return _built(state, state.graphs, number_of(handle), TrackedGraph)
 
 
 def executable_of(state: State, handle: Any) -> Executable:
-    """Return the executable graph of a handle. If its instantiation was not seen, return one without nodes, and add a
-    note.
+    """Return the executable graph of a handle. If no recorded call made it, return an executable graph without nodes,
+    and add a note.
     """
     return _built(state, state.executables, number_of(handle), partial(Executable, []))
 

@@ -289,7 +289,8 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
 
 def _ends_pool(state: State, grants: dict[int, int]) -> None:
     state.addresses.vacate(lambda one: one.grants is grants)
-    # When a current pool is destroyed, the driver makes another pool current, which is asked for when it is needed.
+    # When a current pool is destroyed, the driver makes another pool current. The driver is asked for this pool when it
+    # is needed.
     state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 

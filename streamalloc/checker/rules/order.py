@@ -78,7 +78,7 @@ class HostCall:
             self.skip()
 
     def skip(self) -> None:
-        """Cancel the latest queued call, because the driver refused to queue it or to launch its graph."""
+        """Cancel the latest queued call, because the driver has refused to queue the call or to launch its graph."""
         if self._queued:
             self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
@@ -291,7 +291,7 @@ def _queries(state: State, name: str, args: Arguments) -> Steps:
         return
     if from_package("ipc/"):
         # The package itself writes a shared value from the host if this query finds the stream idle. Reports must not
-        # depend on whether it is idle, so the query counts as a write of the value in stream order.
+        # depend on the answer of the query, so the query counts as a write of the value in stream order.
         state.sources.clear()
         state.timeline.published.learn(stream.clock if clock is None else clock)
         state.interprocess.drop_uses((stream.clock if clock is None else clock).after)

@@ -92,8 +92,8 @@ def _host_waits(state: State, sides: tuple[Any, ...], synchronous: bool) -> bool
 
 
 def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
-    """Whether the copy is one from pageable memory to a device, which the driver copies to a buffer of its own
-    first.
+    """Whether the copy is from pageable memory to a device. The driver first copies such a source to a buffer of its
+    own.
     """
     if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
         return False

@@ -103,7 +103,7 @@ class Hold:
         self._over = False
 
     def mark(self, block: ControlBlock) -> int:
-        """Return the number of the mark in ``block`` that the importer sets to 0 when it opens the descriptor. The
+        """Return the number of a mark in ``block``. When the importer opens the descriptor, it sets this mark to 0. The
         first call makes the mark.
         """
         if self._mark is None:
@@ -172,8 +172,8 @@ class Lease(SharedState):
     # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(self, stream: Stream) -> int:
-        """Make ``stream`` write the next value to the word ``ready`` after its queued work. Returns this value, for
-        which importers wait.
+        """Make ``stream`` write the next value to the word ``ready`` after the stream's queued work. Returns this
+        value, for which importers wait.
 
         Raises
         ------
@@ -185,8 +185,8 @@ class Lease(SharedState):
             last = words.last_announced
             if self._announcer is not stream:
                 self._begin(stream, last)
-            # Advance the value before it is queued, so that no value is used twice. An importer refuses to wait for a
-            # value that was not announced, because nobody would write it.
+            # The value is advanced before the write is queued, so that no value is used twice. An importer refuses to
+            # wait for a value that was not announced, because nobody would write that value.
             words.last_announced = words.announced.value = value = (last + 1) % WORD
             try:
                 self.block.write(stream, words.ready, value)
@@ -310,7 +310,7 @@ class Lease(SharedState):
             with contextlib.nullcontext() if handle is not None else stream.device.current():
                 free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
         finally:
-            # This is also returned after a refusal by the driver, because other code has then freed the memory.
+            # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
             if buffer.freed:
                 self._exports.with_memory.discard(self)
             else:

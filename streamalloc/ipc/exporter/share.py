@@ -69,9 +69,9 @@ _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 class Shared(Unique, Shown):
     """The result of :func:`share`: a descriptor, and the handles that importers need once.
 
-    ``bytes(shared)`` is the descriptor. Send the handles with it, by :func:`streamalloc.ipc.send` or
-    ``channel.send(bytes(shared), shared.fds)``. An importer that has received these handles once needs only the bytes
-    of later descriptors.
+    ``bytes(shared)`` is the descriptor. Send the handles together with the descriptor, by :func:`streamalloc.ipc.send`
+    or ``channel.send(bytes(shared), shared.fds)``. An importer that has received these handles once needs only the
+    bytes of later descriptors.
 
     With ``hold=True`` the object keeps the shared memory until the descriptor is opened, :meth:`cancel` is called, or
     the object is dropped. ``ipc.send`` and :mod:`multiprocessing` move the hold to the message. A process that receives
@@ -488,8 +488,8 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
 
 
 def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
-    """Return the stream that will announce the contents. Raises CaptureError if it is being captured, because a graph
-    cannot notify other processes; TypeError, ValueError, ClosedError.
+    """Return the stream that will announce the contents. Raises CaptureError if the stream is being captured, because a
+    graph cannot notify other processes; TypeError, ValueError, ClosedError.
     """
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)

@@ -406,8 +406,8 @@ class ImportUse(Deferred):
         """End the use after the work of ``stream``; the end of the last use ends the import. After a CudaError the call
         can be repeated.
 
-        ``used``: whether ``stream`` may have used the memory. After a failed open it is False, and nothing waits for
-        the stream.
+        ``used``: whether ``stream`` may have used the memory. After a failed open, ``used`` is False, and nothing waits
+        for the stream.
         """
         imported = self.imported
         if imported is None:

@@ -204,8 +204,8 @@ def _open(
 
 
 def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
-    """Return the stream of ``stream`` that will wait for the contents. Raises CaptureError if it is being captured;
-    TypeError, ValueError, ClosedError.
+    """Return the stream of ``stream`` that will wait for the contents. Raises CaptureError if the stream is being
+    captured; TypeError, ValueError, ClosedError.
 
     A default stream, which other libraries may capture, is checked later, and only if it must wait: before an
     allocation is imported (:func:`_open_allocation`), and before the wait.

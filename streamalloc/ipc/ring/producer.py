@@ -369,8 +369,8 @@ class Deliveries(RingEnding):
         self._end_sent = True
 
     def _shut_after_fork(self) -> None:
-        # The consumers belong to the parent process. A new lock, because another thread of the parent may have held the
-        # old one at the fork.
+        # The consumers belong to the parent process. The lock is replaced, because another thread of the parent may
+        # have held the old lock at the fork.
         self.lock = Lock()
         self.consumers, self.leaving = {}, {}
 

@@ -153,7 +153,7 @@ class HeldEntry:
 
     def unused(self, epoch: Epoch) -> None:
         """Keep ``epoch``, which no process uses, as :attr:`spare` if the next epoch can use its memory. Otherwise close
-        it.
+        ``epoch``.
         """
         current = self.current
         # Memory whose contents were announced but not completed is not used again: the writer's copies may still write
@@ -333,7 +333,7 @@ class Holdings:
         epoch.handles += handles
 
     def publish(self, epochs: Sequence[Epoch]) -> None:
-        """Make prepared epochs the last commits of their keys: all of them, or none after an error. Raises
+        """Make prepared epochs the last commits of their keys. After an error none of them is published. Raises
         StoreKeyError if a key has a commit that must not be replaced.
         """
         for epoch in epochs:

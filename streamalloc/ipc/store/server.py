@@ -45,7 +45,7 @@ _ROOM = 8
 
 
 class _Client(Holder):
-    """A connection to a client, with the descriptors of its request and its unsent answer."""
+    """Connection to one client, with the descriptors of the client's request and the answer that is not sent yet."""
 
     handles: list[Fd]
     """File descriptors of the request. The function that handles the request removes the descriptors that it keeps. The
@@ -324,8 +324,8 @@ class StoreServer(Closes):
         self._send(client)
 
     def _send(self, client: _Client) -> None:
-        """Send the client's answer. If the socket does not take it now, the loop sends it later. If the connection has
-        ended, the client is removed.
+        """Send the client's answer. If the socket does not take the answer now, the loop sends it later. If the
+        connection has ended, the client is removed.
         """
         if client.answer is None:
             return

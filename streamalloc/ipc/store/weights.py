@@ -29,8 +29,8 @@ _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
 """Sizes in bytes, ascending, of the address range that a reader tries to reserve at the requested address. If the
 driver gives another address, the reader tries the next size.
 
-This is needed because driver 580 may place a small range inside a larger range that it has kept: always for 2 MiB, and
-for 64 MiB if the process has freed larger ranges.
+Several sizes are needed, because driver 580 may place a small range inside a larger range that it has kept: always for
+2 MiB, and for 64 MiB if the process has freed larger ranges.
 """
 
 

@@ -113,8 +113,8 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def admitted(connection: socket.socket) -> Peer:
-    """Return the process at the other end of ``connection``. Raises ``PermissionError`` if it belongs to another
-    user.
+    """Return the process at the other end of ``connection``. Raises ``PermissionError`` if that process belongs to
+    another user.
     """
     peer = peer_of(connection)
     if peer.uid != os.geteuid():

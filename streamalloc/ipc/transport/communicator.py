@@ -253,7 +253,7 @@ class Mesh(Closes):
                 raise did_not_come(missing, limit, f" to the {call}")
 
     def _sent(self, rank: int, packet: bytes, handles: Sequence[Fd | int]) -> bool:
-        """Send a packet to a rank. Returns False if the rank's queue had no room for it."""
+        """Send a packet to ``rank``. Returns False if there was no space for the packet in the rank's queue."""
         try:
             # The timeout is not 0 s: while too many descriptors are in flight, poll() cannot wait for the end of this
             # state, and the caller's loop would run without a pause.
@@ -265,7 +265,7 @@ class Mesh(Closes):
             raise _why_gone(rank, self._channels[rank]) from None
 
     def _receive(self, rank: int, call: Collective, given: dict[int, Message]) -> None:
-        """Receive the message of ``rank`` into ``given``, if it has come."""
+        """Receive the message of ``rank`` into ``given``, if the message has come."""
         try:
             data, handles = self._channels[rank].receive(timeout=0)
         except TimeoutError:
@@ -330,7 +330,7 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Tim
 
 def _why_gone(rank: int, channel: Channel) -> Exception:
     """Return the error for a channel that its other end, ``rank``, has closed: the reason that the rank sent before, or
-    else that it is gone.
+    else that the rank is gone.
     """
     while True:
         try:

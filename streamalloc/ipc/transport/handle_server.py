@@ -41,8 +41,8 @@ _starting = Lock()
 
 
 def serve() -> bytes:
-    """Start the thread that serves :data:`published`, unless it runs in this process. Returns the endpoint, 16 bytes
-    that :func:`fetch` takes.
+    """Start the thread that serves :data:`published`, unless the thread already runs in this process. Returns the
+    endpoint, 16 bytes that :func:`fetch` takes.
     """
     with _starting:
         process = os.getpid()
@@ -55,8 +55,8 @@ def serve() -> bytes:
 
 
 def _serve(listener: Listener) -> None:
-    """Accept clients for ever. Each is answered on a thread of its own, so that a client that sends nothing delays no
-    other. The server's thread runs this function.
+    """Accept clients for ever. Each client is answered on a separate thread, so that a client that sends nothing does
+    not delay the others. The server's thread runs this function.
     """
     while True:
         try:

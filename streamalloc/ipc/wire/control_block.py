@@ -83,7 +83,9 @@ from streamalloc.formats.locks import is_locked, lock, try_lock
 SLOTS = 1024
 """Number of slots of a control block, and number of marks of each kind."""
 IMPORTERS = 128
-"""Largest number of importers of one exporter at a time. Their words need 1.5 MiB of page-locked memory."""
+"""Largest number of importers of one exporter at the same time. The words of so many importers need 1.5 MiB of
+page-locked memory.
+"""
 WORD = 1 << 32
 """Number of values of a word: after the highest value, words begin at 0 again."""
 
@@ -436,8 +438,8 @@ class ControlBlock:
         """Make ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
         (``cuStreamWaitValue32``). Raises CaptureError, ClosedError, CudaError.
         """
-        # A hostile importer may write any value. At the importer's death, a thread raises its words to ``awaited``, so
-        # that the stream does not wait for ever.
+        # A hostile importer may write any value. At its death, a thread raises its words to ``awaited``, so that the
+        # stream does not wait for ever.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -450,9 +452,9 @@ class ControlBlock:
 
     def exporter_alive(self) -> bool:
         """Whether the exporting process is alive, as a test of the lock on its byte shows."""
-        # The header byte is checked first: after the exporter's death, each thread that waited for it holds the
-        # exporter's lock for a moment. A closed block also means a dead exporter, because an importer closes a block
-        # only after the exporter's death.
+        # The header byte is checked first: after the exporter's death, each thread that waited for the exporter holds
+        # its lock for a moment. A closed block also means a dead exporter, because an importer closes a block only
+        # after the exporter's death.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
@@ -603,7 +605,8 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
 
 
 def fence() -> None:
-    """Full memory barrier: this thread's writes become visible before its next reads.
+    """Full memory barrier: this thread's earlier writes become visible to other processes before this thread's next
+    reads.
 
     Exporter and importer each write a word and then read the other's word. Processors may reorder this write and read,
     but not across the acquisition of a lock. The lock is new, so acquiring it never waits.

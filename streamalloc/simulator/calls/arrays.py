@@ -161,8 +161,8 @@ class ArrayCalls(CopyCalls):
         check(all(size <= limit for size, limit in zip(filter(None, sizes), most, strict=True)))
 
     def _destroy(self, one: arrays.Array | arrays.MipmappedArray) -> None:
-        """Destroy an array, with the handles of its levels if it is mipmapped. If ``one`` is a level of a mipmapped
-        array, only its handle ends.
+        """Destroy an array. If the array is mipmapped, the handles of its levels end, too. If ``one`` is a level of a
+        mipmapped array, only the level's handle ends.
         """
         not_modelled(one.mipmap is None and one.storage.queued, "destroying an array while work with it is queued")
         self._forget(one)

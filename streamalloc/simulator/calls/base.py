@@ -235,8 +235,8 @@ class Calls(Machine):
     def _not_captured(self, stream: Queue) -> None:
         """Refuse a call that asks whether work of ``stream`` is done, if a capture forbids such a call.
 
-        These captures forbid it: the capture of the stream itself, and any capture that forbids unsafe calls of this
-        thread. They become invalid.
+        Such a capture is the capture of the stream itself, or any capture that forbids unsafe calls of this thread.
+        These captures become invalid.
         """
         if self.graphs.captures:
             self._spoil([stream.capture])

@@ -50,8 +50,8 @@ class NoAccess(MemoryError):
 
 
 class Launch(HostFunction):
-    """One launch of a kernel that is a registered Python function, which runs on a thread of its own. The function can
-    read these attributes (:func:`current_launch`):
+    """One launch of a kernel that is a registered Python function. The function runs on a separate thread. The function
+    can read these attributes (:func:`current_launch`):
 
     ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
     ``shared_bytes``, the bytes of dynamic shared memory per block; ``cooperative``, a bool; ``device``, the ordinal of

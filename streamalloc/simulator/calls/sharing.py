@@ -2,11 +2,11 @@
 
 All shared memory is in anonymous files. The name of a file contains its kind and its machine, so an importer needs only
 a file descriptor. The memory exists while any process has a descriptor of the file. A handle of 64 bytes names a file
-by process id and descriptor number. Processes of the same user can open them while that process lives. No file has a
-path, so nothing remains on disk.
+by process id and descriptor number. Processes of the same user can open such a file while that process exists. No file
+has a path, so nothing remains on disk.
 
-Machines with a host name that are otherwise equal form one IMEX domain. They share only fabric handles of physical
-memory and multicast objects.
+Machines with a host name that are otherwise equal form one IMEX domain. Processes of different machines in a domain can
+share only physical memory and multicast objects, by fabric handles.
 """
 
 from __future__ import annotations
