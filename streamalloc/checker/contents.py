@@ -248,15 +248,11 @@ class QueuedSources:
         """
         self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
-        self._keep(
-            lambda one: (
-                one.stream is not stream
-                and (
-                    one.mark.clock is None
-                    or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number])
-                )
-            )
-        )
+
+        def unknown(mark: Obstacle, number: int) -> bool:
+            return mark.clock is None or not clock.after(number, mark.clock.known[number])
+
+        self._keep(lambda one: one.stream is not stream and unknown(one.mark, one.stream.number))
 
     def seen_by_host(self, start: int, end: int) -> Clock:
         """Return the clock of the work that may have ended, as the host may have found out, when the host uses the
@@ -482,8 +478,7 @@ class WaitValues:
     def _look(self, wait: _Waiting) -> None:
         if wait.read is None:
             return
-        gone = wait.range is not None and wait.range.ended is not None
-        if gone or wait.accepts(wait.read()):
+        if (wait.range is not None and wait.range.ended is not None) or wait.accepts(wait.read()):
             clock = self._timeline.host.copy()
             if wait.range is None or wait.range.bytes.shared:
                 clock.learn(self._timeline.published)

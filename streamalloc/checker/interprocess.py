@@ -327,11 +327,8 @@ class _Use:
 
     def replaces(self, other: _Use) -> bool:
         """Whether an operation that is ordered after this use is always ordered after the use ``other`` too."""
-        return (
-            self.low <= other.low
-            and other.high <= self.high
-            and (self.write or (self.number == other.number and not other.write))
-        )
+        covers = self.low <= other.low and other.high <= self.high
+        return covers and (self.write or (self.number == other.number and not other.write))
 
 
 @dataclass(eq=False)
@@ -648,8 +645,7 @@ class Interprocess:
         place in the program.
         """
         pieces = self._addresses.pieces(address, nbytes)
-        host = self._timeline.host
-        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
+        if stream.obstacle is not None or any(self._missing(piece, self._timeline.host) for piece in pieces):
             mark = self.announced[name] = self._timeline.record(stream)
             if len(self.announced) > _MOST_ANNOUNCEMENTS:
                 self._untold()
@@ -795,8 +791,7 @@ class OpenFiles(Generic[T]):
         slot = ctypes.create_string_buffer(_SLOT.pack(self._epoll.fileno(), noted, 0), _SLOT.size)
         process = os.getpid()
         call = (_KCMP, process, process, _EPOLL_TARGET, number)
-        answer = _syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot)))
-        return bool(answer == 0)
+        return bool(_syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot))) == 0)
 
 
 def _inode(number: int) -> tuple[int, int] | None:

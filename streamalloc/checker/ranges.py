@@ -184,8 +184,7 @@ class Bytes:
         first, position = at, start
         while position < end:
             if at == len(segments) or segments[at].start > position:
-                upto = end if at == len(segments) else min(end, segments[at].start)
-                segments.insert(at, _Segment(position, upto))
+                segments.insert(at, _Segment(position, end if at == len(segments) else min(end, segments[at].start)))
             elif segments[at].end > end:
                 segments[at : at + 1] = segments[at].cut(end)
             position = segments[at].end

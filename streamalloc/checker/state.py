@@ -154,18 +154,13 @@ class State:
 
         Copies to such memory end before the call returns.
         """
-        return (
-            self.addresses.find(address) is None
-            and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
-        )
+        unseen = self.addresses.find(address) is None
+        return unseen and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
     def leaks(self) -> list[Hazard]:
         """Return one hazard for each place in the program where memory was allocated that is not freed."""
-        resources: list[Range | TrackedMemory] = [
-            one
-            for one in self.addresses.living()
-            if not (one.pending or one.deferred) and one.kind != "registered memory"
-        ]
+        due = (one for one in self.addresses.living() if not (one.pending or one.deferred))
+        resources: list[Range | TrackedMemory] = [one for one in due if one.kind != "registered memory"]
         named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)
         resources += [one for one in named if all(mapping.ended for mapping in one.mappings)]
         places: dict[tuple[str, Stack], list[Range | TrackedMemory]] = {}

@@ -281,8 +281,7 @@ class Streams:
         self._over: deque[dict[int, TrackedStream]] = deque()
         """Per-thread default streams of threads that have ended, by context."""
         # If this variable is set, the bindings treat the handle 0 as the per-thread default stream.
-        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
-        self._zero = _PER_THREAD if per_thread else _LEGACY
+        self._zero = _PER_THREAD if os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1" else _LEGACY
 
     # -- the current call --------------------------------------------------------------------------------------
 
@@ -391,19 +390,17 @@ class Streams:
                 self._legacy[context] = found
         return self._legacy[context]
 
-    def add(
-        self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
-    ) -> TrackedStream:
+    def add(self, handle: int, blocking: bool, context: int | None = None, at: Stack | None = None) -> TrackedStream:
         """Add a stream, and return it. ``context``: handle of its context; None for the current context.
 
-        ``made_at``: place in the program where it was created; None for a stream that another library made.
+        ``at``: place in the program where it was created; None for a stream that another library made.
         """
         where = self.context() if context is None else context
         legacy = self.legacy(where)
-        name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
+        name = f"stream {handle:#x} ({'of another library' if at is None else 'created at ' + place_of(at)})"
         made = self.by_handle[handle] = self._timeline.stream(name, where, legacy if blocking else None, handle)
         self.devices[made] = self.devices[legacy]
-        if made_at is None:
+        if at is None:
             self.foreign.uses(made)
         return made
 

@@ -132,9 +132,7 @@ def run_before(steps: Steps) -> Rest:
     return rest
 
 
-def ends(
-    table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
-) -> Around:
+def ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda *_: None) -> Around:
     """Rule for a call that destroys the object whose handle is its first argument. ``table``: function that returns the
     objects by handle.
 

@@ -46,8 +46,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     words = [word.lower() for word in options.rows or [""]]
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
     if not rows:
-        keys = ", ".join(row.key for row in ROWS)
-        raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
+        raise UsageError(f"no row has {', '.join(options.rows)}; there are {', '.join(row.key for row in ROWS)}")
     found = versions(chosen)
     terminal.paragraph(terminal.bold(chosen.headline), 0)
     software = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
@@ -79,8 +78,7 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
         return
     rows = [row for row in report["rows"] if "unavailable" not in row]
     extra = [key for key in _EXTRA if any(key in row for row in rows)]
-    medians = [row["median"] for row in rows]
-    places = ",.2f" if max(medians) < 1000 else ",.0f"
+    places = ",.2f" if max([row["median"] for row in rows]) < 1000 else ",.0f"
     header = [UNITS[report["unit"]][0], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
     cells = []
     for row in rows:

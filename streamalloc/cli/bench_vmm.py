@@ -221,8 +221,7 @@ def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     """
     group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
     nbytes = max(bench.common // SEGMENTS, GRANULARITY)
-    buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
-    bench.resources.callback(close_all, buffers)
+    bench.resources.callback(close_all, [group.allocate(nbytes) for _ in range(SEGMENTS)])
 
     kept: list[HostMemory] = []
 

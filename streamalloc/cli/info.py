@@ -19,13 +19,7 @@ from streamalloc.cli.machine import POSIX, Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, add_json_argument
 from streamalloc.cli.worker import Worker, WorkerError
 from streamalloc.core.errors import size_text
-from streamalloc.driver.internal import (
-    BINDINGS_VERSION,
-    address_space_limit,
-    enum_member,
-    imex_channels,
-    version_that_added,
-)
+from streamalloc.driver import internal as door
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
@@ -51,7 +45,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 def report(chosen: Chosen) -> dict[str, Any]:
     """Return the report as plain data: versions, devices, peer access, and the results of the trials."""
     devices = sa.Device.all(chosen.driver)
-    imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in imex_channels()]
+    imex = [{"path": path, "permitted": os.access(path, os.R_OK | os.W_OK)} for path in door.imex_channels()]
     return {
         "headline": chosen.headline,
         "simulated": chosen.is_simulated,
@@ -63,7 +57,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
         "multicast": _query_multicast(devices),
-        "address_space_limit": address_space_limit(),
+        "address_space_limit": door.address_space_limit(),
     }
 
 
@@ -73,7 +67,7 @@ def versions(chosen: Chosen) -> dict[str, str | None]:
         "streamalloc": sa.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cuda_bindings": BINDINGS_VERSION,
+        "cuda_bindings": door.BINDINGS_VERSION,
         "driver": chosen.kernel_version,
         "cuda": cuda_version(chosen.driver),
     }
@@ -176,19 +170,16 @@ def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilitie
 def _peers(terminal: Terminal, peer_access: list[list[bool]]) -> None:
     terminal.heading("Peer access")
     terminal.paragraph("Access of the row's device to the memory of the column's device.")
-    rows = [
-        [f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))]
-        for here, row in enumerate(peer_access)
-    ]
+    rows: list[list[str]] = []
+    for here, row in enumerate(peer_access):
+        rows.append([f"device {here}", *("own" if here == there else _ANSWERS[can] for there, can in enumerate(row))])
     terminal.table(rows, header=["", *map(str, range(len(rows)))], align="l" + "r" * len(rows))
 
 
 def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
     terminal.heading("IMEX channels")
-    terminal.table(
-        (one["path"], terminal.good("may be opened") if one["permitted"] else terminal.warning("may not be opened"))
-        for one in channels
-    )
+    answers = {True: terminal.good("may be opened"), False: terminal.warning("may not be opened")}
+    terminal.table((one["path"], answers[one["permitted"]]) for one in channels)
     if not channels:
         terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
 
@@ -399,7 +390,7 @@ def missing_for(capabilities: sa.Capabilities) -> list[str]:
     if capabilities.fabric_handles is False:
         lines.append("fabric handles: this device or driver does not offer them")
     elif capabilities.fabric_handles and not capabilities.imex_channel:
-        present = imex_channels()
+        present = door.imex_channels()
         lines.append(
             "fabric handles: the device offers them, but "
             + (
@@ -413,6 +404,8 @@ def missing_for(capabilities: sa.Capabilities) -> list[str]:
         lines.append("multicast: needs at least two GPUs joined by NVSwitch, visible to this process")
     for item in dataclasses.fields(capabilities):
         name = item.metadata["attribute"]
-        if name and enum_member("CUdevice_attribute", name) is None:
-            lines.append(f"{item.name}: needs cuda-bindings {version_that_added(name)}, found {BINDINGS_VERSION}")
+        if name and door.enum_member("CUdevice_attribute", name) is None:
+            lines.append(
+                f"{item.name}: needs cuda-bindings {door.version_that_added(name)}, found {door.BINDINGS_VERSION}"
+            )
     return lines

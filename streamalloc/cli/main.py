@@ -80,8 +80,7 @@ class _Command(_Parser):
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     as_module = Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py")
-    program = "python -m streamalloc" if as_module else "streamalloc"
-    parser = _Parser(program, description=about, epilog=_EPILOG)
+    parser = _Parser("python -m streamalloc" if as_module else "streamalloc", description=about, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)

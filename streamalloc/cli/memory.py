@@ -121,9 +121,7 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
     cells = [(str(device), library, what, *map(mib, amount)) for (device, library, what), amount in kinds.items()]
     total = ("", "all", "", *(mib(one.nbytes) for one in moments))
     terminal.table([*cells, total], header=("GPU", "library", "memory", *columns), align="lll" + "r" * len(columns))
-    lines = [
-        (key, amount) for key, amount in _grouped(moments, lambda one: (one.library, _line(one))).items() if key[1]
-    ]
+    lines = [one for one in _grouped(moments, lambda row: (row.library, _line(row))).items() if one[0][1]]
     if lines:
         terminal.line()
         cells = [(*map(mib, amount), library, line) for (library, line), amount in lines[:_MOST_LINES]]

@@ -186,8 +186,7 @@ def _granularities(driver: Any, count: int, multicast: bool) -> dict[str, dict[s
     def of_memory(location: sa.MemLocation, kind: int, option: int) -> Any:
         properties = sa.MemAllocationProp(location=location).to_driver()
         properties.requestedHandleTypes = cuda.CUmemAllocationHandleType(kind)
-        flag = cuda.CUmemAllocationGranularity_flags(option)
-        return _asked(driver.cuMemGetAllocationGranularity, properties, flag)
+        return _asked(driver.cuMemGetAllocationGranularity, properties, cuda.CUmemAllocationGranularity_flags(option))
 
     def of_teams(kind: int, option: int) -> Any:
         properties = cuda.CUmulticastObjectProp()

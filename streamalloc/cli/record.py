@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from streamalloc import traces
 from streamalloc.cli import run as running
@@ -36,8 +35,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
     def program() -> None:
         if chosen.is_simulated:
-            driver: Any = internal.Followed(chosen.driver, recording, internal.ALLOCATIONS)
-            running.run_on(driver, options)
+            running.run_on(internal.Followed(chosen.driver, recording, internal.ALLOCATIONS), options)
         else:
             with recording.running():
                 running.run_program(options)

@@ -23,8 +23,7 @@ from streamalloc.formats.sizes import counted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add TRACE, ``--on`` and ``--json`` to the parser of the command."""
     parser.add_argument("trace", metavar="TRACE", help="a file, or one of: " + ", ".join(traces.WORKLOADS))
-    names = ", ".join(traces.ALLOCATORS)
-    about = f"allocator to replay on; may be repeated (default: all that are installed): {names}"
+    about = f"allocator to replay on; may be repeated (default: all that are installed): {', '.join(traces.ALLOCATORS)}"
     parser.add_argument("--on", action="append", metavar="NAME", choices=list(traces.ALLOCATORS), help=about)
     add_json_argument(parser)
 

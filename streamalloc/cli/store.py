@@ -19,16 +19,13 @@ from streamalloc.ipc.internal import store_names
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action, NAME, KEY, the files and the options of ``load`` to the parser of the command."""
-    parser.add_argument(
-        "action", nargs="?", default="list", choices=_ACTIONS, help="list keys (default); show, remove or load one"
-    )
+    about = "list keys (default); show, remove or load one"
+    parser.add_argument("action", nargs="?", default="list", choices=_ACTIONS, help=about)
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of the store; default for list: all")
     parser.add_argument("key", metavar="KEY", nargs="?", help="key, for show, remove and load")
-    about = "safetensors files, or folders of them, for load"
-    parser.add_argument("files", metavar="FILE", nargs="*", help=about)
-    parser.add_argument(
-        "--replace", action="store_true", help="load a key that exists: its readers keep what they read"
-    )
+    parser.add_argument("files", metavar="FILE", nargs="*", help="safetensors files, or folders of them, for load")
+    about = "load a key that exists: its readers keep what they read"
+    parser.add_argument("--replace", action="store_true", help=about)
     parser.add_argument("--on", metavar="ORDINAL", type=int, default=0, help="device that load writes to (default: 0)")
     add_json_argument(parser)
 
@@ -84,8 +81,7 @@ def _entry(options: argparse.Namespace) -> StoreEntry:
 
 
 def _show(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
-    entry = _entry(options)
-    report = dataclasses.asdict(entry)
+    report = dataclasses.asdict(_entry(options))
     for name, value in report.items():
         terminal.line(f"{name:10} {_SHOWN.get(name, str)(value)}")
     return report

@@ -152,8 +152,7 @@ class Terminal:
             style = self.dim if row is header else str
             cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
             for parts in itertools.zip_longest(*cells, fillvalue=""):
-                line = map(_padded, parts, widths, align)
-                self.line(style(_GAP.join(["", *line]).rstrip()))
+                self.line(style(_GAP.join(["", *map(_padded, parts, widths, align)]).rstrip()))
 
     def _fits(self, widths: Iterable[int]) -> bool:
         """Whether columns of these widths fit beside each other in the terminal."""

@@ -320,8 +320,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     terminal.line()
     skipped = f", {counted(tour.skipped, 'part')} skipped" if tour.skipped else ""
     if tour.failed:
-        checks = counted(tour.passed + tour.failed, "check")
-        terminal.line(terminal.bad(f"{tour.failed} of {checks} failed") + skipped)
+        terminal.line(terminal.bad(f"{tour.failed} of {counted(tour.passed + tour.failed, 'check')} failed") + skipped)
         return 1
     terminal.line(terminal.good(f"All {counted(tour.passed, 'check')} held") + f"{skipped}. Next:")
     terminal.table(_NEXT)

@@ -7,18 +7,8 @@ from streamalloc.observing.live_view import LiveView, live
 from streamalloc.observing.observer import Counters, Observer, observe
 from streamalloc.observing.records import Allocation, Happening, LeakError, LeakReport, Phase
 
-__all__ = [
-    "Allocation",
-    "Counters",
-    "Happening",
-    "LeakError",
-    "LeakReport",
-    "LiveView",
-    "Observer",
-    "Phase",
-    "live",
-    "observe",
-]
+__all__ = ["Allocation", "Counters", "Happening", "LeakError", "LeakReport", "LiveView", "Observer", "Phase", "live"]
+__all__ += ["observe"]
 
 
 def __dir__() -> list[str]:

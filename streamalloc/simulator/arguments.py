@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import contexts, graphs, kernels, scheduler
 from streamalloc.simulator.constants import Place
-from streamalloc.simulator.errors import Fault, Result, check, need
+from streamalloc.simulator.errors import Fault, Result, check, need, wrong_type
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import view_address
 
@@ -242,7 +242,7 @@ def member(name: str, value: Any, cls: Any) -> int:
     if not isinstance(value, cls):
         if not hasattr(value, "value"):
             return int(value.value)  # This raises the AttributeError that the bindings raise.
-        raise TypeError(f"Argument '{name}' has incorrect type (expected {cls.__name__}, got {type(value).__name__})")
+        raise wrong_type(name, cls.__name__, value)
     return int(value)
 
 
@@ -281,10 +281,7 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
     if optional and value is None:
         raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
     if not isinstance(value, cls):
-        raise TypeError(
-            f"Argument '{name}' has incorrect type (expected cuda.bindings.driver.{cls.__name__}, "
-            f"got {type(value).__name__})"
-        )
+        raise wrong_type(name, f"cuda.bindings.driver.{cls.__name__}", value)
     return value
 
 

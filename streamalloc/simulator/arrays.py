@@ -204,8 +204,7 @@ class Storage:
         layer, z = (z, 0) if layout.layers else (0, z)
         if layout.has_tail and level >= layout.tail_first:
             pitch = layout.extent_of(level)[0] * layout.element
-            before = sum(layout.bytes_of(above) for above in range(layout.tail_first, level))
-            offset = before + part.y * pitch + part.x
+            offset = sum(layout.bytes_of(above) for above in range(layout.tail_first, level)) + part.y * pitch + part.x
             yield (device, TAIL, layer, 0, 0, 0), 0, 0, (shape.height, shape.width), offset, pitch
             return
         columns, rows, slices = layout.tile

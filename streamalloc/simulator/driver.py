@@ -49,9 +49,8 @@ class SimulatedDriver:
         spec = self._machine.spec
         changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
         pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
-        return ":".join(
-            filter(None, ("simulated", ",".join(f"{name}={int(v) if v in (True, False) else v}" for name, v in pairs)))
-        )
+        settings = ",".join(f"{name}={int(value) if value in (True, False) else value}" for name, value in pairs)
+        return f"simulated:{settings}" if settings else "simulated"
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(cuda, name)

@@ -30,6 +30,11 @@ class NotModelled(NotImplementedError):
         super().__init__(f"not modelled: {what}")
 
 
+def wrong_type(name: str, expected: str, given: object) -> TypeError:
+    """Return the bindings' error for an argument of another class."""
+    return TypeError(f"Argument '{name}' has incorrect type (expected {expected}, got {type(given).__name__})")
+
+
 class BrokenMachineError(RuntimeError):
     """An earlier call of this machine was interrupted midway, so the state of the machine may be inconsistent. Make
     another machine.

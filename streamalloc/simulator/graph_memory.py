@@ -113,8 +113,7 @@ class DeviceGraphMemory:
         new = [GraphChunk(self.physical.extend(CHUNK)) for _ in range(missing)]
         self.chunks += new
         self.bank.used += missing * CHUNK
-        ordered = sorted([*new, *reversed(free)] if new else free, key=lambda chunk: chunk not in before)
-        chosen = ordered[:mapped]
+        chosen = sorted([*new, *reversed(free)] if new else free, key=lambda chunk: chunk not in before)[:mapped]
         for chunk in chosen:
             chunk.used = True
         if moved:
@@ -230,8 +229,7 @@ class GraphHeap:
                 beside = [behind]
         start = min([start, *(hole.address for hole in beside)])
         end = max([end, *(hole.end for hole in beside)])
-        kept = [hole for hole in self.holes if hole not in beside]
-        self.holes = [*kept, Hole(end - start, start, freed_by, earlier)]
+        self.holes = [*(hole for hole in self.holes if hole not in beside), Hole(end - start, start, freed_by, earlier)]
 
     # -- launches --------------------------------------------------------------------------------------------
 

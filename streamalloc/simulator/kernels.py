@@ -190,8 +190,7 @@ def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
     ctypes or NumPy.
     """
     try:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-        return tuple(_c_type(one.annotation) for one in parameters)
+        return tuple(_c_type(one.annotation) for one in inspect.signature(function, eval_str=True).parameters.values())
     except (NameError, TypeError, ValueError):
         return None
 

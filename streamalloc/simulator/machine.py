@@ -104,8 +104,7 @@ class Machine:
         regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
         heap = Heap(str(self.labels.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
-        graphs = DeviceGraphMemory(banks, bank)
-        return SimulatedDevice(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
+        return SimulatedDevice(ordinal, bank, digest, attributes, regions, heap, pinned, DeviceGraphMemory(banks, bank))
 
     def see_devices(self) -> None:
         """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``.
@@ -120,9 +119,8 @@ class Machine:
         self.banks.devices[:] = [device.bank for device in self.devices]
         for ordinal, device in enumerate(self.devices):
             device.ordinal = ordinal
-        self.pools.poolless = frozenset(
-            device.ordinal for device in self.devices if not device.attributes.get("MEMORY_POOLS_SUPPORTED")
-        )
+        lacking = (one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
+        self.pools.poolless = frozenset(lacking)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -254,11 +252,8 @@ class Machine:
 
     def drain(self, device: int | None = None) -> None:
         """Wait for all submitted work of ``device``, or of all devices if None. The host's clock does not change."""
-        goals = [
-            (stream, stream.seq)
-            for stream in self.scheduler.streams.values()
-            if device is None or stream.context.device.ordinal == device
-        ]
+        streams = self.scheduler.streams.values()
+        goals = [(one, one.seq) for one in streams if device is None or one.context.device.ordinal == device]
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in goals))
 
     # -- plain memory ----------------------------------------------------------------------------------------

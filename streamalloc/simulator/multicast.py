@@ -220,8 +220,7 @@ class MulticastTable:
         return TeamBinding(*self._words[first : first + len(TeamBinding._fields)])
 
     def _write(self, place: int, binding: TeamBinding) -> None:
-        first = _FIRST_RECORD + place * _RECORD_WORDS
-        for word, value in enumerate(binding, first):
+        for word, value in enumerate(binding, _FIRST_RECORD + place * _RECORD_WORDS):
             self._words[word] = value
 
 
@@ -399,8 +398,7 @@ class MulticastMemory(Mappable):
             first, stop = max(offset, binding.offset), min(offset + size, binding.end)
             there = self._window(binding) if first < stop else None
             if there is not None:
-                segment = Segment(there.base + first - binding.offset, first - offset, stop - first)
-                found[binding.device].append(segment)
+                found[binding.device].append(Segment(there.base + first - binding.offset, first - offset, stop - first))
         return found
 
     def check_bound(self, offset: int, size: int) -> None:

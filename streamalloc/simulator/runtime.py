@@ -14,7 +14,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime, signature
 from streamalloc.driver.locks import Lock
-from streamalloc.simulator.errors import NotModelled
+from streamalloc.simulator.errors import NotModelled, wrong_type
 from streamalloc.simulator.memory import view_address
 
 _RENAMED = {
@@ -185,17 +185,13 @@ class Argument:
         if value is None:
             return None
         if not isinstance(value, self._from):
-            raise TypeError(
-                f"Argument '{self._name}' has incorrect type (expected cuda.bindings.runtime.{self._from.__name__}, "
-                f"got {type(value).__name__})"
-            )
+            raise wrong_type(self._name, f"cuda.bindings.runtime.{self._from.__name__}", value)
         if self._make is not None:
             return self._make(value)
         made = copied(value, cls, runtime(), cuda)
         field, inner = STRUCTS_IN_LISTS.get(self._from.__name__, ("", ""))
         if field:
-            items = [copied(one, getattr(cuda, inner), runtime(), cuda) for one in getattr(value, field)]
-            setattr(made, field, items)
+            setattr(made, field, [copied(one, getattr(cuda, inner), runtime(), cuda) for one in getattr(value, field)])
         return made
 
     def back(self, given: Any, converted: Any) -> None:
@@ -322,10 +318,8 @@ class Functions:
         if call is None or len(ours) < len(theirs) or more not in ("", "Flags", "ctx") or other_layout:
             return functools.partial(_refuse, name)
         make = dict(zip(OTHER_LAYOUT, (self._node, self._box, self._peer_box), strict=True))
-        convert = [
-            Argument(one.name, one.annotation, other.annotation, make.get(one.annotation))
-            for one, other in zip(theirs, ours, strict=False)
-        ]
+        pairs = zip(theirs, ours, strict=False)
+        convert = [Argument(one.name, one.annotation, two.annotation, make.get(one.annotation)) for one, two in pairs]
         results = [result(kind) for kind in kinds]
 
         def body(*args: Any) -> Any:
@@ -380,8 +374,7 @@ class Functions:
     def cudaDeviceReset(self) -> None:
         device = self.cudaGetDevice()
         self.call("cuDevicePrimaryCtxReset", _number(device))
-        held = self._retained.pop(device, None)
-        if held is not None:
+        if self._retained.pop(device, None) is not None:
             self.call("cuDevicePrimaryCtxRelease", _number(device))
             self.call("cuCtxSetCurrent", 0)
 
@@ -468,8 +461,7 @@ class Functions:
             self.cudaMemset2D(at, pitch, value, int(extent.width), int(extent.height), *stream)
 
     def cudaMemcpy(self, dst: Any, src: Any, count: int, kind: Any, *stream: Any) -> None:
-        number = copy_kind(kind)
-        self.call(_COPIES[number] + ("Async" if stream else ""), address(dst), address(src), count, *stream)
+        self.call(_COPIES[copy_kind(kind)] + ("Async" if stream else ""), address(dst), address(src), count, *stream)
 
     def cudaMemcpyPeer(self, dst: Any, dstDevice: int, src: Any, srcDevice: int, count: int, *stream: Any) -> None:
         ends = address(dst), self._primary(dstDevice), address(src), self._primary(srcDevice)

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.cli import info
+from streamalloc.driver import internal
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from tests.cli.conftest import Altered, Run, without
 
@@ -60,7 +60,7 @@ def test_imex_channels(
     channel = tmp_path / "channel7"
     if permitted:
         channel.touch()
-    monkeypatch.setattr(info, "imex_channels", lambda: [str(channel)])
+    monkeypatch.setattr(internal, "imex_channels", lambda: [str(channel)])
     assert f"  {channel}  may {'' if permitted else 'not '}be opened\n" in run("info")[1]
     found = json.loads(run("info", "--json")[1])["imex_channels"]
     assert found == [{"path": str(channel), "permitted": permitted}]

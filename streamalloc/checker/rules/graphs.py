@@ -20,6 +20,8 @@ from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Launched, Stack
 
 T = TypeVar("T")
+MakeNodes = Callable[[State, Any], list[TrackedNode]]
+"""Function of an argument, such as the parameters of a node, that returns the checker's nodes for it."""
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
 
 
@@ -162,9 +164,7 @@ def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> N
     state.graphs[int(answer[1])] = TrackedGraph([replace(one, handle=in_clone(one.handle)) for one in nodes])
 
 
-def _adds(
-    at: int, make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
-) -> None:
+def _adds(at: int, make: MakeNodes, state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for a call that adds a node. ``make`` returns the checker's nodes for the argument with the index ``at``.
 
     The nodes are checked only at the instantiation, because edges may be added until then.
@@ -205,10 +205,8 @@ def _free_node(state: State, address: Any) -> list[TrackedNode]:
 
 
 def _kernel_node(state: State, params: Any) -> list[TrackedNode]:
-    function = params.func if int(params.func) else params.kern
-    return uses.kernel_nodes(
-        state, uses.KERNEL, state.place(), "of a graph", False, function, params.kernelParams, params.extra
-    )
+    launch = params.func if int(params.func) else params.kern, params.kernelParams, params.extra
+    return uses.kernel_nodes(state, uses.KERNEL, state.place(), "of a graph", False, *launch)
 
 
 def _record_node(state: State, event: Any) -> list[TrackedNode]:
@@ -242,7 +240,7 @@ class _Kind(NamedTuple):
     call: str
     type: str
     field: str
-    make: Callable[[State, Any], list[TrackedNode]]
+    make: MakeNodes
     sets: str = "Params"
     """Last part of the name of the call that changes the parameters of such a node; empty if there is no call."""
 
@@ -289,9 +287,7 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
             graph.handles.pop(handle, None)
 
 
-def _sets(
-    make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
-) -> None:
+def _sets(make: MakeNodes, state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for a call that changes a node of a graph or an executable graph.
 
     ``make`` returns the checker's nodes for the parameters.
@@ -363,8 +359,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     if len(old) == len(nodes):
         # Later calls on the executable graph name its nodes by the handles of the first graph, so the new nodes get
         # these handles.
-        pairs = zip(nodes, old, strict=True)
-        nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
+        nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in zip(nodes, old, strict=True)]
     executable.nodes = list(nodes)
 
 

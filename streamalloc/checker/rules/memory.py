@@ -382,8 +382,7 @@ def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if memory is None:
         memory = state.physical[number_of(args[3])] = TrackedMemory(int(args[1]), ())
     address, size, offset = number_of(args[0]), int(args[1]), int(args[2])
-    bindings = memory.bindings
-    made = Range(address, size, "mapping", memory.bytes, offset, state.place(), grants={}, bindings=bindings)
+    made = Range(address, size, "mapping", memory.bytes, offset, state.place(), grants={}, bindings=memory.bindings)
     memory.mappings = [one for one in memory.mappings if one.ended is None] + [made]
     state.addresses.add(made)
 
@@ -394,8 +393,7 @@ def _unmaps(state: State, name: str, args: Arguments) -> Steps:
 
 def _grants(state: State, name: str, args: Arguments) -> Steps:
     found = mappings(state, number_of(args[0]), int(args[1]))
-    several = [one.grants for one in found if one.grants is not None]
-    return _sets_rights(state, found, several, granted(args[2]), name)
+    return _sets_rights(state, found, [one.grants for one in found if one.grants is not None], granted(args[2]), name)
 
 
 # -- multicast objects ---------------------------------------------------------------------------------------
@@ -421,8 +419,7 @@ def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
             device = memory.device
     else:
         address, size = number_of(args[2 + shift]), int(args[3 + shift])
-        pieces = state.addresses.pieces(address, size)
-        parts = [part for one, low, high in pieces for part in one.physical(low, high)]
+        parts = [part for one, low, high in state.addresses.pieces(address, size) for part in one.physical(low, high)]
     at = int(args[1 + shift])
     for behind, first, last in parts:
         target.bindings.append(BoundBytes(at, last - first, behind, first, device))
@@ -440,9 +437,8 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
     run_before(end(state, target.mappings, name, "unmap"))((1,))
     answer = yield
     if not answer[0]:  # The list is changed in place, because all mappings of the object share this list.
-        bindings[:] = [
-            one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
-        ]
+        others = (None, device)
+        bindings[:] = [one for one in bindings if one.device not in others or not start <= one.offset < start + size]
 
 
 # -- memory of several processes -----------------------------------------------------------------------------

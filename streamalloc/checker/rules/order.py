@@ -265,7 +265,7 @@ def end_context(state: State, context: int, what: str, stack: Stack) -> None:
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.streams.add(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=state.place(1))
+    state.streams.add(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, at=state.place(1))
 
 
 def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) -> Around:
@@ -325,8 +325,7 @@ def _records_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    external = len(args) > 2 and int(args[2]) & _EXTERNAL
-    wait(state, state.stream(args[0]), event_of(state, args[1]), bool(external))
+    wait(state, state.stream(args[0]), event_of(state, args[1]), bool(len(args) > 2 and int(args[2]) & _EXTERNAL))
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:

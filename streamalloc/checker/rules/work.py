@@ -190,8 +190,8 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
     width, height, depth = sizes
     if lines == height:
         return rows(state, start, pitch, width, height * depth, write)
-    step = pitch * lines
-    return [row for at in range(depth) for row in rows(state, start + at * step, pitch, width, height, write)]
+    starts = range(start, start + depth * pitch * lines, pitch * lines)
+    return [row for at in starts for row in rows(state, at, pitch, width, height, write)]
 
 
 def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
@@ -320,8 +320,7 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
         if answer[0]:
             return
         stream, where = state.stream(handle), f"on {state.stream(handle).name}"
-        runs = stream not in state.streams.captures
-        for node in uses.kernel_nodes(state, name, state.place(), where, runs, *launch):
+        for node in uses.kernel_nodes(state, name, state.place(), where, stream not in state.streams.captures, *launch):
             uses.queue_use(state, stream, node)
 
     return rule

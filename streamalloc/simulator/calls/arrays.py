@@ -96,8 +96,7 @@ class ArrayCalls(CopyCalls):
         most = max(layout.extent).bit_length()
         if layout.sparse and (layout.solid or not 0 < numMipmapLevels <= most):
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
-        levels = min(max(numMipmapLevels, 1), most)
-        storage = self._storage(context, replace(layout, levels=levels, mipmapped=True))
+        storage = self._storage(context, replace(layout, levels=min(max(numMipmapLevels, 1), most), mipmapped=True))
         return cuda.CUmipmappedArray(self.mipmapped_arrays.add(arrays.MipmappedArray(storage)).handle)
 
     def _array_context(self) -> Context:

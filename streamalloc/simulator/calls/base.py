@@ -250,8 +250,7 @@ class Calls(Machine):
         """
         captures = self.graphs.captures
         if captures:
-            caller = self.scheduler.caller
-            self._spoil([capture for capture in captures if capture.forbids(caller)])
+            self._spoil([capture for capture in captures if capture.forbids(self.scheduler.caller)])
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:

@@ -143,8 +143,7 @@ class ContextCalls(Calls):
 
     def cuDeviceGetP2PAttribute(self, attrib: cuda.CUdevice_P2PAttribute, srcDevice: Device, dstDevice: Device) -> int:
         check(srcDevice is not dstDevice, Result.CUDA_ERROR_INVALID_DEVICE)
-        link = self.link(srcDevice.ordinal, dstDevice.ordinal)
-        return need(link.attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
+        return need(self.link(srcDevice.ordinal, dstDevice.ordinal).attributes.get(_PEER_ATTRIBUTES.get(attrib, "")))
 
     # -- primary contexts ------------------------------------------------------------------------------------
 
@@ -210,8 +209,7 @@ class ContextCalls(Calls):
 
     def cuCtxSetCurrent(self, ctx: arguments.ContextHandle) -> None:
         stack = self.scheduler.caller.contexts
-        pushed = [self._find(Context, ctx)] if ctx else []
-        stack[-1:] = pushed
+        stack[-1:] = [self._find(Context, ctx)] if ctx else []
 
     def cuCtxPushCurrent(self, ctx: Context) -> None:
         self.scheduler.caller.contexts.append(ctx)
@@ -249,8 +247,7 @@ class ContextCalls(Calls):
 
     def cuCtxGetFlags(self) -> int:
         context = self.current()
-        usual = self.profile.context_flags if context.primary else 0
-        return context.flags | context.implied_flags | usual
+        return context.flags | context.implied_flags | (self.profile.context_flags if context.primary else 0)
 
     def cuCtxGetApiVersion(self, ctx: ContextOrCurrent) -> int:
         return self.profile.context_api_version

@@ -117,8 +117,7 @@ class CopyCalls(VirtualMemoryCalls):
         if not count or not rows:
             return
         size = count * width
-        pattern = value.to_bytes(width, "little")
-        operation = self.filling(stream.context, target, pattern, count, rows, pitch)
+        operation = self.filling(stream.context, target, value.to_bytes(width, "little"), count, rows, pitch)
         check(target % width == 0)
         # In a capture the memory is checked at the instantiation, not at the call (observed on H200: test_capture).
         if captured:
@@ -147,8 +146,7 @@ class CopyCalls(VirtualMemoryCalls):
         allocation = need(self.allocations.find(address))
         check(allocation.known)
         if allocation.mapping is not None:
-            mappings = self.span(address, size)
-            check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
+            check(least_right(self.span(address, size), device_place(context.device.ordinal)) == READ_WRITE)
             self._check_team(address, size)
         else:
             check(address + size <= allocation.end)
@@ -169,17 +167,14 @@ class CopyCalls(VirtualMemoryCalls):
         read_later = source.address if source.data is None else None
         return PlannedCopy(self, context, target.address, shape.width, put, read_later)
 
-    def filling(
-        self, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
-    ) -> Operation:
+    def filling(self, context: Context, target: int, pattern: bytes, count: int, rows: int, pitch: int) -> Operation:
         """Return the operation that fills ``rows`` rows of ``count`` elements.
 
         ``pitch``: bytes from the start of a row to the start of the next row.
         """
         if rows > 1:
             row = pattern * count
-            every_row = Side(view_address(row), data=row)
-            return self._rows(context, Shape(len(row), rows), Side(target, pitch), every_row)
+            return self._rows(context, Shape(len(row), rows), Side(target, pitch), Side(view_address(row), data=row))
 
         def put(address: int, offset: int, size: int) -> None:
             if len(set(pattern)) == 1:
@@ -220,8 +215,7 @@ class CopyCalls(VirtualMemoryCalls):
             self._copy(Side(0), Side(0), shape, hStream)
             return
         target, source, kinds = self._sides(copy, shape)
-        values = copy_values(copy, shape)
-        self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
+        self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, copy_values(copy, shape))
 
     def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
         """Return target and source of a copy without arrays, and a tuple of their memory types."""
@@ -446,8 +440,7 @@ class CopyCalls(VirtualMemoryCalls):
         begins = [arguments.size_t(one) for one in list(attrsIdxs)[:numAttrs]]
         stream = self._stream_of_batch(hStream, count and all(lengths))
         orders = arguments.by_start(map(self._order, attributes), begins, count)
-        copies = list(zip(targets, sources, map(Shape, lengths), orders, strict=True))
-        self._copy_all(stream, copies, _waits_for_row)
+        self._copy_all(stream, list(zip(targets, sources, map(Shape, lengths), orders, strict=True)), _waits_for_row)
 
     def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
         boxes = arguments.structs("opList", opList, cuda.CUDA_MEMCPY3D_BATCH_OP, numOps)

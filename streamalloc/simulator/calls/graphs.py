@@ -220,8 +220,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         # test_graph_nodes).
         check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
-        operation = self.filling(context, address, pattern, width, height, pitch)
-        return {"values": values, "operation": operation}
+        return {"values": values, "operation": self.filling(context, address, pattern, width, height, pitch)}
 
     def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
         address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
@@ -246,8 +245,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(shape.size)
         target, source, kinds = self._sides(params, shape)
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        operation = self.copying(context, shape, target, source)
-        return {"values": copy_values(params, shape), "operation": operation}
+        return {"values": copy_values(params, shape), "operation": self.copying(context, shape, target, source)}
 
     def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:
         operation = self._host_function(int(params.fn), int(params.userData or 0))
@@ -262,7 +260,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         context = function.module.context or self._context_of_node(params.ctx)
         shape = self._shape(function, (*extents_of(params), int(params.sharedMemBytes)))
         given = int(params.kernelParams), int(params.extra)
-        operation, cells = self._launch_of(context, function, shape, *given)
+        operation, cells = self._launch_of(context, function, shape, given)
         return {"values": node_values(function, shape, cells), "operation": operation}
 
     def _event_record_of_node(self, graph: NodeGraph, event: Any) -> Work:
@@ -431,8 +429,7 @@ class GraphCalls(GraphBuildingCalls):
         if status is _ACTIVE:
             capture: GraphCapture = hStream.capture
             number, graph, behind = capture.id, capture.graph.handle, _handles(capture.behind(hStream))
-        values = (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind)
-        return (*values, *_edge_data(len(behind)), len(behind))
+        return (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind, *_edge_data(len(behind)), len(behind))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         number = int(mode)

@@ -184,8 +184,7 @@ def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) ->
         cells = tuple(_given(*one) for one in zip(_addresses(slots, count), *params, parameters, strict=True))
         return cells if types is None else cells[: len(types)]
     known = _known(name, types)
-    pairs = zip(_addresses(slots, len(known)), known, strict=True)
-    return tuple(_read(address, kind) for address, kind in pairs)
+    return tuple(_read(address, kind) for address, kind in zip(_addresses(slots, len(known)), known, strict=True))
 
 
 def packed(params: Any, extra: Any) -> tuple[Any, int]:
@@ -541,8 +540,7 @@ class KernelCalls(Calls):
         """Return the device attribute ``name``, a limit for kernels. ``device``: None for the device of the current
         context.
         """
-        found = device or self.current().device
-        return int(found.attributes[name])
+        return int((device or self.current().device).attributes[name])
 
     def _attribute(self, attribute: Any, function: Function, *unused: Any) -> int:
         """Return an attribute of a function: the value that was set, or registered, or else that of an empty kernel."""
@@ -651,7 +649,7 @@ class KernelCalls(Calls):
         return LaunchShape((x, y, z), (block_x, block_y, block_z), shared, cooperative)
 
     def _launch_of(
-        self, context: Context, function: Function, shape: LaunchShape, params: Any, extra: Any
+        self, context: Context, function: Function, shape: LaunchShape, params: tuple[Any, Any]
     ) -> tuple[Operation, Cells]:
         """Return a tuple of the operation that runs a launch, and the launch's arguments.
 
@@ -662,21 +660,20 @@ class KernelCalls(Calls):
         if function.kernel is None:
             what = f"the kernel {function.name!r}: register a function for it with testing.kernel, or ignore kernels"
             not_modelled(self.spec.kernels != "ignore", what)
-            packed(params, extra)
+            packed(*params)
             return Operation(), ()
-        cells = unpack(function.name, params, extra, function.types)
-        arguments_of = tuple(map(plain, cells))
-        return Launch(self, context, function, shape, arguments_of), cells
+        cells = unpack(function.name, *params, function.types)
+        return Launch(self, context, function, shape, tuple(map(plain, cells))), cells
 
     def _launch_in(
-        self, stream: Queue, function: Function, sizes: Any, params: Any, extra: Any, cooperative: bool
+        self, stream: Queue, function: Function, sizes: Any, params: tuple[Any, Any], cooperative: bool
     ) -> None:
         shape = self._shape(function, tuple(sizes), cooperative)
-        operation, cells = self._launch_of(stream.context, function, shape, params, extra)
+        operation, cells = self._launch_of(stream.context, function, shape, params)
         self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
 
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
-        self._launch_in(more[7], function, more[:7], more[8], more[9] if more[9:] else 0, cooperative)
+        self._launch_in(more[7], function, more[:7], (more[8], more[9] if more[9:] else 0), cooperative)
 
     cuLaunchKernel = call(_launch_kernel, False, hStream=arguments.Queue)
     cuLaunchCooperativeKernel = call(_launch_kernel, True, hStream=arguments.Queue)
@@ -693,7 +690,7 @@ class KernelCalls(Calls):
                 check(part and size % int(part) == 0)
         cooperative = _COOPERATIVE in attributes and bool(attributes[_COOPERATIVE].cooperative)
         stream = self.stream(arguments.stream(config.hStream))
-        self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
+        self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), (kernelParams, extra), cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
         """Return the memory that a launch of the function ``f`` uses: tuples of address, bytes, write flag and atomic

@@ -362,8 +362,7 @@ class MemoryCalls(VirtualMemoryCalls):
         allowed, change = need(_ADVICE.get(int(advice)))
         place = self._place(location, allowed) if allowed else NOWHERE
         check(count)
-        allocation = self._managed(devPtr, count)
-        allocations.advise(allocation, devPtr, count, lambda before: change(before, place))
+        allocations.advise(self._managed(devPtr, count), devPtr, count, lambda before: change(before, place))
 
     if not EDGE_DATA:  # In bindings before CUDA 13 these calls take other arguments.
         del cuMemPrefetchAsync, cuMemAdvise

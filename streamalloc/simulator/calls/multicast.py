@@ -176,8 +176,7 @@ class MulticastCalls(CopyCalls):
         if mapping is not None:
             memory = need_a(CreatedMemory, mapping.memory, "binding a multicast object to another")
             not_modelled(len(self.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
-            start = memory.offset + address - mapping.base
-            return Backing(memory.physical, start, memory.properties.device, memory)
+            return Backing(memory.physical, memory.offset + address - mapping.base, memory.properties.device, memory)
         check(address + size <= allocation.end)
         check(pool is not None)  # As documented, the memory must be of cuMemCreate or of a pool.
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")

@@ -160,11 +160,8 @@ class PoolCalls(Calls):
         wanted = [(arguments.place(one.location), int(one.flags)) for one in descriptors]
         if found.managed:
             return
-        number = len(self.devices)
-        known = all(
-            0 <= place.id < number for place, flags in wanted if place.type == Location.DEVICE and flags != READ
-        )
-        check(known, Result.CUDA_ERROR_INVALID_DEVICE)
+        devices = [place.id for place, flags in wanted if place.type == Location.DEVICE and flags != READ]
+        check(all(0 <= one < len(self.devices) for one in devices), Result.CUDA_ERROR_INVALID_DEVICE)
         self._unsafe_during_capture()
         check(all(flags != READ for _, flags in wanted), Result.CUDA_ERROR_NOT_SUPPORTED)
         for place, flags in wanted:

@@ -141,9 +141,7 @@ class VirtualMemoryCalls(Calls):
     # -- handles, of physical memory and of multicast objects ------------------------------------------------
 
     def memory(self, handle: int) -> CreatedMemory:
-        return need_a(
-            CreatedMemory, self.named(handle), "a handle of a multicast object where physical memory is expected"
-        )
+        return need_a(CreatedMemory, self.named(handle), "a multicast object where physical memory is expected")
 
     def named(self, handle: int) -> Mappable:
         check(handle)
@@ -177,10 +175,8 @@ class VirtualMemoryCalls(Calls):
         return cuda.CUmemGenericAllocationHandle(self.memories.add(found).handle)
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
-        named = self.named_or_mapped(handle)
-        properties = need_a(
-            CreatedMemory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object"
-        ).properties
+        what = "cuMemGetAllocationPropertiesFromHandle of a multicast object"
+        properties = need_a(CreatedMemory, self.named_or_mapped(handle), what).properties
         props, location = cuda.CUmemAllocationProp(), cuda.CUmemLocation()
         location.type, location.id = cuda.CUmemLocationType(properties.place.type), properties.place.id
         props.type, props.location = cuda.CUmemAllocationType(PINNED), location
@@ -207,8 +203,7 @@ class VirtualMemoryCalls(Calls):
         check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
         alignment = max(alignment, self.profile.page)
         check(addr % alignment == 0)
-        possible = max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
-        check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        check(max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT, Result.CUDA_ERROR_OUT_OF_MEMORY)
         # Small ranges are placed in the free part of the context's region. When this part is full, and for large
         # ranges, the driver takes low addresses (observed on H200: test_physical_memory).
         ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
@@ -280,8 +275,7 @@ class VirtualMemoryCalls(Calls):
             for found, start, stop in segments:
                 memory.map_at(found, start, stop - start, offset + start - ptr)
         memory.mappings += 1
-        made = self.allocations.add(LiveMemory(ptr, size, memory.properties.device, None))
-        made.mapping = mapping
+        self.allocations.add(LiveMemory(ptr, size, memory.properties.device, None)).mapping = mapping
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
         """Unmap whole mappings; holes between them are allowed. The call waits for work that runs. Work that is only
@@ -369,8 +363,7 @@ class VirtualMemoryCalls(Calls):
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
-        streams = self.scheduler.streams.values()
-        return any(one.touches(start, end) for stream in streams for one in stream.operations)
+        return any(one.touches(start, end) for stream in self.scheduler.streams.values() for one in stream.operations)
 
     def _wanted(self, place: Place, flags: int) -> tuple[Place, int]:
         if place.type == Location.DEVICE:
