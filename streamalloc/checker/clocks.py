@@ -4,7 +4,7 @@ A stream *enters* an operation once everything before the operation is known, us
 for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its later
 operations are queued until then. So operations are checked in a possible order.
 
-All host threads share one clock: threads order each other in many ways that the checker does not see. Work for which
+All host threads share one clock: threads order each other in many ways that the checker is not told of. Work for which
 one thread has waited precedes everything that any thread does later.
 
 The driver may order more than the program requests: an allocation runs after the free whose memory it reuses. Clocks do
@@ -88,7 +88,7 @@ class Actor:
 
 @dataclass(eq=False, slots=True)
 class Obstacle:
-    """Something that streams wait for, and that has not happened yet as far as the checker knows.
+    """Something that streams wait for, and that has not happened yet as far as the checker was told.
 
     An obstacle is the end of queued work, a value in memory, or the return of a host function.
     """
@@ -216,13 +216,13 @@ class Timeline:
 
     def may_be_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for the operation at ``time`` of the actor ``number``, or may have waited by a
-        call that the checker did not see.
+        call that the checker was not told of.
         """
         return self.certain(self.host, number, time)
 
     def may_be_seen(self, mark: Obstacle) -> bool:
         """Whether the host has waited for ``mark``, a result of :meth:`record`, or may have waited by a call that the
-        checker did not see.
+        checker was not told of.
         """
         clock, source = mark.clock, mark.source
         if clock is None or source is None:

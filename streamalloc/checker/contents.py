@@ -203,7 +203,7 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """Return those of ``pieces`` that the host may write without a call that the checker sees."""
+        """Return those of ``pieces`` that the host may write without a call that the checker is told of."""
         # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
         return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
 

@@ -53,7 +53,7 @@ class ForeignStreams:
         self._timeline = timeline
         self._reachable: dict[TrackedStream, None] = {}
         self.calls_are_seen: bool = False
-        """Whether the checker sees all calls of other libraries, because the driver is simulated."""
+        """Whether the checker is told of all calls of other libraries, because the driver is simulated."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False

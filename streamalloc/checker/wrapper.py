@@ -9,8 +9,8 @@ after releasing it:
 * :meth:`Recorder.feed` gets calls that were made already. Its hazards cannot prevent these calls.
 * :meth:`Recorder.feed_kernels` gets launches of kernels of other code.
 * :meth:`Recorder.between_calls` judges uses whose calls were recorded before.
-* The facade calls the methods of ``MemoryListener``. ``used`` and ``shared`` deliver their hazards at once. Hazards of
-  the other methods are delivered by the next feed.
+* The package itself calls the methods of ``MemoryListener``. ``used`` and ``shared`` deliver their hazards at once.
+  Hazards of the other methods are delivered by the next feed.
 """
 
 from __future__ import annotations

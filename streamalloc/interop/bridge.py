@@ -361,7 +361,7 @@ def free_after_all(item: FreeAfterAll) -> None:
 
 
 class FreeAfterAll(Deferred):
-    """Item of the queue of deferred ends: it frees buffers of one device after the work of all streams known by
+    """Item of the queue of deferred releases: it frees buffers of one device after the work of all streams known by
     then.
     """
 
@@ -427,8 +427,8 @@ def _free_on(buffer: Buffer, stream: Stream) -> None:
 class Dropped:
     """Buffers that libraries have dropped, in batches, because each free after all work of a device is expensive.
 
-    A batch is in the queue of deferred ends from its first buffer on. It is freed when the queue is next worked off, or
-    as soon as it has :data:`BATCH` buffers or :data:`BATCH_BYTES` bytes. So large memory is freed at once.
+    A batch is in the queue of deferred releases from its first buffer on. It is freed when the queue is next worked
+    off, or as soon as it has :data:`BATCH` buffers or :data:`BATCH_BYTES` bytes. So large memory is freed at once.
     """
 
     def __init__(self, _: Session) -> None:
@@ -520,7 +520,7 @@ class Ledger:
             return nbytes
         if not isinstance(memory, Buffer):
             # The last references to the memory must be dropped first: only then is the unmap of virtual memory in the
-            # queue of deferred ends. `work` then attempts the unmap, so that the memory is free before the next
+            # queue of deferred releases. `work` then attempts the unmap, so that the memory is free before the next
             # request.
             del held, memory
             work(self.sources.session)

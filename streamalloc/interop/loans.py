@@ -102,8 +102,8 @@ class Lent(TypedView[Any]):
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
         self._end = _End(view, self._session, None, self.stream)
-        # The queue of deferred ends keeps the end of the loan. Otherwise a signal handler that raises in __del__ could
-        # make the memory be freed too early.
+        # The queue of deferred releases keeps the end of the loan. Otherwise a signal handler that raises in __del__
+        # could make the memory be freed too early.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
             # The handle of a default stream means the default stream of the current device, so the memory's device is
@@ -181,8 +181,8 @@ class Borrowed(Memory, Closes):
         self.location = place.location or stream.device.location
         self.managed = place.managed
         self._end = _End((self._keep, array), self._session, stream, lender)
-        # The queue of deferred ends keeps the end of the loan. If a signal handler raises in __del__, the end is then
-        # still attempted; otherwise the array would be released before the work of the stream is done.
+        # The queue of deferred releases keeps the end of the loan. If a signal handler raises in __del__, the end is
+        # then still attempted; otherwise the array would be released before the work of the stream is done.
         deferred_queue(self._session).end_with(self, self._end)
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 

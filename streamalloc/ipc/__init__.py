@@ -33,7 +33,7 @@ In the owner again:
 
 11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.end`` counts up the generation, so that nobody opens the
     memory any more, and compares the words: if all importers have written ``closing``, the stream waits for ``closed``,
-    and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of ends,
+    and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of deferred releases,
     ``_DeferredFree``, which later calls of the package attempt.
 
 *The owner dies.* The driver keeps the memory for the importers that have it. Before a stream waits for ``ready``,
@@ -44,8 +44,8 @@ block later.
 
 *The importer dies.* If a free finds that an importer has not closed the memory, ``ControlBlock.watch_importer`` starts
 such a thread in the owner. At the death ``ControlBlock._end`` sets ``closing`` and ``closed`` to ``opened``, and the
-next point of work frees the memory. If the importer dies before it has opened the descriptor, the hold ends with the
-message (``exporter.exports.Hold``).
+next call that attempts deferred releases frees the memory. If the importer dies before it has opened the descriptor,
+the hold ends with the message (``exporter.exports.Hold``).
 """
 
 from streamalloc.core.internal import Event, Fd

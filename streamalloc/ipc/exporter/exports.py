@@ -7,7 +7,7 @@ would return the memory to the pool while their kernels still read it, and the n
 A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the
 same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
 processes finds what the other has written. If an importer still uses the memory, the free becomes an item of the queue
-of ends: frees and releases that the package attempts again later (:mod:`streamalloc.core.deferred`).
+of deferred releases (:mod:`streamalloc.core.deferred`).
 
 A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
 sets the importer's words to "closed". The next call of the package that attempts queued items frees the memory. If the
@@ -340,8 +340,8 @@ class Lease(SharedState):
         return len(self._using())
 
     def drop(self, buffer: Buffer) -> None:
-        """Submit the free of a dropped buffer to the queue of ends; the free comes after the work of the buffer's
-        stream.
+        """Submit the free of a dropped buffer to the queue of deferred releases; the free comes after the work of the
+        buffer's stream.
         """
         self._defer(buffer, buffer.stream)
 
@@ -367,8 +367,8 @@ class Lease(SharedState):
 
 
 class _DeferredFree(Deferred):
-    """Item of the queue of ends (:mod:`streamalloc.core.deferred`): a free that waits until importers have closed the
-    memory.
+    """Item of the queue of deferred releases (:mod:`streamalloc.core.deferred`): a free that waits until importers have
+    closed the memory.
     """
 
     __slots__ = ("_lease", "_raw", "_stream")
@@ -404,7 +404,7 @@ class _DeferredFree(Deferred):
 
 
 class KeptReferences(Deferred):
-    """Item of the queue of ends. It keeps a shared object that is no buffer, until its lease is unused
+    """Item of the queue of deferred releases. It keeps a shared object that is no buffer, until its lease is unused
     (:meth:`Lease.unused`). Otherwise the library that owns the memory could free the memory while importers use it.
     """
 
@@ -622,8 +622,8 @@ exports_of: PerDriver[Exports] = PerDriver(Exports)
 
 
 def exports_for(session: Session) -> Exports:
-    """Return the :class:`Exports` of a session's driver, for a call that shares. Items of the queue of ends are
-    attempted first. Raises ForkedProcessError in a forked child.
+    """Return the :class:`Exports` of a session's driver, for a call that shares. Items of the queue of deferred
+    releases are attempted first. Raises ForkedProcessError in a forked child.
     """
     session.check_process()
     work(session)

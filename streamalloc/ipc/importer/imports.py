@@ -127,8 +127,8 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
 class HostUse(Deferred):
     """One use of a lease whose close the host counts. It is for ranges, which are not released in stream order.
 
-    As an item of the queue of ends, this object counts the close once the work that is queued at its first attempt is
-    done.
+    As an item of the queue of deferred releases, this object counts the close once the work that is queued at its first
+    attempt is done.
     """
 
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
@@ -378,8 +378,8 @@ class Import:
 class ImportUse(Deferred):
     """The use of an import by one object. The release of the last use ends the import.
 
-    As an item of the queue of ends, this object releases the use of an object that was dropped, after the work of the
-    object's stream.
+    As an item of the queue of deferred releases, this object releases the use of an object that was dropped, after the
+    work of the object's stream.
     """
 
     __slots__ = ("imported", "over", "stream")
@@ -490,8 +490,8 @@ class Imports:
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
-        """Submit ``item``, the release of a dropped object, to the queue of ends, and wake the thread. Takes no lock,
-        so finalisers may call it.
+        """Submit ``item``, the release of a dropped object, to the queue of deferred releases, and wake the thread.
+        Takes no lock, so finalisers may call it.
         """
         self.deferred.submit(item)
         self._dropped.put(True)
@@ -621,8 +621,8 @@ class Imports:
 
 
 def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
-    """Attempt the items of the queue of ends after each True in the queue ``dropped``, and return at False. The thread
-    of :class:`Imports` runs this function.
+    """Attempt the items of the queue of deferred releases after each True in the queue ``dropped``, and return at
+    False. The thread of :class:`Imports` runs this function.
 
     Without the thread, this process might make no further call that attempts items. The owner of a dropped import would
     then wait for its release for ever.

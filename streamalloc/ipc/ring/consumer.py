@@ -325,8 +325,8 @@ class RingConsumer(RingEnd):
 
 
 class _ConsumerEnding(RingEnding):
-    """Item of the queue of ends (work that later calls attempt) that ends a consumer: it closes the channel, releases
-    the held items, and closes the memory.
+    """Item of the queue of deferred releases that ends a consumer: it closes the channel, releases the held items, and
+    closes the memory.
     """
 
     def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:

@@ -180,8 +180,8 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
 
 
 class Deliveries(RingEnding):
-    """The slots and consumers of a producer. As an item of the queue of ends, it ends when the consumers have released
-    all slots.
+    """The slots and consumers of a producer. As an item of the queue of deferred releases, it ends when the consumers
+    have released all slots.
 
     Each slot is in one state: in :attr:`free`, held by the program (:class:`RingSlot`), in ``in_flight`` of a consumer,
     or in :attr:`unsent`.

@@ -158,9 +158,7 @@ class SlotMemory(BufferView, Leaves):
 
 
 class RingEnding(Deferred):
-    """Item of the queue of ends (work that later calls of the package attempt): the work that remains after one end of
-    a ring was closed or dropped.
-    """
+    """Item of the queue of deferred releases: the work that remains after one end of a ring was closed or dropped."""
 
     closed: bool = False
     """Whether this end of the ring was closed or dropped."""
@@ -168,7 +166,7 @@ class RingEnding(Deferred):
 
 class RingEnd(Closes, Shown):
     """Base of producer and consumer: the sizes of the ring, and a close that does not wait. Work that must wait becomes
-    an item of the queue of ends.
+    an item of the queue of deferred releases.
     """
 
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")

@@ -389,8 +389,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the writer's mapping after the commit: at once, or by an item of the queue of ends after the queued
-        copies.
+        """Release the writer's mapping after the commit: at once, or by an item of the queue of deferred releases after
+        the queued copies.
         """
         pending = self._pending
         if pending is None:
@@ -453,8 +453,8 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _Ending(Deferred):
-    """Item of the queue of ends (work that later calls attempt): it releases the mapping of a writer whose copies were
-    still queued at the commit.
+    """Item of the queue of deferred releases: it releases the mapping of a writer whose copies were still queued at the
+    commit.
     """
 
     def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:

@@ -523,7 +523,7 @@ class Channel(_SocketOwner):
         handles
             At most 4096 file descriptors. The receiver gets duplicates; the caller keeps the originals.
         timeout
-            Seconds to wait for room in the receiver's queue; None: :attr:`timeout`.
+            Seconds to wait for space in the receiver's queue; None: :attr:`timeout`.
 
         Raises
         ------
@@ -570,8 +570,8 @@ class Channel(_SocketOwner):
         ProtocolError
             The packet is not a valid message. The channel is closed.
         OSError
-            This process has no room for the descriptors of the message (``EMFILE``), which is lost. The channel stays
-            usable.
+            This process has no space for the descriptors of the message (``EMFILE``). The message is lost; the channel
+            stays usable.
         ClosedError
             This end is closed.
         """

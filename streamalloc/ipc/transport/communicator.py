@@ -240,7 +240,7 @@ class Mesh(Closes):
         """Send a packet to all other ranks, and receive their messages into ``given``, by rank."""
         unsent = set(self._channels)
         while missing := {rank for rank in self._channels if rank not in given} | unsent:
-            # While a packet cannot be sent, messages are received: this makes room in the queues of the other ranks.
+            # While a packet cannot be sent, messages are received: this makes space in the queues of the other ranks.
             unsent -= {rank for rank in sorted(unsent) if self._sent(rank, packet, handles)}
             ready = select.poll()
             awaited = {self._channels[rank].fileno(): rank for rank in missing if rank not in given}

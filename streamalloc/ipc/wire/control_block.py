@@ -47,7 +47,7 @@ A death. Each process locks one byte of the file. The kernel releases the lock w
 waits for the lock waits for the death. This thread is started before a stream waits for a word of the other process::
 
     importer dies               The exporter's thread sets closing and closed to opened. Streams that wait for closed
-                                continue. A deferred free is made at the next point of work, not before.
+                                continue. A deferred free is made by a later call of the package.
     exporter dies               The importer's thread counts up lost, and sets ready to the values that its streams
                                 wait for.
     driver refuses to write     The exporter's host sets announced back. Nobody has the descriptor yet, because a share
