@@ -70,6 +70,7 @@ def _described(module: str, given: list[str]) -> str:
             lines += [f".. py:data:: {module}.{name}", "", f"   {text}", ""]
         elif inspect.isclass(thing):
             lines += [f".. autoclass:: {module}.{name}", "   :members:", f"   :inherited-members: {_FOREIGN}"]
+            lines += [f"   :exclude-members: {', '.join(getattr(thing, '_inner', ()))}"]
             lines += ["   :show-inheritance:", ""] if any(map(_is_public, thing.__bases__)) else [""]
         else:
             lines += [f".. autofunction:: {module}.{name}", ""]

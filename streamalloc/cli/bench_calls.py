@@ -11,7 +11,6 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.measuring import SIZE, Bench, BenchRow, Call, CudaCore, CuPy, PyTorch, Setup, Target
-from streamalloc.core.internal import raw_handle
 
 RAW = "raw calls"
 OURS = "streamalloc"
@@ -52,7 +51,7 @@ def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
     if kind != RAW:
         return lambda: allocator.allocate(SIZE, stream).free()
     allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-    raw = raw_handle(stream)
+    raw = stream.checked_raw()
     return lambda: free(allocate(SIZE, raw_pool, raw)[1], raw)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.machine import KEEP_ALL, Chosen, Unavailable
-from streamalloc.core.internal import raw_handle
 
 SIZE = 4096
 """Size of a buffer in bytes in most rows: 4 KiB."""
@@ -146,7 +145,7 @@ class Bench:
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         # ``stream.handle`` is not used: after that, each allocation on the stream would ask the driver whether the
         # stream is captured.
-        self.raw_stream: Any = raw_handle(self.stream)
+        self.raw_stream: Any = self.stream.checked_raw()
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
@@ -191,7 +190,7 @@ class CudaCore:
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
-        if not hasattr(self.core, "DeviceMemoryResource"):  # In older versions the class is in cuda.core.experimental.
+        if not hasattr(self.core, "DeviceMemoryResource"):  # Older versions have the class in cuda.core.experimental.
             self.core = importlib.import_module("cuda.core.experimental")
         self.device: Any = self.core.Device(0)
         self.device.set_current()

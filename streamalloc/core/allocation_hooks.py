@@ -69,18 +69,12 @@ class Watcher(Protocol):
         """
 
 
-class Watched(Protocol):
-    """Type of an allocator that watchers can be added to."""
-
-    def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
-
-
 class Tap:
     """Replacements for the two bound functions of an allocator, which call the driver and notify the watchers."""
 
     __slots__ = ("_alloc", "_free", "_owner", "watchers")
 
-    def __init__(self, owner: Watched, alloc: Any, free: Any) -> None:
+    def __init__(self, owner: Any, alloc: Any, free: Any) -> None:
         self._owner = weakref.ref(owner)
         self._alloc = alloc
         self._free = free
@@ -205,7 +199,7 @@ class Watching:
         for allocator in self.allocators():
             self._watch(allocator)
 
-    def bound(self, allocator: Watched) -> None:
+    def bound(self, allocator: Any) -> None:
         """Have a new allocator, which has just bound its functions, notify the watchers that were added before."""
         if self.watchers:
             with self._lock:
@@ -215,7 +209,7 @@ class Watching:
         """Return the live allocators of the driver: pools, caches, and the objects for the devices' current pools."""
         return [one for one in members(self._session.bound) if hasattr(one, "_watched_by")]
 
-    def _watch(self, allocator: Watched) -> None:
+    def _watch(self, allocator: Any) -> None:
         allocator._watched_by(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Tap, Watcher, bare, holders, tap_of, watching_of
-from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffer
+from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffer, filled
 from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
@@ -20,7 +20,7 @@ from streamalloc.core.fence import await_closed_streams
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -37,16 +37,18 @@ _IN_GRAPHS = (
 class Allocator(Unique, BufferSource):
     """Source of buffers: a memory pool, or a cache over a pool."""
 
-    __slots__ = ("__weakref__", "_alloc", "_raw")
+    __slots__ = ("__weakref__", "_raw", "alloc_function")
 
-    _alloc_name = "cuMemAllocFromPoolAsync"
-    """Name of the driver function behind ``_alloc``, for errors."""
-    _alloc: Any
+    _inner = ("alloc_function", "alloc_name", "checked_raw", "free_function", "pool_of", "reachable_from")
+
+    alloc_name = "cuMemAllocFromPoolAsync"
+    """Name of the driver function behind ``alloc_function``, for errors."""
+    alloc_function: Any
     """The driver's function to allocate, or a replacement of it: :meth:`Tap.allocate` while there are watchers, a
     function of the current pool, or a function that raises (closed pool, forked child).
     """
     _raw: Any
-    """``CUmemoryPool``, the second argument of ``_alloc``."""
+    """``CUmemoryPool``, the second argument of ``alloc_function``."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any, free: Any = None) -> None:
         """Bind the two functions that allocate and free. ``alloc`` takes the size in bytes, ``raw`` (``CUmemoryPool``)
@@ -58,8 +60,8 @@ class Allocator(Unique, BufferSource):
         location = self.location
         pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self.managed
         self._ordinal = location.id if pinned_there else None
-        self._alloc = alloc
-        self._free = session.driver.cuMemFreeAsync if free is None else free
+        self.alloc_function = alloc
+        self.free_function = session.driver.cuMemFreeAsync if free is None else free
         self._raw = raw
         session.shut_with_me(self)
         watching_of(session).bound(self)
@@ -68,19 +70,19 @@ class Allocator(Unique, BufferSource):
         """Notify ``watchers`` of each further allocation and free of this allocator. Without watchers, bind the
         driver's own functions again.
         """
-        tap = tap_of(self._free)  # A closed pool has replaced ``_alloc``, but not ``_free``.
+        tap = tap_of(self.free_function)  # A closed pool has replaced ``alloc_function``, but not ``free_function``.
         if tap is None:
             if watchers and not self._session.forked:
-                tap = Tap(self, self._alloc, self._free)
+                tap = Tap(self, self.alloc_function, self.free_function)
                 tap.watchers = watchers
-                self._alloc, self._free = tap.allocate, tap.free
+                self.alloc_function, self.free_function = tap.allocate, tap.free
             return
         tap.watchers = watchers
         if not watchers:
             # Do not overwrite the functions that a closed pool or a forked child has set.
-            if tap_of(self._alloc) is tap:
-                self._alloc = tap._alloc
-            self._free = tap._free
+            if tap_of(self.alloc_function) is tap:
+                self.alloc_function = tap._alloc
+            self.free_function = tap._free
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate in stream order (``cuMemAllocFromPoolAsync``). Work on ``stream`` can use the memory at once.
@@ -115,7 +117,13 @@ class Allocator(Unique, BufferSource):
         # The shift is not 0 if the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
             nbytes = checked_size("nbytes", nbytes)
-        handle = ordered.unlent or ordered.ready(True)
+        handle = ordered.unlent
+        if handle is None:
+            handle = ordered.direct or ordered.ready()
+            if ordered.capturable and handle is not None:
+                is_capturing = ordered._session.cuStreamIsCapturing  # A local name makes the call faster.
+                if is_capturing(handle)[1] is not NOT_CAPTURED:
+                    handle = None
         if handle is None or ordered._session is not self._session:
             # The argument is passed, not ``ordered``: a library's object may have another stream by now.
             return self._allocate_checked(nbytes, stream)
@@ -123,8 +131,8 @@ class Allocator(Unique, BufferSource):
         buffer._nbytes = nbytes
         buffer._stream = ordered
         buffer._allocator = self
-        buffer._shared = None
-        alloc = self._alloc
+        buffer.shared = None
+        alloc = self.alloc_function
         result, buffer._ptr = alloc(nbytes, self._raw, handle)
         if result:
             self._recover(result, buffer)
@@ -174,7 +182,7 @@ class Allocator(Unique, BufferSource):
         OutOfMemoryError
             There is no memory.
         """
-        side = CopySide.readable(data, self._session)
+        side = CopySide.of(data, self._session)
         buffer = self.allocate(side.nbytes, stream)
         with undoing(buffer.free):
             buffer.copy_from(data)
@@ -186,16 +194,9 @@ class Allocator(Unique, BufferSource):
         """
         self._check_open()
         ordered = as_stream(stream, self._session)
-        buffer: Buffer
-        if ordered._captured():
-            buffer = graph_buffer = GraphBuffer.__new__(GraphBuffer)
-            graph_buffer._capture = ordered._capture
-        else:
-            buffer = PoolBuffer()
-        buffer._nbytes = nbytes
-        buffer._stream = ordered
-        buffer._allocator = self
-        buffer._shared = None
+        buffer: Buffer = filled(GraphBuffer if ordered.is_captured() else PoolBuffer, self, None, nbytes, ordered)
+        if isinstance(buffer, GraphBuffer):
+            buffer._graph = None if ordered._capture is None else ordered._capture.graph
         result = self._ask_driver(buffer)
         if result:
             self._recover(result, buffer)
@@ -205,7 +206,7 @@ class Allocator(Unique, BufferSource):
         """Allocate memory for ``buffer`` while the context of its stream is current, and set the buffer's pointer.
         Returns the ``CUresult``. Watchers are not notified of memory of graphs.
         """
-        alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
+        alloc = self.alloc_function if type(buffer) is PoolBuffer else bare(self.alloc_function)
 
         def allocate(handle: Any) -> Any:
             # The buffer gets the memory before the caller's context is restored: the driver may refuse to restore it,
@@ -213,7 +214,7 @@ class Allocator(Unique, BufferSource):
             result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
             return result
 
-        return buffer._stream._in_context(allocate, buffer._stream._checked_raw())
+        return buffer._stream.in_context(allocate, buffer._stream.checked_raw())
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Handle ``result``, the driver's error for an allocation. If memory is exhausted, release unused memory and
@@ -222,7 +223,7 @@ class Allocator(Unique, BufferSource):
         """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
-            raise error_from(result, self._alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
+            raise error_from(result, self.alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
         # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: such calls would
         # invalidate the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
@@ -242,7 +243,7 @@ class Allocator(Unique, BufferSource):
                 del failure
             result = self._ask_driver(buffer)
         if result:
-            raise error_from(result, self._alloc_name)
+            raise error_from(result, self.alloc_name)
 
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
         """Make the deferred releases that are possible, and release unused memory of this allocator. Returns whether an
@@ -267,7 +268,7 @@ class Allocator(Unique, BufferSource):
         if not limited:
             own = None
         figures["holders"] = (() if limited else pools) + holders(self._session, self.location, own)
-        return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
+        return error_from(result, self.alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:
         """Return the reason why a graph cannot allocate from this allocator, as text for the error message."""
@@ -295,19 +296,7 @@ class Allocator(Unique, BufferSource):
         raise NotImplementedError
 
     def _shut_after_fork(self) -> None:
-        self._alloc = self._free = refuse_after_fork
-
-
-def allocation_call(allocator: Allocator) -> str:
-    """Return the name of the driver function that an allocator calls to allocate."""
-    return allocator._alloc_name
-
-
-def free_function(allocator: BufferSource) -> Any:
-    """Return the function that an allocator calls now to free memory: by default ``cuMemFreeAsync``, or
-    :meth:`Tap.free` while the allocator has watchers.
-    """
-    return allocator._free
+        self.alloc_function = self.free_function = refuse_after_fork
 
 
 def read_or_none(ask: Callable[[], T]) -> T | None:

@@ -1,8 +1,29 @@
-"""Buffers: allocations of pools, their frees, and what is needed to share them with other processes.
+"""Buffers: allocations of pools, their frees, and the support for sharing them.
 
-A buffer is freed once, by the thread that takes its pointer. :meth:`Buffer.free` and the finaliser make one driver call
-if nothing must be asked about the stream first (:meth:`Stream.ready`). Other processes may have a shared buffer open,
-so its :class:`SharedState` decides when the memory is freed.
+The way of an allocation (:meth:`Allocator.allocate`):
+
+1. *Stream.* :func:`library_stream` finds the :class:`Stream` of another library's object.
+2. *Ready.* :meth:`Stream.ready` gives the handle, and the driver says whether other code captures the stream. Without a
+   handle, :meth:`Allocator._allocate_checked` does steps 2 and 3 on the checked way (:mod:`streamalloc.core.stream`).
+3. *Driver.* ``alloc_function`` of the pool allocates (``cuMemAllocFromPoolAsync``); the buffer has the pointer.
+4. *Refusal.* :meth:`Allocator._recover` makes room and repeats step 3, or raises.
+
+The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out of the buffer frees it; nobody else does.
+
+1. *Ready.* :meth:`Stream.ready` gives the handle; without one, and for shared memory, step 4 follows.
+2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
+3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
+4. *Checked way.* :meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
+   :func:`~streamalloc.core.fence.in_order_of` finds a stream after the uses. :class:`SharedState` frees shared memory,
+   :meth:`Buffer.free_on` other memory, by steps 2 and 3.
+
+The way of a drop (:meth:`PoolBuffer.__del__`):
+
+1. *Ready.* :meth:`Stream._ready_to_drop` gives the handle; the stream is not destroyed meanwhile.
+2. *Driver.* ``free_function`` frees, in the relaxed capture mode.
+3. *Later.* Without a handle, or after a refusal, the queue of ends gets a :class:`_FreeDropped`. A point of work frees
+   the memory in the order of its stream (:func:`~streamalloc.core.fence.ordered_after`). Shared memory goes to
+   :meth:`SharedState.drop`.
 """
 
 from __future__ import annotations
@@ -10,7 +31,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
@@ -28,7 +49,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
-from streamalloc.core.fence import await_closed, ordered_after
+from streamalloc.core.fence import await_closed, in_order_of, ordered_after
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, above
@@ -37,13 +58,12 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     as_stream,
-    of_this_thread,
 )
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row
 
 if TYPE_CHECKING:
-    from streamalloc.core.graph import Capture, Graph
+    from streamalloc.core.graph import Graph
     from streamalloc.driver import Driver
 
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
@@ -60,7 +80,10 @@ class SharedState(abc.ABC):
     buffer is shared.
     """
 
-    __slots__ = ()
+    __slots__ = ("pointer",)
+
+    pointer: Any
+    """``CUdeviceptr`` of the memory; its buffer has none while it is shared."""
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
@@ -85,26 +108,23 @@ class BufferSource:
     allocated.
     """
 
-    __slots__ = ("_free", "_ordinal", "_session", "location")
+    __slots__ = ("_ordinal", "_session", "free_function", "location", "managed")
 
     location: MemLocation
     """Location of the memory."""
-    _free: Any
+    managed: bool
+    """Whether the memory migrates between devices and host."""
+    free_function: Any
     """Function that frees memory. It takes a pointer and a ``CUstream``, and returns a tuple with the ``CUresult``."""
     _ordinal: int | None
     """Ordinal of the device that owns the memory; None for host, managed or unknown memory."""
     _session: Session
 
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: the driver migrates it between devices and host."""
-        return False
-
-    def _pool_of(self, buffer: Buffer) -> object:
+    def pool_of(self, buffer: Buffer) -> object:
         """Return the pool that a buffer's memory belongs to; None if this package does not know the pool."""
         return None
 
-    def _reachable_from(self, device: Device) -> bool:
+    def reachable_from(self, device: Device) -> bool:
         """Return whether ``device`` has access to the memory."""
         return True
 
@@ -130,19 +150,14 @@ class PlainSource(BufferSource):
     that is built node by node.
     """
 
-    __slots__ = ("_managed",)
+    __slots__ = ()
 
     def __init__(self, session: Session, place: Residence, free: Any) -> None:
         self._session = session
-        self._free = free
+        self.free_function = free
         self._ordinal = None if place.managed else place.ordinal
-        self._managed = place.managed
+        self.managed = place.managed
         self.location = place.location or MemLocation.none()
-
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: the driver migrates it between devices and host."""
-        return self._managed
 
 
 class Allocates(Protocol):
@@ -160,14 +175,16 @@ class Buffer(Memory, Closes):
     :attr:`stream`.
     """
 
-    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
+    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_stream", "shared")
+
+    _inner = (*Memory._inner, "free_by", "free_on", "past_caches", "shared")
 
     _allocator: BufferSource
     _nbytes: int
     _ptr: Any
     """``CUdeviceptr``; None once the memory was freed or shared."""
-    _shared: tuple[SharedState, Any] | None
-    """Tuple of the state that frees shared memory, and the ``CUdeviceptr``; None if the buffer is not shared."""
+    shared: SharedState | None
+    """State of shared memory, which frees it; None if the memory is not shared."""
     _stream: Stream
 
     @property
@@ -256,9 +273,9 @@ class Buffer(Memory, Closes):
 
     @stream.setter
     def stream(self, stream: StreamLike) -> None:
-        self._check_usable()
+        self.check_usable()
         ordered = as_stream(stream, self._allocator._session)
-        self._past_caches()._stream = self._stream = ordered
+        self.past_caches()._stream = self._stream = ordered
 
     def copy(
         self, stream: StreamLike | None = None, *, nbytes: int | str | None = None, allocator: Allocates | None = None
@@ -301,7 +318,7 @@ class Buffer(Memory, Closes):
     @property
     def owner(self) -> object:
         """The pool of the allocation; None for memory that this package did not allocate."""
-        return self._allocator._pool_of(self)
+        return self._allocator.pool_of(self)
 
     @property
     def location(self) -> MemLocation:
@@ -316,14 +333,14 @@ class Buffer(Memory, Closes):
     @property
     def device_accessible(self) -> bool:
         """Whether the device of the buffer's stream has access to the memory of the pool."""
-        return bool(self._allocator._reachable_from(self._stream.device))
+        return bool(self._allocator.reachable_from(self._stream.device))
 
     @property
     def freed(self) -> bool:
         """Whether :meth:`free` was called and succeeded. The free of a shared buffer may still wait for other
         processes.
         """
-        return self._ptr is None and self._shared is None
+        return self._ptr is None and self.shared is None
 
     def free(
         self,
@@ -336,14 +353,13 @@ class Buffer(Memory, Closes):
         Parameters
         ----------
         stream
-            The stream after whose work the memory is freed (default: :attr:`stream`). The caller must order all uses
-            before the free: the driver does not check this. If :attr:`stream` is another thread's per-thread default
-            stream, the default is the legacy stream, which is ordered after the per-thread streams of all threads.
+            The stream after whose work the memory is free (default: the one it was allocated on). The caller must order
+            all uses before the free: the driver does not check that. If the default would be the per-thread stream of
+            another thread, it is the legacy stream (:attr:`Device.per_thread_stream`).
         still_imported
-            Policy if another process has the shared buffer open, or may still open it with a descriptor that was shared
-            with ``hold=True``. ``"defer"`` frees the memory later, after the last use. ``"wait"`` blocks the host until
-            then. ``"raise"`` raises StillImportedError. ``"ignore"`` frees at once: importers then read whatever the
-            memory is reused for.
+            What to do if another process has the shared buffer open, or may still open it because a descriptor is held.
+            ``"defer"`` frees once that has ended. ``"wait"`` blocks the host until then. ``"raise"`` raises.
+            ``"ignore"`` frees at once: importers then read whatever the memory is reused for.
         timeout
             The longest time in seconds that ``"wait"`` waits; None for no limit.
 
@@ -352,19 +368,19 @@ class Buffer(Memory, Closes):
         ClosedError
             The buffer was freed already, or its stream was closed: name another stream.
         CaptureError
-            The stream is being captured, and the memory was not allocated in this capture. The capture stays valid.
+            The stream is being captured and the memory was not allocated in that capture. The capture stays valid.
         StillImportedError
-            Another process has the buffer open, with ``"raise"`` at once, with ``"wait"`` after ``timeout`` seconds.
-            The buffer stays valid.
+            Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
+            valid.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
-        handle, free = ordered.direct or ordered.ready(), self._allocator._free
+        handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
         if handle is None or still_imported is not _DEFER:
             return self._free_checked(stream, still_imported, timeout)
         # Python switches no threads within this line, so only one of two threads gets the pointer. A second free would
         # free the memory of the next owner of the address.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:  # The memory was shared or freed: `_free_checked` finds out which.
+        if ptr is None:  # The memory was shared or freed: the checked way finds out which.
             return self._free_checked(stream, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
@@ -374,26 +390,26 @@ class Buffer(Memory, Closes):
         if result:
             raise self._not_freed(result, ordered, ptr, None)
 
-    def _free_on(self, ordered: Stream, handle: Any) -> None:
+    def free_on(self, ordered: Stream, handle: Any) -> None:
         """Free the memory on ``ordered``, whose ``CUstream`` is ``handle``, even if other processes have the memory
         open. Raises ClosedError if the memory was freed already. Raises CudaError if the driver refuses; the buffer
         then keeps the memory.
         """
-        ptr, shared = self._ptr, self._shared
-        self._ptr = self._shared = None
-        pointer = ptr if shared is None else shared[1]
+        ptr, shared = self._ptr, self.shared
+        self._ptr = self.shared = None
+        pointer = ptr if shared is None else shared.pointer
         if pointer is None:
-            raise freed_already(self)
-        free = self._allocator._free
+            self._live()
+        free = self._allocator.free_function
         try:
             result = free(pointer, handle)[0]
         except NOT_CALLED:
-            self._ptr, self._shared = ptr, shared
+            self._ptr, self.shared = ptr, shared
             raise
         if result:
             raise self._not_freed(result, ordered, ptr, shared)
 
-    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
+    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: SharedState | None) -> CudaError:
         """Return the error of a free that the driver refused with ``result``. Give the pointer back to the buffer,
         unless the memory no longer exists: a second free would then free the memory of the next owner of the address.
         """
@@ -401,7 +417,7 @@ class Buffer(Memory, Closes):
         # CUDA_ERROR_INVALID_VALUE means that no memory has this address. Other errors of `is_gone` may come from the
         # stream that the caller named: the stream may have been destroyed, while the memory still exists.
         if not is_gone(error) or (ordered is not self._stream and not isinstance(error, InvalidValueError)):
-            self._ptr, self._shared = ptr, shared
+            self._ptr, self.shared = ptr, shared
         return error
 
     def close(self) -> None:
@@ -423,65 +439,84 @@ class Buffer(Memory, Closes):
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
-            raise freed_already(self)
+            self._live()
         self._session.check_process()
         ordered = self._ordered_on(stream)
         # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
-        if ordered._captured() and not self._belongs_to(ordered._capture):
+        capture = ordered._capture
+        if ordered.is_captured() and not self._belongs_to(None if capture is None else capture.graph):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-
-        if stream is None and ordered is not of_this_thread(ordered):
-            # On this thread, the handle of another thread's per-thread stream names this thread's stream, which is not
-            # ordered after the other stream's work.
-            ordered_after(ordered, lambda last: self._free_after(last, still_imported, timeout))
-        else:
-            self._free_after(ordered, still_imported, timeout)
+        in_order_of(ordered, lambda last: self._free_after(last, still_imported, timeout))
 
     def _free_after(self, last: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Free the memory after the work of ``last``. For shared memory, ``still_imported`` and ``timeout`` apply as in
         :meth:`free`.
         """
-        state = shared_state(self)
+        state = self.shared
         if state is not None:
-            last._in_context(state.free, self, last, still_imported, timeout)
+            last.in_context(state.free, self, last, still_imported, timeout)
         else:
-            last._in_context(self._free_on, last, last._raw)
+            last.in_context(self.free_on, last, last._raw)
 
-    def _belongs_to(self, capture: object) -> bool:
-        """Return whether ``capture`` may have allocated the memory, so that the memory can be freed in this capture.
-        None stands for a capture by other code.
+    def _belongs_to(self, graph: object) -> bool:
+        """Whether the capture of ``graph`` may have allocated the memory, so that the memory can be freed in it. None
+        stands for a capture by other code.
         """
         return False
 
-    def _past_caches(self) -> Buffer:
-        """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer of a cached
-        buffer.
+    def past_caches(self) -> Buffer:
+        """Return the buffer whose free returns the memory to the driver: this one, or the pool's buffer behind a cached
+        one. Cached memory leaves its cache for good: a later free of the cached buffer frees the pool's.
         """
         return self
+
+    def free_by(self, state: SharedState) -> None:
+        """Have ``state`` free the buffer from now on. The pointer leaves ``_ptr``, so that a free takes the checked
+        way.
+        """
+        state.pointer = self._live()
+        self.shared = state
+        self._ptr = None
 
     def _about(self) -> Iterator[Row]:
         yield from super()._about()
         yield "pool", self.owner
-        if self._shared is not None:
-            yield "shared", f"open in {self._shared[0].readers} other processes"
+        if self.shared is not None:
+            yield "shared", f"open in {self.shared.readers} other processes"
 
     def _live(self) -> Any:
         ptr = self._ptr
         if ptr is None:
-            shared = self._shared
+            shared = self.shared
             if shared is None:
                 raise ClosedError(f"this buffer of {size_text(self._nbytes)} was freed")
-            ptr = shared[1]
+            ptr = shared.pointer
         return ptr
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         self._live()
 
-    _check_open = _check_usable
+    _check_open = check_usable
 
     def _text(self) -> str:
         where = "freed" if self.freed else f"at {int(self._live()):#x}"
         return f" of {self._nbytes} bytes {where}, {self.location}"
+
+
+B = TypeVar("B", bound=Buffer)
+
+
+def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:
+    """Return a new buffer of class ``kind``, with its attributes set. It owns ``pointer``: a ``CUdeviceptr``, a block
+    of a cache, or None.
+    """
+    buffer = kind.__new__(kind)
+    buffer._nbytes = nbytes
+    buffer._stream = stream
+    buffer._allocator = allocator
+    buffer.shared = None
+    buffer._ptr = pointer
+    return buffer
 
 
 class PoolBuffer(Buffer):
@@ -508,8 +543,8 @@ class PoolBuffer(Buffer):
         except AttributeError:  # The allocation raised, so this buffer owns no memory.
             return
         if ptr is None:
-            if self._shared is not None and self._allocator._session.usable:
-                self._shared[0].drop(self)
+            if self.shared is not None and self._allocator._session.usable:
+                self.shared.drop(self)
             return
         # The pointer is cleared first, because another finaliser of this garbage cycle may still use the buffer, and
         # must find the buffer freed.
@@ -519,7 +554,7 @@ class PoolBuffer(Buffer):
         unusable = session.unusable
         if unusable():
             return
-        exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
+        exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator.free_function, stream._dropping
         mode = GLOBAL
         # While the list has an entry, a close of the stream on another thread does not destroy the driver's stream. So
         # the entry is made before the handle is read. Only the number of entries counts.
@@ -557,14 +592,12 @@ class GraphBuffer(Buffer):
     the launch. If the object is dropped, nothing is freed.
     """
 
-    __slots__ = ("_address", "_capture", "node")
+    __slots__ = ("_address", "_graph", "node")
 
     _address: int
     """Address of the memory, for :attr:`address` after a free in the capture has cleared ``_ptr``."""
-    _capture: Capture | _Graphs | None
-    """The capture that allocated the memory, or a :class:`_Graphs` for a graph that is built node by node; None for a
-    capture by other code.
-    """
+    _graph: Graph | None
+    """The graph whose launch allocates the memory; None if other code began the capture."""
     node: Any
     """The allocation's ``CUgraphNode`` if :meth:`add_to` made this buffer; otherwise unset."""
 
@@ -625,13 +658,11 @@ class GraphBuffer(Buffer):
         params.accessDescs, params.accessDescCount = grants, len(grants)
         params.bytesize = size = checked_size("nbytes", nbytes)
         nodes = list(after)
-        buffer = cls.__new__(cls)
-        buffer.node = session.call_in(
-            device.ordinal, "cuGraphAddMemAllocNode", graph._checked_raw(), nodes, len(nodes), params
-        )
         source = PlainSource(session, Residence(device.location, managed=False), session.cuMemFreeAsync)
-        buffer._allocator, buffer._nbytes, buffer._shared, buffer._stream = source, size, None, stream
-        buffer._capture, buffer._address = _Graphs(graph), int(params.dptr)
+        buffer = filled(cls, source, None, size, stream)
+        wanted = graph._checked_raw(), nodes, len(nodes), params
+        buffer.node = session.call_in(device.ordinal, "cuGraphAddMemAllocNode", *wanted)
+        buffer._graph, buffer._address = graph, int(params.dptr)
         buffer._ptr = cuda.CUdeviceptr(buffer._address)
         return buffer
 
@@ -668,7 +699,7 @@ class GraphBuffer(Buffer):
     @property
     def owner(self) -> object:
         """The graph whose launch allocates the memory; None if other code began the capture."""
-        return None if self._capture is None else self._capture.graph
+        return self._graph
 
     def free(
         self,
@@ -687,32 +718,27 @@ class GraphBuffer(Buffer):
         InvalidValueError
             No launch has allocated the memory, or the memory was freed already.
         """
-        pointer = self._live()
-        ordered = self._ordered_on(stream)
-        captured = ordered._captured()
+        self._free_checked(stream, still_imported, timeout)
+
+    def free_on(self, ordered: Stream, handle: Any) -> None:
+        pointer, captured = self._live(), ordered.is_captured()
         self._address = int(pointer)
-        self._free_checked(ordered, still_imported, timeout)
+        super().free_on(ordered, handle)
         if not captured:
             self._ptr = pointer
 
-    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
-        self._ptr = ptr  # The next launch allocates memory at the same address.
+    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: SharedState | None) -> CudaError:
+        self._ptr = ptr  # No launch has allocated it now, but the next launch will, at the same address.
         return free_refused(result, ordered, "no launch has allocated the memory since its last free")
 
-    def _belongs_to(self, capture: object) -> bool:
-        # One capture may contain streams of this package and of other code. So if either capture is None, only the
-        # driver can tell.
-        return capture is self._capture or None in (capture, self._capture)
-
-
-class _Graphs(NamedTuple):
-    """Stand-in for a :class:`Capture` if a graph is built node by node. Buffers read only its attribute ``graph``."""
-
-    graph: Graph
+    def _belongs_to(self, graph: object) -> bool:
+        # One capture may contain streams of this package and of other code. So if either graph is unknown, the driver
+        # decides.
+        return graph is self._graph or None in (graph, self._graph)
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # A lost context has no memory left, so nothing leaks.
+    if not isinstance(error, LOST):  # A lost context has ended all of its memory, so there is nothing to warn of.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 
@@ -740,48 +766,7 @@ class _FreeDropped(Deferred):
 
     def _free(self, ordered: Stream) -> None:
         with notify_freed(self._session, int(self._raw), ordered._raw):
-            ordered._in_context(self._session.release, self, "cuMemFreeAsync", ordered._raw)
-
-
-# -- what sharing needs of buffers ---------------------------------------------------------------------------
-
-
-def pool_of(buffer: Buffer) -> object:
-    """Return the pool that a buffer's memory belongs to; None if this package does not know the pool."""
-    return buffer._allocator._pool_of(buffer)
-
-
-def past_caches(buffer: Buffer) -> Buffer:
-    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's buffer of a cached
-    buffer.
-
-    The call takes cached memory out of its cache for good. A later free of the cached buffer frees the pool's
-    buffer.
-    """
-    return buffer._past_caches()
-
-
-def shared_state(buffer: Buffer) -> SharedState | None:
-    """Return the state that frees a shared buffer; None if the buffer is not shared."""
-    return None if buffer._shared is None else buffer._shared[0]
-
-
-def set_shared(buffer: Buffer, state: SharedState) -> None:
-    """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared."""
-    buffer._shared = (state, buffer._live() if buffer._ptr is None else buffer._ptr)
-    buffer._ptr = None
-
-
-def freed_already(buffer: Buffer) -> ClosedError:
-    """Return the error for a second free of ``buffer``. The caller raises the error."""
-    return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
-
-
-def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
-    """Free a shared buffer on ``stream``, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``), even if other
-    processes have the buffer open. If the driver refuses, this raises CudaError, and the buffer stays shared.
-    """
-    buffer._free_on(stream, handle)
+            ordered.in_context(self._session.release, self, "cuMemFreeAsync", ordered._raw)
 
 
 def free_refused(result: Any, stream: Stream, cause: str = "") -> CudaError:
@@ -793,12 +778,3 @@ def free_refused(result: Any, stream: Stream, cause: str = "") -> CudaError:
     if invalid and stream.capturing:
         return CaptureError(result.name, int(result), "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
     return error_from(result, "cuMemFreeAsync", cause if invalid else "")
-
-
-def take_pointer(buffer: Buffer) -> Any:
-    """Return the ``CUdeviceptr`` of a shared buffer, and mark the buffer as freed; the caller then frees the memory.
-    Return None if the buffer was freed already.
-    """
-    shared = buffer._shared
-    buffer._shared = None
-    return None if shared is None else shared[1]

@@ -18,7 +18,7 @@ from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.resource import above
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle, refuse_capture
+from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.formats.arrays import cuda_array, fill_pattern, host_array
 from streamalloc.formats.lazy_numpy import np
@@ -74,9 +74,9 @@ class Copyable(MemoryBase):
         ordered = self._ordered_on(stream)
         if count:
             self._await_on(ordered)
-            wanted = self._at, number, count, ordered._checked_raw()
+            wanted = self._at, number, count, ordered.checked_raw()
             hint = functools.partial(self._access_hint, ordered)
-            ordered._in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
+            ordered.in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
     def tobytes(self, stream: StreamLike | None = None) -> bytes:
         """Copy all bytes to the host (``cuMemcpyAsync``), wait for the stream, and return the bytes.
@@ -111,7 +111,7 @@ class Copyable(MemoryBase):
             copy_batch(self._ordered_on(stream), [self], [target], options=options)
         elif not _copied(self, target, stream, False):
             ordered = self._ordered_on(stream)
-            copy_bytes(CopySide.writable(target, self._session), CopySide.readable(self, self._session), ordered)
+            copy_bytes(CopySide.of(target, self._session, writable=True), CopySide.of(self, self._session), ordered)
 
     def copy_from(self, source: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
@@ -124,7 +124,7 @@ class Copyable(MemoryBase):
             copy_batch(self._ordered_on(stream), [source], [self], options=options)
         elif not _copied(self, source, stream, True):
             ordered = self._ordered_on(stream)
-            copy_bytes(CopySide.writable(self, self._session), CopySide.readable(source, self._session), ordered)
+            copy_bytes(CopySide.of(self, self._session, writable=True), CopySide.of(source, self._session), ordered)
 
 
 class CopySide:
@@ -142,28 +142,6 @@ class CopySide:
         self.keep: object = keep
         self.after: int | None = after
         """Handle of the stream to wait for before the memory is used; None if there is no stream to wait for."""
-
-    @classmethod
-    def of(cls, memory: MemoryBase) -> Self:
-        """Return ``memory`` as a side of a copy. Raises ClosedError if the memory was freed, EvictedError if it is
-        evicted.
-        """
-        memory._check_usable()
-        return cls(memory._at, memory.nbytes, memory._resident_on(), memory)
-
-    @classmethod
-    def readable(cls, source: object, session: Session) -> Self:
-        """Return ``source`` as the source of a copy: memory of this package, an array with
-        ``__cuda_array_interface__``, or an object with the buffer protocol. Raises TypeError, ValueError.
-        """
-        return cls._of_argument(source, session, "source", writable=False)
-
-    @classmethod
-    def writable(cls, target: object, session: Session) -> Self:
-        """Return ``target``, of one of the types of :meth:`readable`, as the target of a copy. Raises TypeError,
-        ValueError, also for read-only memory.
-        """
-        return cls._of_argument(target, session, "target", writable=True)
 
     def ordered_before(self, stream: Stream) -> None:
         """Have ``stream`` wait for earlier work on this side's memory, for example on the stream that another library's
@@ -190,17 +168,28 @@ class CopySide:
         )
 
     @classmethod
-    def _of_argument(cls, other: object, session: Session, name: str, *, writable: bool) -> Self:
+    def of(cls, other: object, session: Session, *, writable: bool = False) -> Self:
+        """Return a side of a copy: memory of this package, an array with ``__cuda_array_interface__``, or an object
+        with the buffer protocol. ``writable``: it is the target, otherwise the source.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is of another type, not contiguous, or of another driver; or it is read-only, and a target.
+        ClosedError, EvictedError
+            The memory was freed, or is evicted.
+        """
+        name = "target" if writable else "source"
         if isinstance(other, MemoryBase):
             if other._session is not session:
                 raise ValueError(f"{name} {other!r} belongs to another driver")
-            side = cls.of(other)
+            other.check_usable()
             unreadable = "" if writable else other._unreadable()
             if unreadable:
                 raise ValueError(unreadable)
             if writable and other.location.on_host and other._read_only(on_host=True):
                 raise ValueError(f"{name} {other!r} is read-only to the host")
-            return side
+            return cls(other._at, other.nbytes, other._resident_on(), other)
         interface = getattr(other, "__cuda_array_interface__", None)
         if interface is not None:
             found = cuda_array(interface, name)
@@ -279,7 +268,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
         raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
     if not target.nbytes:
         return
-    raw = stream._checked_raw()
+    raw = stream.checked_raw()
     session = stream._session
     for side in (target, source):
         side.ordered_before(stream)
@@ -332,7 +321,7 @@ def queue_batch(
         in_order.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes = (in_order,)
     pointers = [list(map(cuda.CUdeviceptr, addresses)) for addresses in (targets, sources)]
-    wanted = *pointers, list(sizes), len(sizes), list(attributes), list(runs), len(runs), stream._checked_raw()
+    wanted = *pointers, list(sizes), len(sizes), list(attributes), list(runs), len(runs), stream.checked_raw()
     stream._session.call_in(stream.device.ordinal, "cuMemcpyBatchAsync", *wanted, hint=hint)
 
 
@@ -426,7 +415,7 @@ def copy_batch(
     ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))
     session = ordered._session
     refuse_legacy(ordered, _CALL)
-    refuse_capture(ordered, _CALL, "copy_to makes a node of the graph")
+    ordered.refuse_capture(_CALL, "copy_to makes a node of the graph")
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
     filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
     if not filled:
@@ -454,7 +443,7 @@ def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:
 
 def _pair(number: int, session: Session, target: Any, source: Any) -> tuple[CopySide, CopySide]:
     try:
-        sides = CopySide.writable(target, session), CopySide.readable(source, session)
+        sides = CopySide.of(target, session, writable=True), CopySide.of(source, session)
     except (TypeError, ValueError) as error:
         raise type(error)(f"copy {number}: {error}") from None
     if sides[0].nbytes != sides[1].nbytes:

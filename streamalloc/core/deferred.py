@@ -63,7 +63,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from streamalloc.core.errors import CaptureError, CudaError, error_from, is_gone, refused
+from streamalloc.core.errors import CudaError, error_from, is_gone
 from streamalloc.core.session import PerDriver, Session, sessions
 from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
@@ -191,18 +191,6 @@ class DeferredQueue:
         others = len(forbidding) > 1 and threading.get_ident() not in forbidding
         return self._guard() if others else _UNGUARDED
 
-    def refuse_captures(self, call: str) -> None:
-        """Raise an error if this package captures a stream, because driver function ``call`` would invalidate the
-        capture. The caller holds the lock :attr:`beginning`.
-
-        Raises
-        ------
-        CaptureError
-            This package captures a stream.
-        """
-        if self.captures:
-            raise refused(CaptureError, call, "a stream is being captured, and the call concerns all streams")
-
     def end_with(self, owner: object, item: Deferred) -> None:
         """Have ``item`` submitted when ``owner`` is dropped, by a weak reference's callback."""
         item._dropped_with = weakref.ref(owner, self._orphaned.append)
@@ -283,7 +271,7 @@ class DeferredQueue:
         reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
-            with contextlib.suppress(AttributeError):  # Another thread has removed the attribute.
+            with contextlib.suppress(AttributeError):  # Another thread has ended the item, too.
                 del item._dropped_with
 
     def _leave_if_empty(self) -> None:
@@ -305,7 +293,7 @@ class DeferredQueue:
             try:
                 done = item.attempt()
             except CudaError as error:
-                done = is_gone(error)  # The caller's own call has succeeded, so nothing is raised.
+                done = is_gone(error)  # The item is attempted again later. The caller is not concerned.
                 if done:
                     item.forget()
             if done and self._let_go(me, now):
@@ -349,7 +337,7 @@ class DeferredQueue:
 
     def _add(self, item: Deferred) -> None:
         if item in self._working.values():
-            item._round = -1  # The running attempt may be too early for the new reason: repeat it.
+            item._round = -1  # The current attempt may not see why the item was submitted again: repeat it.
         elif item not in self._waiting:
             self._new[item] = None
 

@@ -356,18 +356,6 @@ waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKe
 """A list for each event loop, with one None for each unfinished wait. Only the length of the list is used."""
 
 
-def _has_finished(event: Event) -> bool:
-    """Return whether an event has completed. If it has, also synchronise with it, so that the driver can reuse the
-    memory of the frees before the event.
-    """
-    # In another capture mode, a query would invalidate captures of other streams.
-    with event._session.relaxed():
-        if not event.query():
-            return False
-        event.synchronize()  # Returns at once. The driver now knows that the frees before the event have run.
-        return True
-
-
 async def finished(event: Event) -> None:
     """Wait until the work before ``event`` is done, without blocking the running event loop.
 
@@ -383,9 +371,14 @@ async def finished(event: Event) -> None:
     several = waits.setdefault(loop, [])
     several.append(None)
     try:
-        while not _has_finished(event):
+        while True:
+            # In another capture mode, a query would invalidate captures of other streams.
+            with event._session.relaxed():
+                if event.query():
+                    event.synchronize()  # Returns at once. The driver now knows that the frees before it have run.
+                    return
             age = loop.time() - began
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        several.pop()  # `waits[loop]` may be missing by now: the loop may be gone.
+        several.pop()  # Not from `waits[loop]`: the loop may be gone, and `waits` then has no list for it.

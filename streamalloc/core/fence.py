@@ -1,5 +1,4 @@
-"""Fences, and calls that come after the work of streams. Code that must run after queued work chooses by what it may
-do:
+"""Fences, and calls that come after the work of streams. Code that has to come after work chooses by what it may do:
 
 ===============================  ===================================================================================
 may                              takes
@@ -8,13 +7,14 @@ ask, and come again              :class:`Fence` ``.done()``: deferred items, whi
 have a stream wait               :class:`Fence` ``.precede(stream)``
 wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await_device` for streams that nobody
                                  knows; :func:`all_work` if an event will do
-queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread
+queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread;
+                                 :func:`in_order_of`, if it is open
 record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
 ===============================  ===================================================================================
 
-None of these calls invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code,
-on streams that this package does not know. :func:`queue_behind` does the opposite: it has a deferred item attempted
-before a stream gets more work.
+None of these invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code of
+streams that this package does not know. :func:`queue_behind` is the opposite: an item is attempted before a stream gets
+more work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from streamalloc.core.stream import (
     draining,
     known_streams,
     legacy_stream,
-    refuse_capture,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ class Fence:
         except (ClosedError, InvalidContextError, InvalidHandleError):
             # The stream was closed or destroyed meanwhile. A closed stream of this package has left an event after its
             # work.
-            return (end,) if _may_work(end) else end._last
+            return (end,) if _may_work(end) else end.last
         except LOST:
             return ()
 
@@ -231,7 +230,7 @@ def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
             # If the library's object only names the stream, the stream may have been destroyed. A call with the handle
             # of a destroyed stream can crash the process.
             return stream.owned and (not stream.closed or (closed and not stream.drained))
-        return not isinstance(stream, PerThreadStream) or stream._ident == threading.get_ident()
+        return not isinstance(stream, PerThreadStream) or stream.thread == threading.get_ident()
 
     return list(filter(counts, members(known_streams(session))))
 
@@ -290,11 +289,7 @@ def await_device(session: Session, ordinal: int) -> None:
     CudaError
         The driver refused a call. If this was the free, an item of the deferred queue frees the byte later.
     """
-    fence = Fence(session, queueing=True)
-    # The constructor would hide errors of the driver, so ``queueing`` keeps it from recording. The next two lines
-    # record the streams, and raise such errors.
-    fence.queueing = 0
-    fence.synchronize()
+    Fence(session).synchronize()  # Records again the streams whose record was refused, and then raises the error.
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):
         try:
             byte = HandleEnd(session, "cuMemFree", session.call("cuMemAlloc", 1))
@@ -377,12 +372,12 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if not stream.closed:
         # This attempts items of `queue_behind`, which may take the locks of other streams. If these items were
         # attempted below, under this stream's lock, two threads could wait for each other.
-        stream._checked_raw()
+        stream.checked_raw()
 
     def use() -> tuple[T] | None:
         if stream._closed:
             return None
-        refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
+        stream.refuse_capture("cuMemFreeAsync", "try again once that has ended")
         return (act(stream),)
 
     used = _while_open(stream, use)
@@ -395,11 +390,19 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         def act_and_wait(substitute: Stream) -> T:
             result = act(substitute)
             # Only after the host has synchronised does the pool give memory that `act` has freed to any stream.
-            substitute._call("cuStreamSynchronize")
+            substitute.call("cuStreamSynchronize")
             return result
 
         return _on_new_stream(stream.device, act_and_wait)
-    return ordered_after_end(stream.device, stream._last, act)
+    return ordered_after_end(stream.device, stream.last, act)
+
+
+def in_order_of(stream: Stream, act: Callable[[Stream], T]) -> T:
+    """Call ``act``, which ends a use of memory, with the stream that used it. Instead of the per-thread default stream
+    of another thread it gets the legacy stream (:func:`ordered_after`): here that stream's handle names another one,
+    whose work does not come after the use.
+    """
+    return act(stream) if stream is stream.of_this_thread() else ordered_after(stream, act)
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
@@ -427,9 +430,9 @@ def await_closed_streams(session: Session) -> None:
 
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
-    """Call ``act`` with a new stream of ``device`` that is ordered after the event in ``last``, the list of an ended
-    stream (:func:`end_of`). If the list is empty or its event closed, the new stream is ordered after all known
-    streams. Returns the result of ``act``. Raises CaptureError.
+    """Call ``act`` with a new stream of ``device`` that is ordered after ``last``, the list of an ended stream
+    (:attr:`Stream.last`). If it is empty, the new stream is ordered after all known streams. Raises CaptureError,
+    NotReadyError.
     """
 
     def after_its_work(substitute: Stream) -> T:
@@ -469,11 +472,11 @@ def record_uncaptured(stream: Stream) -> Event | None:
     """
 
     def record() -> Event | None:
-        if stream._captured():
+        if stream.is_captured():
             return None
         event = stream.record()
         # If other code began a capture meanwhile, the record became a node of its graph.
-        return None if stream._captured() else event
+        return None if stream.is_captured() else event
 
     return _while_open(stream, record)
 
@@ -489,8 +492,9 @@ def _while_open(stream: Stream, act: Callable[[], T]) -> T:
     queue, me = deferred_queue(stream._session), threading.get_ident()
     is_default = isinstance(stream, DefaultStream)
     with queue.beginning if is_default else stream._in_use:
-        if is_default:
-            queue.refuse_captures("work on a default stream")
+        if is_default and queue.captures:
+            why = "a stream is being captured, and the call concerns all streams"
+            raise refused(CaptureError, "work on a default stream", why)
         try:
             # `append` would be a call, after which a signal handler could raise. The entry would then be left.
             stream._attempting += (me,)

@@ -139,7 +139,7 @@ class Graph(Closes):
         self.instantiate()
         target = as_stream(stream, self._session)
         hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
-        launched = self._executable._raw, target._checked_raw()
+        launched = self._executable._raw, target.checked_raw()
         self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
     def __enter__(self) -> Graph:
         if self._begun:
             raise RuntimeError("a capture is made once: call Stream.capture for another")
-        raw = self._origin._checked_raw()
+        raw = self._origin.checked_raw()
         try:
             self._begin(raw)
             return self.graph
@@ -219,7 +219,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             self._begun = True
             try:
                 hint = "is the stream being captured already, or a legacy one?"
-                self._origin._in_context(self._session.call, "cuStreamBeginCapture", raw, self._mode, hint=hint)
+                self._origin.in_context(self._session.call, "cuStreamBeginCapture", raw, self._mode, hint=hint)
             except (CudaError, *NOT_CALLED):
                 self._begun = False
                 raise
@@ -247,7 +247,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
 
     def _end(self) -> None:
         try:
-            self._origin._in_context(self._take_graph)
+            self._origin.in_context(self._take_graph)
         finally:
             # From here on, work on the streams runs instead of being recorded.
             for stream in self._streams:
@@ -263,7 +263,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         ``stream``, too.
         """
         with stream._in_use:
-            stream._call("cuStreamWaitEvent", event._checked_raw(), 0)
+            stream.call("cuStreamWaitEvent", event._checked_raw(), 0)
             self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:

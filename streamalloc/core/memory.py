@@ -147,7 +147,7 @@ class Memory(Copyable, Migrating):
         """Return the memory as a host array of bytes. Raise an exception of the class ``refusal`` if the host cannot
         access the memory.
         """
-        self._check_usable()
+        self.check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
         # `np.asarray(self)` would recurse: NumPy tries the buffer protocol first, and `__buffer__` calls this method.
@@ -192,7 +192,7 @@ class Memory(Copyable, Migrating):
                 and stream._session.listener is None
             ):
                 return _flat_bytes(self._nbytes, int(ptr), False, stream._number)
-        self._check_usable()
+        self.check_usable()
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:
             raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
@@ -204,7 +204,7 @@ class Memory(Copyable, Migrating):
         """Version 3 of numpy's array interface, by which ``numpy.asarray`` makes an array of host memory without a
         copy.
         """
-        self._check_usable()
+        self.check_usable()
         if not self.host_accessible:
             raise AttributeError(f"{self!r} is not accessible from the host")
         self.used(write=False, on_host=True)
@@ -258,7 +258,7 @@ class Memory(Copyable, Migrating):
         """Return a numpy array of the bytes whose ``__dlpack__`` exports this memory, after the checks of
         :meth:`__dlpack__`. Have ``stream`` wait as :meth:`__dlpack__` does. Raises BufferError, ValueError.
         """
-        self._check_usable()
+        self.check_usable()
         unreadable = self._unreadable()
         if unreadable:
             raise BufferError(unreadable)
@@ -407,8 +407,8 @@ class BufferView(Memory):
         """Whether the stream's device may use the memory."""
         return self._parent.device_accessible
 
-    def _check_usable(self) -> None:
-        self._parent._check_usable()
+    def check_usable(self) -> None:
+        self._parent.check_usable()
 
     def _unreadable(self) -> str:
         return self._parent._unreadable()
@@ -640,13 +640,6 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     def _text(self) -> str:
         return f" {self.dtype} {self.shape} of {self._parent!r}"
-
-
-def check_usable(memory: Memory) -> None:
-    """Raise an error if memory cannot be used now: ClosedError if the memory was freed or unmapped, EvictedError if it
-    is evicted, ValueError if no device has access.
-    """
-    memory._check_usable()
 
 
 def viewed(memory: Memory) -> tuple[Memory, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from streamalloc.core.device import Device, known_location
 from streamalloc.core.errors import ClosedError
@@ -27,6 +27,8 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     """A range of bytes, without fills, copies and exports."""
 
     __slots__ = ()
+
+    _inner: ClassVar[tuple[str, ...]] = ("check_usable",)
 
     # Fills, copies and exports read these attributes to make their driver call without further checks. They read `_ptr`
     # first: while it is None, the other attributes may be missing.
@@ -117,7 +119,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
             listener.used(address, self.nbytes, None, write)
             return
         ordered = self.stream if stream is None else as_stream(stream, self._session)
-        ordered._in_context(listener.used, address, self.nbytes, ordered._checked_raw(), write, atomic)
+        ordered.in_context(listener.used, address, self.nbytes, ordered.checked_raw(), write, atomic)
 
     @property
     def _session(self) -> Session:
@@ -133,7 +135,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         itself. For other kinds of memory, do nothing.
         """
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         """Raise an error, such as EvictedError, if the memory cannot be used now. For freed memory, this method or
         :attr:`address` raises ClosedError.
         """
@@ -157,10 +159,10 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         return False
 
     def _ordered_on(self, stream: StreamLike | None) -> Stream:
-        self._check_usable()
+        self.check_usable()
         ordered = self.stream if stream is None else as_stream(stream, self._session)
         try:
-            ordered._checked_raw()
+            ordered.checked_raw()
         except ClosedError:
             if stream is not None:
                 raise
@@ -198,7 +200,7 @@ Where: TypeAlias = "Device | MemLocation"
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
 _INT = 4  # Bytes of a C int. The value of each attribute is one C int, or a list of C ints.
-_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no device).
+_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no place).
 
 
 class MemRangeAttributes(NamedTuple):
@@ -245,8 +247,8 @@ class Migrating(MemoryBase):
         self._check_managed()
         place, ordered = self._known("location", location).to_driver(), self._ordered_on(stream)
         if self.nbytes:
-            wanted = self._at, self.nbytes, place, 0, ordered._checked_raw()
-            ordered._in_context(self._session.call, "cuMemPrefetchAsync", *wanted)
+            wanted = self._at, self.nbytes, place, 0, ordered.checked_raw()
+            ordered.in_context(self._session.call, "cuMemPrefetchAsync", *wanted)
 
     def discard(self, stream: StreamLike | None = None) -> None:
         """Discard the contents of managed memory in stream order, so that they are not migrated later
@@ -355,7 +357,7 @@ class Migrating(MemoryBase):
             self.advise(MemAdvise.SET_ACCESSED_BY, one)
 
     def _check_managed(self) -> None:
-        self._check_usable()
+        self.check_usable()
         if not self.managed:
             raise ValueError(f"{self!r} is not managed: memory of a pool with MemAllocationType.MANAGED is")
 
@@ -429,7 +431,7 @@ def _queue_batch(
         places = [memories[0]._known("location", location).to_driver()], [0], 1
     pointers, sizes = [cuda.CUdeviceptr(one._at) for one in filled], [one.nbytes for one in filled]
     if filled:
-        ordered._in_context(session.call, call, pointers, sizes, len(filled), *places, 0, ordered._checked_raw())
+        ordered.in_context(session.call, call, pointers, sizes, len(filled), *places, 0, ordered.checked_raw())
 
 
 _ATTRIBUTES = (
@@ -452,5 +454,5 @@ def refuse_legacy(stream: Stream, call: str) -> None:
     """Raise ValueError if ``stream`` is the legacy default stream, which batched driver calls refuse. ``call``: name of
     the driver function, for the message.
     """
-    if int(stream._checked_raw()) in (0, LEGACY):
+    if int(stream.checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from streamalloc.core.errors import ClosedError, attach
 
@@ -40,6 +40,12 @@ class Unique:
     """Object that owns driver resources alone. It cannot be copied, and only multiprocessing can pickle it."""
 
     __slots__ = ()
+
+    _inner: ClassVar[tuple[str, ...]] = ()
+    """Names that other areas use and programs do not; ``dir()`` and the reference leave them out."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._inner]
 
     def _text(self) -> str:
         """Return the text of the object's ``repr`` after the class name."""

@@ -1,9 +1,8 @@
 """Streams: queues of work that one device runs in order.
 
 There are three kinds: streams of :meth:`Device.create_stream` (:class:`OwnStream`), default streams
-(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind has a method
-:meth:`Stream.ready`, which returns the handle if this thread may queue work by a direct driver call now, else None. To
-find out, the method asks:
+(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind answers in one method,
+:meth:`Stream.ready`, whether this thread may call the driver at once, and with which handle. These are asked:
 
 ====================  =====================================================  ==========================================
 kind                  before any call                                        before an allocation, too
@@ -15,41 +14,41 @@ per-thread default    the driver, for the current context; the thread's id   the
 another library's     the library's object, if its users can close it        the driver, for a capture
 ====================  =====================================================  ==========================================
 
-* *The current context and the thread:* the handle of a default stream names a stream of the current context, and the
-  handle of the per-thread stream names another stream on each thread. On the wrong stream, a free would not come after
-  the work that uses the memory.
+* *The current context and the thread:* the handle of a default stream names a stream of the current context, and that
+  of the per-thread stream another one on each thread. On the wrong one, a free does not come after the work that uses
+  the memory.
 * *The library's object:* the driver crashes on the handle of a destroyed stream.
-* *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
-  again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
-  ``cuStreamIsCapturing`` tells of a capture and leaves the capture valid (``cuStreamGetId`` and ``cuStreamGetFlags``
-  end it). A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
+* *A capture by other code:* memory allocated in it belongs to the graph, and each launch writes it again. If it were
+  handed out as memory of a pool, each launch would overwrite the bytes of a later owner. ``cuStreamIsCapturing`` is the
+  only question that tells of a capture and leaves it valid (``cuStreamGetId`` and ``cuStreamGetFlags`` end it). A free
+  need not ask: in a capture the driver refuses to free other memory, and the capture goes on.
 
-Two attributes hold the handle while nothing must be asked: ``direct`` for any call, ``unlent`` for an allocation. They
-save the call of the method: callers write ``stream.direct or stream.ready()`` and ``stream.unlent or
-stream.ready(True)``. A third attribute, ``caller``, tells :meth:`Stream.ready` which thread may call.
-:meth:`Stream._allow_direct` and :meth:`Stream._forbid_direct` set all three attributes:
+Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
+allocation. So callers write ``stream.direct or stream.ready()``. An allocation first takes ``unlent``; without it, and
+if other code may capture the stream (``capturable``), :class:`Allocator` and the cache ask the driver. The third
+attribute, ``usable``, is False while something forbids direct calls. :meth:`Stream._allow_direct` and
+:meth:`Stream._forbid_direct` set all three:
 
-===============================================  ==========  ==========  =================================
-state of the stream                              ``direct``  ``unlent``  ``caller``
-===============================================  ==========  ==========  =================================
+===============================================  ==========  ==========  ==========
+state of the stream                              ``direct``  ``unlent``  ``usable``
+===============================================  ==========  ==========  ==========
 open, and no other code has the handle           the handle  the handle  True
 open, and other code has the handle              the handle  None        True
 open, and its library's users can close it       None        None        True
-a default stream                                 None        None        True; per-thread: its thread's id
+a default stream                                 None        None        True
 a default stream while this package captures     None        None        False
 any stream while one is captured in mode global  None        None        False
 closed, or captured by this package              None        None        False
 with an item to attempt before more work         None        None        False
-===============================================  ==========  ==========  =================================
+===============================================  ==========  ==========  ==========
 
-If the result is None, callers make a checked call, which repairs what it can, and raises an error otherwise:
+If the result is None, callers take the checked way, which repairs what it can, and raises otherwise:
 
-* :meth:`Stream._checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the deferred releases
-  (items) that must come before more work.
-* :func:`of_this_thread` replaces a per-thread default stream of another thread by the per-thread stream of this thread.
-* :meth:`Stream._in_context` makes the context current, and protects captures of other threads.
-* :meth:`Stream._captured` tells whether the stream is being captured. If so, memory is allocated for the graph, and
-  calls that a capture cannot contain raise :class:`CaptureError`.
+* :meth:`Stream.checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
+* :meth:`Stream.of_this_thread` replaces a per-thread default stream of another thread by that of this thread.
+* :meth:`Stream.in_context` makes the context current, and protects captures of other threads.
+* :meth:`Stream.is_captured` asks for a capture: memory is then allocated for the graph, and other calls raise
+  :class:`CaptureError`.
 """
 
 from __future__ import annotations
@@ -105,9 +104,8 @@ StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuP
 LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
-_NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-"""Status of a stream that is not being captured. If the driver refuses the query, it returns None in place of a status.
-"""
+NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+"""Status of a stream that is not being captured. In place of a status, a refused question gives None."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -142,24 +140,14 @@ class Stream(Closes, Shown):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_attempting",
-        "_before_work",
-        "_capture",
-        "_closed",
-        "_endings",
-        "_in_use",
-        "_number",
-        "_raw",
-        "_session",
-        "_spare",
-        "caller",
-        "capturable",
-        "device",
-        "direct",
-        "free_lists",
-        "unlent",
-    )
+        "__weakref__", "_attempting", "_before_work", "_capture", "_closed", "_in_use", "_number", "_raw", "_session",
+        "_spare", "capturable", "device", "direct", "endings", "free_lists", "unlent", "usable",
+    )  # fmt: skip
+
+    _inner = (
+        "call", "capturable", "checked_raw", "direct", "endings", "free_lists", "in_context", "is_captured", "last",
+        "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread", "unlent", "usable",
+    )  # fmt: skip
 
     device: Device
     """The device that runs the stream's work."""
@@ -167,9 +155,9 @@ class Stream(Closes, Shown):
     """Name given to :meth:`Device.create_stream`; may be empty."""
     is_default: bool = False
     """Whether this is a default stream of the device (legacy or per-thread)."""
-    _sees_all: bool = False
+    sees_all_work: bool = False
     """Whether a query of the stream covers all work that the stream's later work waits for."""
-    _last: Sequence[Event] = ()
+    last: Sequence[Event] = ()
     """One event after all work of a closed or dropped stream of ours. Empty if the stream is open or the record
     failed.
     """
@@ -179,9 +167,11 @@ class Stream(Closes, Shown):
     """``CUstream`` if work may be queued now without a check, else None."""
     unlent: Any
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
-    caller: int
-    """Identifier (``get_ident``) of the one thread that may make direct calls now, and reuse freed memory in the order
-    of the stream. True means every thread, False no thread.
+    usable: bool
+    """Whether nothing forbids now to make direct calls, and to use memory again in the order of the stream."""
+    thread: int | None = None
+    """Identifier (``get_ident``) of the one thread whose work a per-thread default stream orders; 0 after its end,
+    because a new thread may get the identifier of an ended one. None for other streams: every thread may use them.
     """
     free_lists: dict[object, dict[int, Any]]
     """Free lists of caches on this stream, by the cache's key: a dict of free blocks by requested size in bytes."""
@@ -200,8 +190,8 @@ class Stream(Closes, Shown):
         self._spare = Spares()
         self._in_use = RLock()
         """Lock held while the stream is being closed, a capture begins, or a deferred item uses the stream."""
-        self._endings: list[Deferred] = []
-        """Deferred releases that are attempted right before the stream is closed."""
+        self.endings: list[Deferred] = []
+        """Items that end before the stream is closed."""
         self._before_work: list[Deferred] = []
         """Deferred releases to attempt before more work is queued, see :func:`queue_behind`."""
         self._attempting: list[int] = []
@@ -236,19 +226,11 @@ class Stream(Closes, Shown):
 
     # -- direct calls ------------------------------------------------------------------------------------------
 
-    def ready(self, allocates: bool = False) -> Any | None:
-        """Return ``CUstream`` if this thread may queue work by a direct driver call now. Otherwise return None: the
-        caller then makes a checked call (see the module). With ``allocates`` the work is an allocation, and the result
-        is also None if the stream is being captured (``cuStreamIsCapturing``).
+    def ready(self) -> Any | None:
+        """Return ``CUstream`` if this thread may queue work by a direct call now, or None: the caller then takes the
+        checked way (see the module).
         """
-        # Each kind of stream has this method, and repeats the query for a capture: a shared function would cost each
-        # allocation another Python call. If you change the query, change it in all three methods.
-        handle = self.direct
-        if allocates and handle is not None:
-            is_capturing = self._session.cuStreamIsCapturing
-            if is_capturing(handle)[1] is not _NOT_CAPTURED:
-                return None
-        return handle
+        return self.direct
 
     def _ready_to_drop(self) -> Any | None:
         """Return the ``CUstream`` or None as :meth:`ready` does, without a lock: finalisers that free memory call
@@ -259,7 +241,7 @@ class Stream(Closes, Shown):
     def _forbid_direct(self) -> None:
         """Make every later call on the stream a checked call."""
         self.direct = self.unlent = None
-        self.caller = False
+        self.usable = False
 
     def _shut_after_fork(self) -> None:
         self._forbid_direct()
@@ -269,7 +251,7 @@ class Stream(Closes, Shown):
         them.
         """
         if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
-            self.caller = True
+            self.usable = True
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
 
@@ -296,7 +278,7 @@ class Stream(Closes, Shown):
         ClosedError
             The stream was closed.
         """
-        self._notify_lent(self._checked_raw(), used=False)
+        self._notify_lent(self.checked_raw(), used=False)
         return self._number
 
     def _notify_lent(self, raw: Any, used: bool) -> None:
@@ -304,7 +286,7 @@ class Stream(Closes, Shown):
         if not self.is_default:
             self._lend()
         if self._session.listener is not None:
-            self._in_context(self._session.listener.lent, raw, used)
+            self.in_context(self._session.listener.lent, raw, used)
 
     @property
     def closed(self) -> bool:
@@ -314,20 +296,34 @@ class Stream(Closes, Shown):
     @property
     def capturing(self) -> bool:
         """Whether the stream is being captured into a graph (``cuStreamIsCapturing``)."""
-        return int(self._call("cuStreamIsCapturing")) != 0
+        return int(self.call("cuStreamIsCapturing")) != 0
 
-    def _captured(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether the stream is being captured. Calls the driver only if other code may capture the stream."""
         return self._capture is not None or (self.capturable and self.capturing)
+
+    def refuse_capture(self, call: str, why: str) -> None:
+        """Raise :class:`CaptureError` if the stream is being captured. ``call``: the driver function that is not
+        called; ``why``: the reason and the remedy, for the message.
+        """
+        if self.is_captured():
+            raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
     @property
     def priority(self) -> int:
         """The stream's priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first."""
-        return int(self._call("cuStreamGetPriority"))
+        return int(self.call("cuStreamGetPriority"))
 
     # -- work --------------------------------------------------------------------------------------------------
 
-    def _checked_raw(self) -> Any:
+    def of_this_thread(self) -> Stream:
+        """Return the stream that this object's handle names on the calling thread: another one than on the thread of a
+        per-thread default stream, otherwise this one.
+        """
+        return self
+
+    def checked_raw(self) -> Any:
+        """Return the ``CUstream``, after the items that come before more work were attempted. Raises ClosedError."""
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
         if self._before_work and get_ident() not in self._attempting:
@@ -354,23 +350,29 @@ class Stream(Closes, Shown):
         if self._before_work:
             self._forbid_direct()
 
-    def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
+    def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Call ``act`` and return its result. During the call the context that the handle needs is current, and the
         capture mode is one in which ``act`` invalidates no capture of another thread.
         """
-        with self._session.beside_captures():
+        with self._session.beside_captures(), self._context():
             return act(*args, **named)
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which the context that the handle needs is current."""
+        return contextlib.nullcontext()
+
+    def call(self, name: str, *args: Any) -> Any:
         """Call driver function ``name`` with this stream as its first argument. Raises ClosedError, CudaError."""
-        return self._in_context(self._session.call, name, self._checked_raw(), *args)
+        raw = self.checked_raw()
+        with self._context():
+            return self._session.call(name, raw, *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
         """Return the ``CUresult`` of ``call``, a bound driver function whose first argument is this stream."""
         handle = self.direct or self.ready()
         if handle is not None:
             return call(handle, *args)[0]
-        return self._in_context(call, self._checked_raw(), *args)[0]
+        return self.in_context(call, self.checked_raw(), *args)[0]
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
@@ -381,7 +383,7 @@ class Stream(Closes, Shown):
         """
         session = self._session
         handle = self.direct or self.ready()
-        raw = self._checked_raw() if handle is None else handle
+        raw = self.checked_raw() if handle is None else handle
         reused = False
         if event is None:
             event, reused = _event_of(self, timing)
@@ -391,7 +393,7 @@ class Stream(Closes, Shown):
             raise ValueError(f"{event!r} belongs to another driver than {self!r}")
         recorded = event._checked_raw()
         if handle is None:
-            result = self._in_context(session.cuEventRecord, recorded, raw)[0]
+            result = self.in_context(session.cuEventRecord, recorded, raw)[0]
         else:
             result = session.cuEventRecord(recorded, raw)[0]
         if result:
@@ -419,10 +421,10 @@ class Stream(Closes, Shown):
         else:
             foreign = None if isinstance(other, Stream) else foreign_event(other)
             if foreign is not None:
-                self._call("cuStreamWaitEvent", foreign, 0)
+                self.call("cuStreamWaitEvent", foreign, 0)
                 self._notice_joining()
                 return
-            self._checked_raw()  # Raises for a closed stream before the other stream records an event.
+            self.checked_raw()  # Raises for a closed stream before the other stream records an event.
             event = as_stream(cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
@@ -450,7 +452,7 @@ class Stream(Closes, Shown):
 
         Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued later is not waited for.
         """
-        refuse_capture(self, "cuEventQuery", "await it after the capture")
+        self.refuse_capture("cuEventQuery", "await it after the capture")
 
         return _finished(self).__await__()
 
@@ -473,10 +475,10 @@ class Stream(Closes, Shown):
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         why = "the bindings let a Python function run once, and a graph may be launched more often"
-        refuse_capture(self, "cuLaunchHostFunc", why)
+        self.refuse_capture("cuLaunchHostFunc", why)
         # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
         launch = self._session._function("cuLaunchHostFunc")
-        self._checked_raw()
+        self.checked_raw()
         pointer = _host_function(function)
         result = self._result(launch, cuda.CUhostFn(pointer), pointer)
         if result:
@@ -508,14 +510,14 @@ class Stream(Closes, Shown):
         """Do what :meth:`close` does for this kind of stream: nothing for default streams."""
 
     def _submit_endings(self) -> None:
-        """Submit the items of ``_endings`` to the deferred queue. Takes no lock, so finalisers may call this method."""
-        for item in tuple(self._endings):
+        """Submit the items of ``endings`` to the deferred queue. Takes no lock, so finalisers may call this method."""
+        for item in tuple(self.endings):
             deferred_queue(self._session).submit(item)
-        self._endings.clear()
+        self.endings.clear()
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version, 0, and the handle, for other libraries."""
-        self._notify_lent(self._checked_raw(), used=True)
+        self._notify_lent(self.checked_raw(), used=True)
         return (0, self._number)
 
     def __del__(self) -> None:
@@ -525,10 +527,10 @@ class Stream(Closes, Shown):
     def _about(self) -> Iterator[Row]:
         if self.name:
             yield "name", self.name
-        yield "handle", f"{int(self._checked_raw()):#x}"
+        yield "handle", f"{int(self.checked_raw()):#x}"
         yield "device", self.device
         with self._session.relaxed():
-            yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
+            yield "state", "capturing" if self.is_captured() else "idle" if self.query() else "has work to do"
 
     def _text(self) -> str:
         kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)
@@ -566,10 +568,10 @@ async def _finished(stream: Stream) -> None:
 class OwnStream(Stream):
     """A stream of :meth:`Device.create_stream`. This object owns the driver's stream and destroys it."""
 
-    __slots__ = ("_dropping", "_last", "_sees_all", "name")
+    __slots__ = ("_dropping", "last", "name", "sees_all_work")
 
     _dropping: list[None]
-    _last: list[Event]
+    last: list[Event]
 
     @classmethod
     def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> OwnStream:
@@ -577,10 +579,10 @@ class OwnStream(Stream):
         stream = cls.__new__(cls)
         stream.name = name
         stream._dropping = []
-        stream._last = []
+        stream.last = []
         # Later work of a blocking stream waits for the legacy stream, but a query of the blocking stream does not cover
         # the legacy stream's work.
-        stream._sees_all = not blocking
+        stream.sees_all_work = not blocking
         # No other code can capture the stream before it gets the handle.
         stream._prepare(device, None, capturable=False)
         stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
@@ -595,17 +597,17 @@ class OwnStream(Stream):
     def _close(self) -> None:
         if self._closed:
             return
-        refuse_capture(self, "cuStreamDestroy", "end the capture first")
+        self.refuse_capture("cuStreamDestroy", "end the capture first")
         with self._in_use:
             if self.closed:  # Another thread has closed the stream meanwhile.
                 return
-            for item in tuple(self._endings):
+            for item in tuple(self.endings):
                 # If the driver refuses, the deferred queue attempts the item again later.
                 with contextlib.suppress(CudaError):
                     deferred_queue(self._session).end(item)
-            self._endings.clear()
+            self.endings.clear()
             # Buffers of this stream that are freed later are freed after this event.
-            self._record_end(self._checked_raw())
+            self._record_end(self.checked_raw())
             result = self._destroy(self._raw)
         if result:
             raise error_from(result, "cuStreamDestroy")
@@ -629,23 +631,23 @@ class OwnStream(Stream):
         are freed later are freed after this event.
         """
         last = Event(self.device)
-        self._in_context(self._session.call, "cuEventRecord", last._raw, raw)
-        self._last[:] = [last]
+        self.in_context(self._session.call, "cuEventRecord", last._raw, raw)
+        self.last[:] = [last]
         defer_end(self._session, last)
 
     def __del__(self) -> None:
         # A stream whose construction was interrupted has a handle and `_closed`, but no `_last`: its handle must be
         # destroyed.
         raw = getattr(self, "_raw", None)
-        if raw is None or not self._session.usable or (self._closed and self._last):
+        if raw is None or not self._session.usable or (self._closed and self.last):
             return
         # Buffers of the same garbage cycle may be finalised later, and are freed after an event after the stream's
         # work.
         is_capturing = self._session.driver.cuStreamIsCapturing
-        captured = self.capturable and is_capturing(raw)[1] is not _NOT_CAPTURED
+        captured = self.capturable and is_capturing(raw)[1] is not NOT_CAPTURED
         if self._capture is None and not captured:
             with contextlib.suppress(CudaError), self._session.relaxed():
-                if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
+                if self.endings or self._session.driver.cuStreamQuery(raw)[0]:
                     self._record_end(raw)
         self._raw = None
         # While other code captures the stream, destroy it later: cuStreamDestroy would end that capture.
@@ -696,8 +698,6 @@ class DefaultStream(Stream):
     __slots__ = ("_current",)
 
     is_default = True
-    _ident: int = True
-    """Value of :attr:`caller` while direct calls are allowed."""
     _current: Any
     """The tuple that ``cuCtxGetCurrent`` returns while the stream's context is current; None while direct calls are
     forbidden.
@@ -720,11 +720,10 @@ class DefaultStream(Stream):
             self._forbid_direct()
         else:
             self._current = cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal)
-            self.caller = self._ident
+            self.usable = True
 
-    def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        with self._session.beside_captures(), self.device.current():
-            return act(*args, **named)
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        return self.device.current()
 
 
 class LegacyStream(DefaultStream):
@@ -732,10 +731,10 @@ class LegacyStream(DefaultStream):
 
     __slots__ = ()
 
-    _sees_all = True
+    sees_all_work = True
 
-    def ready(self, allocates: bool = False) -> Any | None:
-        current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
+    def ready(self) -> Any | None:
+        current = self._session.cuCtxGetCurrent  # A function in a slot is called faster by a local name.
         return self._raw if current() == self._current else None
 
     def _ready_to_drop(self) -> Any | None:
@@ -745,7 +744,7 @@ class LegacyStream(DefaultStream):
         handle = self.ready()
         return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
 
-    def _captured(self) -> bool:
+    def is_captured(self) -> bool:
         # `capturing` raises CudaError while a blocking stream is being captured.
         return self._capture is not None or self.capturing
 
@@ -758,28 +757,18 @@ class PerThreadStream(DefaultStream):
     per-thread streams of all threads.
     """
 
-    __slots__ = ("_ident",)
-
-    _ident: int
-    """Identifier of the stream's thread; False after the end of that thread, because a new thread may get the same
-    identifier.
-    """
+    __slots__ = ("thread",)
 
     def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
-        self._ident = get_ident()
+        self.thread = get_ident()
         super()._prepare(device, raw, capturable=capturable)
 
-    def ready(self, allocates: bool = False) -> Any | None:
-        session = self._session
-        current = session.cuCtxGetCurrent
-        if self.caller != get_ident() or current() != self._current:
-            return None
-        handle = self._raw
-        if allocates:
-            is_capturing = session.cuStreamIsCapturing
-            if is_capturing(handle)[1] is not _NOT_CAPTURED:
-                return None
-        return handle
+    def of_this_thread(self) -> Stream:
+        return per_thread_stream(self.device)
+
+    def ready(self) -> Any | None:
+        current = self._session.cuCtxGetCurrent
+        return self._raw if self.thread == get_ident() and current() == self._current else None
 
 
 class _ThreadStreams(ThreadLocal, streams=dict):
@@ -801,7 +790,7 @@ class _OfThread:
     def __del__(self) -> None:
         stream = getattr(self, "stream", None)  # The attribute is missing if __init__ has raised.
         if stream is not None:
-            stream._ident = stream.caller = False
+            stream.thread = 0
             if stream._session.usable:
                 stream._submit_endings()
 
@@ -876,19 +865,9 @@ class LibraryStream(Stream):
         if self._asks:
             self.direct = None
 
-    def ready(self, allocates: bool = False) -> Any | None:
-        handle = self.direct
-        if handle is None:
-            # `direct` is also None if the owner has to be asked. Then `caller` tells whether direct calls are
-            # forbidden.
-            if not self.caller or self.owner.is_closed:
-                return None
-            handle = self._raw
-        if allocates:
-            is_capturing = self._session.cuStreamIsCapturing
-            if is_capturing(handle)[1] is not _NOT_CAPTURED:
-                return None
-        return handle
+    def ready(self) -> Any | None:
+        # The attribute `direct` is None, too, if the owner has to be asked.
+        return self._raw if self.usable and not (self._asks and self.owner.is_closed) else None
 
     def _ready_to_drop(self) -> Any | None:
         # If the library's object is in the same garbage cycle, it may have been finalised before, and may have
@@ -960,13 +939,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     if found is not stream and found.closed:
         # The library has closed the stream that was found. The library's object may have a new stream by now.
         found = _resolve(stream, session)
-    found._checked_raw()
-    return of_this_thread(found)
-
-
-def of_this_thread(stream: Stream) -> Stream:
-    """Return the calling thread's stream in place of a per-thread default stream. Return any other stream unchanged."""
-    return per_thread_stream(stream.device) if isinstance(stream, PerThreadStream) else stream
+    found.checked_raw()
+    return found.of_this_thread()
 
 
 def library_stream(stream: Any, session: Session) -> Stream:
@@ -1033,16 +1007,7 @@ def queue_handle(stream: StreamLike, session: Session) -> Any | None:
     return (found.direct or found.ready()) if found._session is session else None
 
 
-def direct_handle(stream: object, session: Session) -> Any | None:
-    """Return the ``CUstream`` if all direct driver calls are allowed now, allocations included; else None.
-
-    Such calls are allowed for an open stream of ``session``'s driver that is not being captured and whose handle no
-    other code has.
-    """
-    return stream.unlent if isinstance(stream, Stream) and stream._session is session else None
-
-
-# -- what the areas need of streams --------------------------------------------------------------------------
+# -- all streams of a driver -------------------------------------------------------------------------------------
 
 
 known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
@@ -1068,71 +1033,6 @@ def _destroy_spare_events() -> None:
 
 
 SETTLERS.append(_destroy_spare_events)
-
-
-def raw_handle(stream: Stream) -> Any:
-    """Return the stream's ``CUstream`` for a checked call, after the items of :func:`queue_behind` were attempted.
-    Raises :class:`ClosedError`.
-    """
-    return stream._checked_raw()
-
-
-def in_context(stream: Stream, act: Callable[..., T], *args: Any) -> T:
-    """Call ``act``, which queues work on ``stream``, with the stream's context current, so that no capture of another
-    thread is invalidated (:meth:`Stream._in_context`). Returns the result of ``act``.
-    """
-    return stream._in_context(act, *args)
-
-
-def stream_call(stream: Stream, name: str, *args: Any) -> Any:
-    """Call driver function ``name`` with the stream as its first argument, and return its results. Raises ClosedError,
-    CudaError.
-    """
-    return stream._call(name, *args)
-
-
-def is_captured(stream: Stream) -> bool:
-    """Whether a stream is being captured. Calls the driver (``cuStreamIsCapturing``) only if other code may capture the
-    stream.
-    """
-    return stream._captured()
-
-
-def end_with_stream(stream: Stream, item: Deferred) -> None:
-    """Have ``item`` attempted right before the stream is closed, or after the stream was dropped."""
-    deferred_queue(stream._session).end_with(stream, item)
-    stream._endings.append(item)
-
-
-def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
-    """Remove the free lists of the cache with this ``key`` from a stream. Also remove ``item``, which would release
-    these lists when the stream ends.
-    """
-    with contextlib.suppress(ValueError):
-        stream._endings.remove(item)
-    stream.free_lists.pop(key, None)
-
-
-def end_of(stream: Stream) -> Sequence[Event]:
-    """Return a list that stays the same object. When a stream of ours is closed or dropped, the list gets an event
-    after all work of the stream.
-
-    The list stays empty if the driver refuses the record, and for default streams and libraries' streams.
-    """
-    return stream._last
-
-
-def sees_all_work(stream: Stream) -> bool:
-    """Whether a query of the stream covers all work that the stream's later work waits for."""
-    return stream._sees_all
-
-
-def refuse_capture(stream: Stream, call: str, why: str) -> None:
-    """Raise :class:`CaptureError` if the stream is being captured. ``call`` is the name of the driver function that is
-    not called. ``why`` is a text with the reason and the remedy for the message.
-    """
-    if stream._captured():
-        raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
 
 _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _: weakref.WeakValueDictionary())

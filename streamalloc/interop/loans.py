@@ -195,7 +195,7 @@ class Borrowed(Memory, Closes):
         ClosedError
             The borrowed array was closed.
         """
-        self._check_usable()
+        self.check_usable()
         return int(self._address)
 
     @property
@@ -215,7 +215,7 @@ class Borrowed(Memory, Closes):
             deferred_queue(self._session).end(self._end)
             work(self._session)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if self._keep is None:
             raise ClosedError(f"this borrowed array of {size_text(self.nbytes)} was closed")
 

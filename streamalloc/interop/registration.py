@@ -99,7 +99,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     ...     print(registration(buffer).nccl.why)
     """
     session = session_of(memory) if isinstance(memory, Memory) else Session.of(driver or default_driver())
-    span = CopySide.readable(memory, session)
+    span = CopySide.of(memory, session)
     if not span.nbytes:
         raise ValueError(f"{memory!r} is empty: there is nothing to register")
     address, nbytes = span.address, span.nbytes

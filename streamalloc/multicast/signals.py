@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.internal import Fence, Stream, refuse_capture, stream_call
+from streamalloc.core.internal import Fence, Stream
 from streamalloc.core.properties import checked_type
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
@@ -62,7 +62,7 @@ class Signals:
         check_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
-            refuse_capture(stream, "cuStreamWaitValue32", _CAPTURED)
+            stream.refuse_capture("cuStreamWaitValue32", _CAPTURED)
             self._wait_for_latest(stream, _BARRIER, rank, -1, channel)
         # All writes come before the first wait. Otherwise a stream that serves several ranks would wait for a write
         # that is queued behind the wait, for ever.
@@ -127,7 +127,7 @@ class Signals:
         if not 0 <= number < self._size or number == rank:
             raise ValueError(f"peer={peer}: allowed are the other ranks of 0 to {self._size - 1}, and this is {rank}")
         check_channel(channel)
-        refuse_capture(stream, call, _CAPTURED)
+        stream.refuse_capture(call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
         """Have ``stream`` wait for the last write of the counter, which may be on another stream. Raises CudaError.
@@ -142,10 +142,10 @@ class Signals:
         self._latest[kind, rank, peer, channel] = Fence(session_of(stream), [stream])
 
     def _write(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
-        stream_call(stream, "cuStreamWriteValue32", self._address(owner, kind, channel, sender), count, 0)
+        stream.call("cuStreamWriteValue32", self._address(owner, kind, channel, sender), count, 0)
 
     def _wait(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
-        stream_call(stream, "cuStreamWaitValue32", self._address(owner, kind, channel, sender), count, _AT_LEAST)
+        stream.call("cuStreamWaitValue32", self._address(owner, kind, channel, sender), count, _AT_LEAST)
 
     def _address(self, owner: int, kind: int, channel: int, sender: int) -> int:
         return self._bases[owner] + self.layout.counter(kind, channel, sender, self._size)

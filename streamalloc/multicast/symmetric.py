@@ -80,7 +80,7 @@ class SymmetricBuffer(BufferView):
         """True: the devices of this process's ranks have access."""
         return True
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if self._symmetric.closed:
             raise ClosedError(f"{self._symmetric!r} was closed")
 

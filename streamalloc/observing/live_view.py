@@ -21,7 +21,7 @@ from streamalloc.core.session import session_of, sessions
 from streamalloc.driver import ForkedProcessError
 from streamalloc.formats.html import gauge, mib, place, table
 from streamalloc.pool import MemoryPool, PoolStatistics
-from streamalloc.pool.internal import known_pools, raw_pool, reading
+from streamalloc.pool.internal import known_pools, reading
 
 _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
@@ -37,7 +37,7 @@ class PoolFigures(NamedTuple):
 
 
 def _name(pool: MemoryPool) -> str:
-    return pool.name or f"{place(pool.location)}, {int(raw_pool(pool)):#x}"
+    return pool.name or f"{place(pool.location)}, {int(pool.checked_raw()):#x}"
 
 
 def _capacity(pool: MemoryPool) -> int:

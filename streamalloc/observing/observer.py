@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
-from streamalloc.core.internal import Allocator, Device, allocation_call, name_of_stream, watching_of, work
+from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
@@ -196,7 +196,7 @@ class Account:
             if self.nbytes + nbytes > limit:
                 self.settle()
             if self.nbytes + nbytes > limit:
-                call = "cuMemCreate" if allocator is None else allocation_call(allocator)
+                call = "cuMemCreate" if allocator is None else allocator.alloc_name
                 raise self._over(limit, whose, nbytes, call)
 
     def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:

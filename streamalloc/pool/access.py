@@ -18,7 +18,8 @@ class GrantsAccess(Allocator):
     closed: bool
     """Whether the pool was closed."""
 
-    def _checked_raw(self) -> Any:
+    def checked_raw(self) -> Any:
+        """Return the ``CUmemoryPool``. Raises :class:`ClosedError`."""
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
         return self._raw
@@ -27,7 +28,7 @@ class GrantsAccess(Allocator):
         """Call driver function ``name`` with this pool as its first argument, and return its results. Raises
         ClosedError, CudaError with ``hint``.
         """
-        return self._session.call(name, self._checked_raw(), *args, hint=hint)
+        return self._session.call(name, self.checked_raw(), *args, hint=hint)
 
     @property
     def peers(self) -> frozenset[Device]:
@@ -70,7 +71,7 @@ class GrantsAccess(Allocator):
         NotSupportedError
             The driver does not grant this access: READ, or the host on device memory.
         """
-        self._checked_raw()
+        self.checked_raw()
         checked_type("access", access, MemAccess)
         several = [who] if isinstance(who, (Device, MemLocation, int)) else list(who)
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
@@ -81,11 +82,11 @@ class GrantsAccess(Allocator):
         """Return the permission of ``who``, a device or the host, to use the pool's memory (``cuMemPoolGetAccess``).
         Raises ClosedError, and TypeError or ValueError if ``who`` is no location of the driver.
         """
-        self._checked_raw()
+        self.checked_raw()
         location = self._location_of(who, check_peer=False)
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
 
-    def _reachable_from(self, device: Device) -> bool:
+    def reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
         # The handle of a closed pool stays valid while the pool has buffers.

@@ -10,7 +10,7 @@ destroyed, its end is an item of the deferred queue.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import CudaError
 from streamalloc.core.internal import Fence, HandleEnd
@@ -20,20 +20,9 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.places import existing_pool, has_calls_of_its_own, pool_locations, set_current_pool
 
 if TYPE_CHECKING:
-    from streamalloc.core.internal import Allocator, Stream
+    from streamalloc.core.internal import Allocator
 
 _ATTRIBUTES = cuda.CUmemPool_attribute
-
-
-class PoolCache(Protocol):
-    """Type of a cache that holds memory of a pool, and returns the memory before the pool ends."""
-
-    @property
-    def pool(self) -> Allocator: ...
-
-    def close(self) -> None: ...
-
-    def _make_room(self, stream: Stream) -> bool: ...
 
 
 class KnownPools:
@@ -46,8 +35,8 @@ class KnownPools:
         """Pool objects by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """Allocators that use the current pool of a device, by device ordinal."""
-        self.caches: weakref.WeakSet[PoolCache] = weakref.WeakSet()
-        """Caches over any of the pools."""
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Caches over any of the pools, which release its memory before it ends."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that are not destroyed yet."""
 
@@ -94,7 +83,7 @@ class PoolEnd(HandleEnd):
         try:
             return super().attempt()
         except CudaError:
-            if self._raw is not None:  # With None, a new pool may have the handle.
+            if self._raw is not None:  # None: the pool is gone, and a new pool may get its handle.
                 closed.add(int(raw))
             raise
 

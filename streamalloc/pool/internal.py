@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from streamalloc.core.internal import Device
 from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
-from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass, class_size, filled
+from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass
 from streamalloc.pool.cache.state import CacheState, StreamCache
 from streamalloc.pool.places import location_of_pool, residence_of
 from streamalloc.pool.plain import (
@@ -21,22 +18,6 @@ from streamalloc.pool.plain import (
 )
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
-
-
-def raw_pool(pool: MemoryPool) -> Any:
-    """Return the pool's ``CUmemoryPool``, for driver calls that do not allocate.
-
-    Raises
-    ------
-    ClosedError
-        The pool was closed.
-    """
-    return pool._checked_raw()
-
-
-def reachable_from(pool: MemoryPool, device: Device) -> bool:
-    """Return whether ``device`` has access to a pool's memory (``cuMemPoolGetAccess``)."""
-    return pool._reachable_from(device)
 
 
 def collect_dropped(cache: CachingAllocator) -> None:

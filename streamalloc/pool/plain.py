@@ -32,17 +32,13 @@ from streamalloc.core.internal import (
     as_stream,
     check_location,
     deferred_queue,
-    free_function,
-    freed_already,
+    filled,
     location_of,
-    raw_handle,
-    refuse_capture,
     session_for,
 )
 from streamalloc.core.properties import MemLocation, checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.pool.cache.blocks import filled
 from streamalloc.pool.places import Address, has_access, residence_of
 
 if TYPE_CHECKING:
@@ -211,7 +207,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # The call waits, but an attempt must not.
+        if self._call:  # The call waits, which an attempt must not. So a thread makes it once the devices are idle.
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
@@ -223,7 +219,7 @@ class PlainEnd(HandleEnd):
 
     def _free(self) -> None:
         if self._raw is not None:
-            free_function(self.source)(self, None)
+            self.source.free_function(self, None)
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
@@ -295,7 +291,7 @@ class PlainBuffer(Buffer):
 
     def __init__(self, end: PlainEnd, nbytes: int) -> None:
         self._end = end
-        self._allocator, self._nbytes, self._shared = end.source, nbytes, None
+        self._allocator, self._nbytes, self.shared = end.source, nbytes, None
         self._ptr = cuda.CUdeviceptr(int(end))
         deferred_queue(session_of(end.source)).end_with(self, end)
 
@@ -327,14 +323,14 @@ class PlainBuffer(Buffer):
         """
         self._free_checked(stream, still_imported, timeout)
 
-    def _free_on(self, ordered: Stream, handle: Any) -> None:
-        refuse_capture(ordered, "cuMemFree", "memory that is not of a pool cannot be freed in a capture")
+    def free_on(self, ordered: Stream, handle: Any) -> None:
+        ordered.refuse_capture("cuMemFree", "memory that is not of a pool cannot be freed in a capture")
         ptr, self._ptr = self._ptr, None
         if ptr is None:
-            raise freed_already(self)
+            self._live()
         self._end.stream = ordered
         try:
-            free_function(self._allocator)(self._end, handle)
+            self._allocator.free_function(self._end, handle)
         except BaseException:
             if self._end.raw is not None:
                 self._ptr = ptr
@@ -377,7 +373,7 @@ class _Source(Allocator):
 
     def __init__(self, where: Device | MemLocation, managed: bool, driver: Driver | None) -> None:
         self.location = location_of("where", where)
-        self._managed = bool(managed)
+        self.managed = bool(managed)
         session = session_for(where, driver)
         check_location(session, self.location)
         self._bind(session, _obtain, None, end_plain)
@@ -401,14 +397,12 @@ class _Source(Allocator):
         TypeError, ValueError
             ``nbytes`` is not a size, or ``stream`` is not a stream.
         """
-        return self._buffer(checked_size("nbytes", nbytes), as_stream(stream, self._session))
-
-    def _buffer(self, nbytes: int, ordered: Stream) -> Buffer:
-        if not nbytes:
+        size, ordered = checked_size("nbytes", nbytes), as_stream(stream, self._session)
+        if not size:
             raise ValueError("nbytes=0: only pools have empty buffers")
-        refuse_capture(ordered, self._alloc_name, "only pools of device memory allocate in a capture")
-        _, end = self._alloc(nbytes, (self, ordered), raw_handle(ordered))
-        return PlainBuffer(end, nbytes)
+        ordered.refuse_capture(self.alloc_name, "only pools of device memory allocate in a capture")
+        _, end = self.alloc_function(size, (self, ordered), ordered.checked_raw())
+        return PlainBuffer(end, size)
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:
         """Allocate ``nbytes`` bytes, and return the item that ends the memory after the work of ``stream``. Raises
@@ -416,19 +410,14 @@ class _Source(Allocator):
         """
         raise NotImplementedError
 
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: the driver migrates it between devices and host."""
-        return self._managed
-
-    def _pool_of(self, buffer: Buffer) -> object:
+    def pool_of(self, buffer: Buffer) -> object:
         return self
 
-    def _reachable_from(self, device: Device) -> bool:
-        return self._managed or self.location in (device.location, MemLocation.host())
+    def reachable_from(self, device: Device) -> bool:
+        return self.managed or self.location in (device.location, MemLocation.host())
 
     def _text(self) -> str:
-        return f" {'managed ' if self._managed else ''}{self.location}"
+        return f" {'managed ' if self.managed else ''}{self.location}"
 
 
 def _obtain(nbytes: int, request: tuple[_Source, Stream], _: object) -> tuple[Any, PlainEnd]:
@@ -491,7 +480,7 @@ class PlainMemory(_Source):
 
     def _end_of_new(self, nbytes: int, stream: Stream) -> PlainEnd:
         on_host = self.location.on_host
-        name = "cuMemHostAlloc" if on_host else "cuMemAllocManaged" if self._managed else "cuMemAlloc"
+        name = "cuMemHostAlloc" if on_host else "cuMemAllocManaged" if self.managed else "cuMemAlloc"
         more = () if name == "cuMemAlloc" else (self._flags,)
         return self._create(stream, name, nbytes, *more)[0]
 
@@ -529,10 +518,10 @@ class PlainMemory(_Source):
         OutOfMemoryError, CaptureError
             As for :meth:`allocate`.
         """
-        if self.location.on_host or self._managed:
+        if self.location.on_host or self.managed:
             raise ValueError(f"{self!r} has no rows with a pitch: device memory has")
         ordered = as_stream(stream, self._session)
-        refuse_capture(ordered, "cuMemAllocPitch", "only pools of device memory allocate in a capture")
+        ordered.refuse_capture("cuMemAllocPitch", "only pools of device memory allocate in a capture")
         end, pitch = self._create(ordered, "cuMemAllocPitch", width, height, element)
         return PlainBuffer(end, pitch * height), pitch
 

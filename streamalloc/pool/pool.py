@@ -51,7 +51,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import ATTRIBUTES, PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
+from streamalloc.pool.ending import PoolEnd, pools_of
 from streamalloc.pool.places import existing_pool, location_of_pool, pool_locations, set_current_pool
 from streamalloc.pool.plain import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.properties import MemPoolProps
@@ -199,6 +199,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
         self.allocation_type = allocation_type
+        self.managed = allocation_type is MemAllocationType.MANAGED
         self.name = ""
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
@@ -350,7 +351,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number. Raises ClosedError if the pool was closed."""
-        return int(self._checked_raw())
+        return int(self.checked_raw())
 
     @property
     def owned(self) -> bool:
@@ -371,7 +372,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         """
         session = self._session
         work(session)
-        raw, read = self._checked_raw(), session.cuMemPoolGetAttribute
+        raw, read = self.checked_raw(), session.cuMemPoolGetAttribute
         with session.beside_captures():
             answers = [read(raw, figure) for figure in _FIGURES]
         for result, _ in answers:
@@ -412,12 +413,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             warn(text, PendingFreesWarning)
         return max(int(before - after), 0)
 
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: the driver migrates it between devices and host."""
-        return self.allocation_type is MemAllocationType.MANAGED
-
-    def _pool_of(self, buffer: Buffer) -> MemoryPool:
+    def pool_of(self, buffer: Buffer) -> MemoryPool:
         return self
 
     def make_current(self) -> MadeCurrent:
@@ -427,13 +423,13 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
         Raises ClosedError.
         """
-        self._checked_raw()
+        self.checked_raw()
         previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
         self._set_current()
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        set_current_pool(self._session, self._checked_raw(), self.location, self.allocation_type)
+        set_current_pool(self._session, self.checked_raw(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         freed = any([cache._make_room(stream) for cache in self._caches()])
@@ -447,7 +443,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def _ask_again(self, failure: CudaError) -> bool:
         return callable(self.on_oom) and isinstance(failure, OutOfMemoryError) and bool(self.on_oom(failure))
 
-    def _caches(self) -> list[PoolCache]:
+    def _caches(self) -> list[Any]:
         return [cache for cache in members(pools_of(self._session).caches) if cache.pool is self]
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
@@ -485,7 +481,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         self.closed = True
         # A bound method would form a reference cycle with the pool: a dropped pool would then wait for the garbage
         # collector.
-        self._alloc = partial(_refuse, repr(self))
+        self.alloc_function = partial(_refuse, repr(self))
 
     def _no_source(self) -> str:
         if self.properties is not None and self.properties.handle_types:
@@ -494,7 +490,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return super()._no_source()
 
     def _check_open(self) -> None:
-        self._checked_raw()
+        self.checked_raw()
 
     def _text(self) -> str:
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
@@ -503,7 +499,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return f"{name}{kind} {self.location} {state}"
 
     def _about(self) -> Iterator[Row]:
-        self._checked_raw()
+        self.checked_raw()
         now = self.statistics()
         if self.name:
             yield "name", self.name
@@ -533,7 +529,7 @@ class MadeCurrent(Leaves):
 class CurrentPool(Allocator):
     """Allocator of the pool that is current at each allocation (``cuMemAllocAsync``)."""
 
-    _alloc_name = "cuMemAllocAsync"
+    alloc_name = "cuMemAllocAsync"
 
     def __init__(self, device: Device) -> None:
         session = session_for(device, None)
@@ -541,7 +537,7 @@ class CurrentPool(Allocator):
         session.check_process()
         function = session.driver.cuMemAllocAsync
 
-        self.location: MemLocation = device.location
+        self.location, self.managed = device.location, False
         self._bind(session, lambda nbytes, _, stream: function(nbytes, stream), None)
 
     @staticmethod
@@ -555,7 +551,7 @@ class CurrentPool(Allocator):
             found = current[device.ordinal] = CurrentPool(device)
         return found
 
-    def _pool_of(self, buffer: Buffer) -> object:
+    def pool_of(self, buffer: Buffer) -> object:
         if not buffer.address:
             return MemoryPool.current(self.location, driver=self._session.driver)
         raw = self._session.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
@@ -563,9 +559,9 @@ class CurrentPool(Allocator):
         # cuMemAllocAsync uses a pool of its stream's device.
         return known or MemoryPool._of_handle(self._session, raw, self.location, MemAllocationType.PINNED)
 
-    def _reachable_from(self, device: Device) -> bool:
+    def reachable_from(self, device: Device) -> bool:
         pool = MemoryPool.current(self.location, driver=self._session.driver)
-        return self.location == device.location or pool._reachable_from(device)
+        return self.location == device.location or pool.reachable_from(device)
 
     def _make_room(self, stream: Stream) -> bool:
         return MemoryPool.current(self.location, driver=self._session.driver)._make_room(stream)
@@ -634,7 +630,7 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
         if pool.location == location and pool is not except_for:
             with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
                 reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
-                name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"
+                name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool.checked_raw()):#x}"
                 found.append((reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used"))
     return tuple(line for reserved, line in sorted(found, reverse=True) if reserved)
 

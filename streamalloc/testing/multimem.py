@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.internal import Stream, raw_handle, stream_call
+from streamalloc.core.internal import Stream
 from streamalloc.core.session import session_of
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -154,12 +154,12 @@ def _launch(stream: Stream, call: str, arguments: tuple[Any, ...], *uses: tuple[
     """
     if not hasattr(stream.device.driver, call):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
-    stream_call(stream, call, *arguments)
+    stream.call(call, *arguments)
     listener = session_of(stream.device).listener
     if listener is not None:
         with stream.device.current():
             for address, nbytes, write, atomic in uses:
-                listener.used(address, nbytes, raw_handle(stream), write, atomic)
+                listener.used(address, nbytes, stream.checked_raw(), write, atomic)
 
 
 def _combine(op: str, left: Values, right: Values) -> Values:

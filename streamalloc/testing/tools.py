@@ -13,7 +13,7 @@ from typing import Any
 
 from streamalloc import driver
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.internal import Device, StreamLike, as_stream, stream_call, work_all
+from streamalloc.core.internal import Device, StreamLike, as_stream, work_all
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
@@ -64,7 +64,7 @@ class Gate(Closes):
         held = as_stream(stream, self._session)
         self._holds += 1
         at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        stream_call(held, "cuStreamWaitValue32", self._flag, self._holds, int(at_least))
+        held.call("cuStreamWaitValue32", self._flag, self._holds, int(at_least))
 
     def open(self) -> None:
         """Let the work of all blocked streams run. Returns at once, without waiting for this work."""

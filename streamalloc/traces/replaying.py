@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stream, raw_handle
+from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver import Traced, traced
 from streamalloc.driver.internal import cuda
@@ -78,7 +78,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
-    handles = {id(stream): raw_handle(as_stream(stream, session_of(device))) for stream in streams}
+    handles = {id(stream): as_stream(stream, session_of(device)).checked_raw() for stream in streams}
 
     def order(first: Any, then: Any) -> None:
         (error,) = record(event, handles[id(first)])
@@ -132,7 +132,7 @@ def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
         if error:
             raise RuntimeError(error)
 
-    handles = [raw_handle(stream) for stream in found.streams]
+    handles = [stream.checked_raw() for stream in found.streams]
     order = _ordering(device, handles, resources)
 
     def free_on(thing: tuple[Any, Any], own: Any, other: Any) -> None:

@@ -17,7 +17,6 @@ from streamalloc.core.internal import (
     as_stream,
     await_device,
     known_location,
-    refuse_capture,
     work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType
@@ -114,7 +113,7 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
     for one in each_of(after):
         if not isinstance(one, Event):
             one = as_stream(one, session)
-            refuse_capture(one, "cuStreamSynchronize", "after: name events or streams outside of the capture")
+            one.refuse_capture("cuStreamSynchronize", "after: name events or streams outside of the capture")
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
         yield one
@@ -143,5 +142,5 @@ def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
     """
     named: Any = getattr(owner, "stream", None) if stream is None else stream
     ordered = as_stream(named, session_of(owner))
-    refuse_capture(ordered, "cuMemUnmap", "memory cannot be evicted or restored in a capture")
+    ordered.refuse_capture("cuMemUnmap", "memory cannot be evicted or restored in a capture")
     return ordered

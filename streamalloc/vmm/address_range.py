@@ -477,7 +477,7 @@ class RangeView(Memory):
         """Return the permission of the location ``where`` on each mapping of the bytes."""
         return [entry.rights.get(where, MemAccess.NONE) for entry in self._entries()]
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         for mapped in self._entries():
             if not any(mapped.rights.values()):
                 # Driver 580 crashes in copies of host memory without permissions.

@@ -37,7 +37,6 @@ from streamalloc.core.internal import (
     Event,
     Stream,
     record_uncaptured,
-    shared_state,
     unless_busy,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MemLocationType, checked_size
@@ -870,14 +869,14 @@ class ExpandableCache(CachingAllocator):
 
     __slots__ = ()
 
-    _alloc_name = "cuMemCreate"
+    alloc_name = "cuMemCreate"
     _state: _State
 
     def __init__(self, pool: MemoryPool, *, limit: int | str = 0) -> None:
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
-        self._free = end_plain  # Function that frees a buffer whose memory has left the cache.
+        self.free_function = end_plain  # Function that frees a buffer whose memory has left the cache.
 
     def _make_state(self) -> _State:
         return _State(self.pool)
@@ -930,18 +929,18 @@ class ExpandableCache(CachingAllocator):
         """Move a buffer's block to a new buffer, whose stream can be assigned, and return the new buffer. The free of
         the new buffer returns the block to the cache.
         """
-        shared, block = shared_state(buffer), buffer._ptr
+        shared, block = buffer.shared, buffer._ptr
         if isinstance(shared, SharedBehind):
             return shared.behind
         if block is None:
             return buffer
         block.home = None
         behind = PlainBuffer(_BlockEnd(self, block, buffer.stream), buffer.nbytes)
-        buffer._ptr, buffer._shared = None, (SharedBehind(behind), behind._ptr)
+        buffer._ptr, buffer.shared = None, SharedBehind(behind, behind._ptr)
         return behind
 
-    def _pool_of(self, buffer: Buffer) -> object:
+    def pool_of(self, buffer: Buffer) -> object:
         return self
 
-    def _reachable_from(self, device: Device) -> bool:
+    def reachable_from(self, device: Device) -> bool:
         return device.location == self.location

@@ -137,7 +137,7 @@ class GrowableBuffer(VirtualBuffer):
 
     def _resize(self, nbytes: int | str, after: After = None, release: bool = True) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
-        self._check_usable()
+        self.check_usable()
         self._check_thawed()
         needed = self._spec.round_up(size)
         if needed > self._mapped:

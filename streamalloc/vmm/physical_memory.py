@@ -27,7 +27,6 @@ from streamalloc.core.internal import (
     Fd,
     Memory,
     check_location,
-    check_usable,
     holders,
     location_of,
     session_for,
@@ -608,7 +607,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     """
     if not isinstance(memory, Memory):
         raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")
-    check_usable(memory)
+    memory.check_usable()
     if not memory.nbytes or memory.address % _PAGE or memory.nbytes % _PAGE:
         raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0

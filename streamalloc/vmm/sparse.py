@@ -25,9 +25,6 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     check_device,
-    of_this_thread,
-    raw_handle,
-    refuse_capture,
 )
 from streamalloc.core.properties import checked_number, checked_type
 from streamalloc.core.resource import Closes
@@ -146,7 +143,7 @@ class TilePool(Closes):
             raise refused(OutOfMemoryError, "cuMemMapArrayAsync", why, **figures)
         taken = [self._free.popleft() for _ in range(count)]
         with undoing(lambda: self._put_back(taken)):
-            mine = of_this_thread(stream)
+            mine = stream.of_this_thread()
             for fence in {fence for _, used, fence in taken if fence is not None and used is not mine}:
                 fence.precede(stream)
         return taken
@@ -472,7 +469,7 @@ class SparseArray(OwnsNode):
         pools = set()
         for tile in mapped:
             pool, slot = self._node.map.pop(tile)
-            pool._free.append((slot, of_this_thread(ordered), fence))
+            pool._free.append((slot, ordered.of_this_thread(), fence))
             pools.add(pool)
         for pool in pools:
             self._node.done(pool)
@@ -537,13 +534,13 @@ class SparseArray(OwnsNode):
     def _submit(self, stream: Stream, changes: list[ArrayMapInfo]) -> None:
         infos = [one.to_driver() for one in changes]
         with self.device.current():
-            session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
+            session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), stream.checked_raw())
 
     def _note(self, stream: Stream) -> Fence:
         """Record the work that was just queued on ``stream``, and return a fence behind it: :meth:`close` and the next
         use of the tiles wait for it.
         """
-        last, key = self._node.last, weakref.ref(of_this_thread(stream))
+        last, key = self._node.last, weakref.ref(stream.of_this_thread())
         if len(last) > _MOST_NOTED:
             for done in [other for other, its in last.items() if its.done()]:
                 del last[done]
@@ -581,7 +578,7 @@ class SparseArray(OwnsNode):
                 (f"{ours}Z", z),
             ):
                 setattr(copy, name, value)
-            session.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
+            session.call("cuMemcpy3DAsync", copy, ordered.checked_raw())
         self._note(ordered)
 
     # -- checks ----------------------------------------------------------------------------------------------
@@ -640,7 +637,7 @@ class SparseArray(OwnsNode):
         ordered = as_stream(stream, session_of(self.device))
         if ordered.device != self.device:
             raise ValueError(f"{ordered!r} is not of {self.device!r}, whose array this is")
-        refuse_capture(ordered, "cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
+        ordered.refuse_capture("cuMemMapArrayAsync", "tiles cannot be mapped, and arrays not be copied, in a capture")
         return ordered
 
     def _text(self) -> str:

@@ -419,7 +419,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         if self._frozen is not None:
             raise InUseError(f"{self!r} is frozen: thaw() its tag in the group first")
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if self.range.closed:
             self._check_open()
         if self.eviction is not None:
@@ -504,7 +504,7 @@ def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> li
     for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
         with stored.moving(stream, out=True) as move:
             for buffer, one in several:
-                one.move(move, CopySide.of(buffer))
+                one.move(move, CopySide.of(buffer, session_of(buffer)))
                 batch.append(buffer)
                 if sum(copied.nbytes for copied in batch) >= _BATCH:
                     batches.append((batch, stream.record()))

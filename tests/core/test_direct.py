@@ -13,8 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.deferred import Deferred
 from streamalloc.core.fence import queue_behind
-from streamalloc.core.session import DIRECT, session_of
-from streamalloc.core.stream import direct_handle
+from streamalloc.core.session import DIRECT
 from streamalloc.testing import Faults, Gate
 from tests.support import each_raises, holds, in_threads, names, pending, read
 
@@ -252,10 +251,10 @@ def test_a_stream_is_not_direct_while_it(device: sa.Device, why: str) -> None:
         queue_behind(stream, item)
         item.ready = why == "is captured"
         stream._attempt_before_work(item)
-        assert direct_handle(stream, session_of(stream)) is None
+        assert stream.unlent is None
     if why != "is captured":
-        assert direct_handle(stream, session_of(stream)) is None
+        assert stream.unlent is None
     item.ready = True
     stream._attempt_before_work()
-    assert (direct_handle(stream, session_of(stream)) is None) == (why == "is closed")
+    assert (stream.unlent is None) == (why == "is closed")
     stream.close()

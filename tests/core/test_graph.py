@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
-from tests.support import GROWTH, MiB, holds, names
+from tests.support import GROWTH, MiB, holds, in_threads, names
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +159,17 @@ class TestTheGraphsMemory:
                 buffer.fill(value)
                 assert holds(buffer, value)
             buffer.free()
+
+    def test_of_a_per_thread_stream_is_freed_on_the_legacy_stream_elsewhere(
+        self, traced: Any, device: sa.Device
+    ) -> None:
+        stream = device.per_thread_stream
+        with stream.capture("thread_local") as graph:
+            buffer = sa.allocate(64, stream)
+        graph.launch(stream)
+        in_threads(buffer.free)
+        assert [int(call.args[1]) for call in traced.calls if call.name == "cuMemFreeAsync"] == [1]
+        graph.close()
 
     def test_a_dropped_buffer_frees_nothing(self, traced: Any, stream: sa.Stream) -> None:
         with stream.capture() as graph:

@@ -12,8 +12,6 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, vmm
-from streamalloc.core.session import session_of
-from streamalloc.core.stream import direct_handle
 from streamalloc.driver.bindings import cuda
 from streamalloc.formats.arrays import tensor_in
 from streamalloc.testing import Gate
@@ -118,7 +116,7 @@ class TestLent:
                 del buffer
             other = source.allocate(MiB, stream)
             other.fill(3)
-            assert direct_handle(stream, session_of(stream)) is not None
+            assert stream.unlent is not None
             assert pending(stream)
             gate.open()
             device.synchronize()

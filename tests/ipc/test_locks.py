@@ -373,7 +373,7 @@ class TestRing:
 
         class Holder(SimpleNamespace):
             _held, _used = True, 0
-            _check_usable = SlotMemory._check_usable
+            check_usable = SlotMemory.check_usable
 
         def make() -> tuple[Settling, Any]:
             state = Settling()

@@ -14,7 +14,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, PlainMemory, again, shared_pool
@@ -125,7 +124,7 @@ class Sharing(Faults):
     def shape(self) -> dict[str, Any]:
         # Pools, control blocks and the threads that watch over them come and stay.
         found = {kind: count for kind, count in super().shape().items() if kind not in KEPT}
-        return {**found, "shared": (self.shared.freed, shared_state(self.shared) is not None)}
+        return {**found, "shared": (self.shared.freed, self.shared.shared is not None)}
 
     def close(self) -> None:
         shared = self.things.get(ipc.Shared)

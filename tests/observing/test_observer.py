@@ -35,7 +35,7 @@ def line() -> int:
 
 
 def functions(allocator: Allocator) -> tuple[Any, Any]:
-    return allocator._alloc, allocator._free
+    return allocator.alloc_function, allocator.free_function
 
 
 @pytest.fixture

@@ -28,6 +28,14 @@ def test_completion_offers_public_names(area: str) -> None:
     assert {name for name in dir(getattr(sa, area)) if not name.startswith("_")} == {*getattr(sa, area).__all__}
 
 
+def test_completion_leaves_out_what_only_other_areas_use(device: sa.Device, stream: sa.Stream) -> None:
+    pool = sa.MemoryPool.default(device)
+    with pool.allocate(64, stream) as buffer:
+        for thing in (stream, pool, buffer, buffer[:8]):
+            assert thing._inner and all(hasattr(thing, name) for name in thing._inner)
+            assert not {*dir(thing)} & {*thing._inner} and "__repr__" in dir(thing)
+
+
 def test_dataclasses_are_frozen_and_slotted() -> None:
     public = [getattr(area, name) for area in (sa, vmm, ipc, interop, sa.driver) for name in public_names(area)]
     kinds = [one for one in public if inspect.isclass(one) and dataclasses.is_dataclass(one)]

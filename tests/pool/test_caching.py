@@ -413,11 +413,11 @@ class TestComesBack:
         assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
 
     def test_nothing_of_a_cache_stays_with_its_stream(self, device: sa.Device, stream: sa.Stream) -> None:
-        before = len(stream._endings)
+        before = len(stream.endings)
         for _ in range(3):
             with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
                 cache.allocate(SIZE, stream).free()
-        assert len(stream._endings) == before and not stream.free_lists
+        assert len(stream.endings) == before and not stream.free_lists
 
 
 class TestDropped:

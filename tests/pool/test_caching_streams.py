@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.core import library_streams
-from streamalloc.core.internal import Spares, leave_stream
+from streamalloc.core.event import Spares
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
@@ -244,7 +244,7 @@ def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device,
         return ends, begins, stream
 
     both = interleaved(
-        leave_stream, make, lambda made: made[0].close(), lambda made: made[1].allocate(SIZE, made[2]).free()
+        StreamCache.attempt, make, lambda made: made[0].close(), lambda made: made[1].allocate(SIZE, made[2]).free()
     )
     for _, begins, stream in both:
         stream.close()

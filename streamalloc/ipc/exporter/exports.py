@@ -39,21 +39,13 @@ from streamalloc.core.internal import (
     DeferredQueue,
     Device,
     Fd,
+    PoolBuffer,
     SharedState,
     StillImported,
     Stream,
     deferred_queue,
-    direct_handle,
-    free_shared,
     notify_freed,
     ordered_after,
-    past_caches,
-    pool_of,
-    raw_handle,
-    refuse_capture,
-    set_shared,
-    shared_state,
-    take_pointer,
     work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
@@ -64,7 +56,7 @@ from streamalloc.ipc.transport.handle_server import published, serve
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, ChunkHandle
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.internal import pointer_attributes, raw_pool
+from streamalloc.pool.internal import pointer_attributes
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 
 POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
@@ -207,7 +199,7 @@ class Lease(SharedState):
         words, announcer = self.words, self._announcer
         # If there was no announcer, the slot was quiet, so all values have been written.
         if announcer is not None and not reached(words.ready.value, last):
-            if direct_handle(announcer, self._exports.session) is not None:
+            if announcer.unlent is not None:
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:
@@ -298,9 +290,9 @@ class Lease(SharedState):
         """Free the memory of ``buffer`` on ``stream``, after the work of importers that have closed it
         (``cuMemFreeAsync``). ``still_imported``, ``timeout`` and errors as for :meth:`Buffer.free`.
         """
-        handle = direct_handle(stream, self._exports.session)
+        handle = stream.unlent
         if handle is None:
-            refuse_capture(stream, "cuMemFreeAsync", _IN_A_CAPTURE)
+            stream.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
         elif not self.end(stream, for_good=True):
@@ -308,7 +300,7 @@ class Lease(SharedState):
             return
         try:
             with contextlib.nullcontext() if handle is not None else stream.device.current():
-                free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
+                buffer.free_on(stream, stream.checked_raw() if handle is None else handle)
         finally:
             # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
             if buffer.freed:
@@ -346,7 +338,9 @@ class Lease(SharedState):
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
-        pointer, listener = take_pointer(buffer), self._exports.session.listener
+        # The buffer is freed, unless another thread has freed it before.
+        pointer = None if buffer.shared is None else self.pointer
+        buffer.shared, listener = None, self._exports.session.listener
         if listener is not None and pointer is not None:
             listener.deferred(int(pointer))
         self._exports.deferred.submit(_DeferredFree(self, stream, pointer))
@@ -389,10 +383,10 @@ class _DeferredFree(Deferred):
         return True
 
     def _free(self, lease: Lease, ordered: Stream) -> bool:
-        refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
+        ordered.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
         if not lease.end(ordered, for_good=True):
             return False
-        session, raw = lease._exports.session, raw_handle(ordered)
+        session, raw = lease._exports.session, ordered.checked_raw()
         with ordered.device.current(), notify_freed(session, int(self._raw), raw):
             session.release(self, "cuMemFreeAsync", raw)
         return True
@@ -432,7 +426,7 @@ class ExportedPool:
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
-        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
+        self.fd: Fd = Fd.made_by(exports.session, name, pool.checked_raw(), _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
         published[self.origin] = self.fd
         self.device: Device = device
@@ -539,17 +533,18 @@ class Exports:
         """Return the lease of a buffer. From now on the lease frees the buffer. The first call exports the allocation
         (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, CudaError.
         """
-        buffer = past_caches(buffer)
+        buffer = buffer.past_caches()
         with self.lock:
-            lease = cast("Lease | None", shared_state(buffer))
+            lease = cast("Lease | None", buffer.shared)
             if lease is None:
                 # A buffer made by ``Buffer.from_handle`` has no pool object, so the driver is asked for the pool.
-                owner = pool_of(buffer) or pointer_attributes(buffer.address, driver=self.session.driver).pool
+                known = buffer.owner if type(buffer) is PoolBuffer else None
+                owner = known or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool = self.pool(cast("MemoryPool", owner))
                 lease = self.new_lease()
                 lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
                 self.with_memory.add(lease)
-                set_shared(buffer, lease)
+                buffer.free_by(lease)
         return lease
 
     def export_pointer(self, pointer: Any) -> bytes:

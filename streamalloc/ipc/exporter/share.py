@@ -22,9 +22,6 @@ from streamalloc.core.internal import (
     StreamLike,
     TypedView,
     as_stream,
-    check_usable,
-    raw_handle,
-    refuse_capture,
     viewed,
 )
 from streamalloc.core.properties import (
@@ -462,7 +459,7 @@ def _announced(lease: Lease, stream: Stream, thing: _Thing) -> int:
     if listener is not None and thing.address:
         name = lease.block.announcement(lease.slot, lease.generation, ready)
         with stream.device.current():
-            listener.shared(thing.address, thing.described.size, raw_handle(stream), name)
+            listener.shared(thing.address, thing.described.size, stream.checked_raw(), name)
     return ready
 
 
@@ -492,12 +489,12 @@ def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
     graph cannot notify other processes; TypeError, ValueError, ClosedError.
     """
     ordered = as_stream(stream, session)
-    refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+    ordered.refuse_capture("cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
 def _share_view(view: BufferView, options: _Options, exports: Exports) -> _Thing:
-    check_usable(view)
+    view.check_usable()
     if not view.nbytes:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
     parent, offset = viewed(view)
@@ -555,7 +552,7 @@ def _share_range(
     if isinstance(thing, RangeView):
         begin += thing.offset
     else:
-        check_usable(thing)
+        thing.check_usable()
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
@@ -647,7 +644,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     mapped. Raises ValueError for memory that cannot be shared, CaptureError, CudaError.
     """
     session, driver = exports.session, exports.session.driver
-    span = CopySide.readable(thing, session)
+    span = CopySide.of(thing, session)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
     known = pointer_attributes(span.address, driver=driver)

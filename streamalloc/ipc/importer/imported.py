@@ -21,11 +21,7 @@ from streamalloc.core.internal import (
     TypedView,
     as_stream,
     check_device,
-    direct_handle,
-    of_this_thread,
-    ordered_after,
-    raw_handle,
-    refuse_capture,
+    in_order_of,
     session_for,
     work,
 )
@@ -97,8 +93,7 @@ class Announcement(NamedTuple):
                 self.precede(stream)
                 return
         if not self.written:
-            # The host's wait ends at the latest when the exporter dies: a thread of this process then writes the value.
-            self.block.expect(self.slot, self.ready)
+            self.block.expect(self.slot, self.ready)  # The wait ends with the exporter's death.
             while not self.written:
                 time.sleep(_PAUSE)
 
@@ -135,7 +130,7 @@ class Announcement(NamedTuple):
             return
         name = self.block.announcement(self.slot, self.generation, self.ready)
         with contextlib.nullcontext() if stream is None else stream.device.current():
-            raw = None if stream is None else raw_handle(stream)
+            raw = None if stream is None else stream.checked_raw()
             listener.opened(memory._at, memory.nbytes, raw, name, int(self.words.ready.pointer))
 
 
@@ -304,13 +299,13 @@ class ForeignMemory(Memory, Foreign):
     @property
     def lost(self) -> bool:
         """Whether the contents will never be complete, because the owner died before the contents were complete."""
-        self._check_usable()
+        self.check_usable()
         return self._announced is not None and self._announced.lost
 
     @property
     def owner_alive(self) -> bool | None:
         """Whether the exporting process is alive; None if unknown, because the descriptor has no control block."""
-        self._check_usable()
+        self.check_usable()
         return None if self._announced is None else self._announced.block.exporter_alive()
 
 
@@ -393,24 +388,23 @@ class ImportedBuffer(ForeignMemory, Closes):
         """Release the memory after the work of ``stream``, by default its own (``cuMemFreeAsync``,
         ``cuStreamWriteValue32``). Idempotent.
 
-        The owner's free is ordered after that work. If the memory's own stream is the per-thread default stream of
-        another thread, the default is the legacy stream, as for :meth:`Buffer.free`.
+        The owner's free is ordered after that work. The default for a per-thread stream is that of
+        :meth:`Buffer.free`.
 
         Raises
         ------
         CaptureError
             The stream is being captured.
         """
-        if self._use.over:
-            return
-        if stream is None and of_this_thread(self.stream) is not self.stream:
-            return ordered_after(self.stream, self.close)
+        if not self._use.over:
+            in_order_of(self.stream if stream is None else as_stream(stream, self._session), self._close_on)
+
+    def _close_on(self, ordered: Stream) -> None:
         session, imports = self._session, self._new.imports
-        ordered = self.stream if stream is None else as_stream(stream, session)
         beside: AbstractContextManager[None] = contextlib.nullcontext()
-        if direct_handle(ordered, session) is None:
-            raw_handle(ordered)
-            refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
+        if ordered.unlent is None:
+            ordered.checked_raw()
+            ordered.refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
             beside = session.relaxed()
         with beside:
             self._await_on(ordered)
@@ -429,7 +423,7 @@ class ImportedBuffer(ForeignMemory, Closes):
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
         return imported
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         self._checked_import()
 
     @property
@@ -454,7 +448,7 @@ def _raw_import(new: Import, described: Descriptor, stream: StreamLike | None) -
     stream. Raises CaptureError, ValueError, CudaError.
     """
     ordered = new.device.default_stream if stream is None else as_stream(stream, new.imports.session)
-    refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
+    ordered.refuse_capture("cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
     return ImportedBuffer(new, described, ordered, None)
 
 

@@ -27,10 +27,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     deferred_queue,
-    direct_handle,
     ordered_after,
-    raw_handle,
-    sees_all_work,
     work,
 )
 from streamalloc.core.session import PerDriver, Session
@@ -430,12 +427,12 @@ class ImportUse(Deferred):
                 return
             for event in imported.passed:
                 stream.wait(event)
-            handle, sees_all = direct_handle(stream, session), sees_all_work(stream)
+            handle, sees_all = stream.unlent, stream.sees_all_work
             if handle is not None:
                 imported.end(stream, handle, sees_all)
             else:
                 with stream.device.current():
-                    imported.end(stream, raw_handle(stream), sees_all)
+                    imported.end(stream, stream.checked_raw(), sees_all)
             self.over = True
 
     def attempt(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
-from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream, raw_handle, refuse_capture
+from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
@@ -187,8 +187,7 @@ def _open(
         block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            # If the number is not that of a mark, it has to be refused before the import.
-            block.marked("hold", described.hold)
+            block.marked("hold", described.hold)  # A number that is not that of a mark is refused before the import.
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
@@ -212,7 +211,7 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
     """
     ordered = as_stream(stream, session)
     if not ordered.is_default:
-        refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+        ordered.refuse_capture("cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
@@ -220,7 +219,7 @@ def _open_allocation(request: _Request, pool: PoolHandle | None = None) -> Impor
     ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
         # The capture is refused before the import, because a captured stream could not release an import again.
-        refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+        ordered.refuse_capture("cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     new = Import(request.imports, pool, request.device, request.block, request.described)
     opened = ImportedBuffer(new, request.described, ordered, announced)
     if request.stream is None and announced is not None and not announced.seen(opened):
@@ -295,7 +294,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             rights = {device.location: MemAccess.READWRITE}
             opened = ImportedRange(device, capacity, rights, streams[0], described.offset)
             undo.enter_context(undoing(opened.close))
-        elif int(raw_handle(opened.stream)) != int(raw_handle(streams[0])):
+        elif int(opened.stream.checked_raw()) != int(streams[0].checked_raw()):
             streams.append(opened.stream)
         # The ids of chunks are compared, and not their driver handles, because two different handles may name the same
         # chunk.

@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     copy_bytes,
-    refuse_capture,
     work,
 )
 from streamalloc.core.properties import MemLocationType, checked_number, checked_size, checked_type
@@ -104,7 +103,7 @@ class RingSlot(SlotMemory):
             raise ValueError(f"nbytes_used={value}: the slots of this ring have {size_text(self._nbytes)}")
         self._used = value
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if not getattr(self, "_held", False) or self._deliveries.closed:
             raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 
@@ -120,7 +119,7 @@ class RingSlot(SlotMemory):
         CaptureError
             The stream is being captured.
         """
-        self._check_usable()
+        self.check_usable()
         self._deliveries.hand_off(self)
 
     def give_back(self) -> None:
@@ -318,7 +317,7 @@ class Deliveries(RingEnding):
         error the slot stays with ``holder``. Raises the errors of :meth:`RingSlot.hand_off`.
         """
         with self.lock:
-            holder._check_usable()
+            holder.check_usable()
             if not self.consumers:
                 self.refuse()
             self.deliver_unsent()
@@ -421,7 +420,7 @@ class RingProducer(RingEnd):
         stride = -(-size // _ALIGNMENT) * _ALIGNMENT
         self.stream: Stream = as_stream(stream, self._session)
         """The stream that fills the slots."""
-        refuse_capture(self.stream, "cuMemAllocFromPoolAsync", "a ring is not made in a capture")
+        self.stream.refuse_capture("cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)
         self._deliveries = state = Deliveries(self._session, buffer, self.stream, size, stride)
@@ -544,7 +543,7 @@ class RingProducer(RingEnd):
         TimeoutError, PeerGoneError, ClosedError, CaptureError
             As for :meth:`next`.
         """
-        source = CopySide.readable(data, self._session)
+        source = CopySide.of(data, self._session)
         if source.nbytes > self.slot_bytes:
             raise ValueError(
                 f"data has {size_text(source.nbytes)}, and the slots of this ring {size_text(self.slot_bytes)}"

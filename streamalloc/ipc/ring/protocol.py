@@ -143,10 +143,10 @@ class SlotMemory(BufferView, Leaves):
 
     @property
     def _at(self) -> int:
-        self._check_usable()
+        self.check_usable()
         return self._base
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if not self._held:
             raise ClosedError(f"slot {self.index} of the ring was handed on, or the ring was closed")
 

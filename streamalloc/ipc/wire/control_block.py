@@ -75,7 +75,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import Fd, Stream, direct_handle, raw_handle, refuse_capture, sees_all_work, stream_call
+from streamalloc.core.internal import Fd, Stream
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
@@ -387,13 +387,13 @@ class ControlBlock:
         """Write ``value`` to ``word`` after the queued work of ``stream`` (``cuStreamWriteValue32``), or by the host if
         the stream is idle (:meth:`write_by`). Raises CaptureError, ClosedError, CudaError.
         """
-        handle = direct_handle(stream, self.session)
+        handle = stream.unlent
         if handle is not None:
-            self.write_by(handle, sees_all_work(stream), word, value)
+            self.write_by(handle, stream.sees_all_work, word, value)
             return
-        refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
+        stream.refuse_capture("cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
         with stream.device.current():
-            self.write_by(raw_handle(stream), sees_all_work(stream), word, value)
+            self.write_by(stream.checked_raw(), stream.sees_all_work, word, value)
 
     def write_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
         """Write ``value`` to ``word`` after the queued work of the stream whose ``CUstream`` is ``handle``. Raises
@@ -425,10 +425,10 @@ class ControlBlock:
         """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
         ClosedError, CudaError.
         """
-        handle = direct_handle(stream, self.session)
+        handle = stream.unlent
         if handle is None:
-            refuse_capture(stream, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-            stream_call(stream, "cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
+            stream.refuse_capture("cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
+            stream.call("cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
             return
         result = self.session.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
         if result:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import InvalidValueError, size_text
-from streamalloc.core.internal import Buffer, Device, GraphBuffer, Memory, check_device, check_usable, viewed
+from streamalloc.core.internal import Buffer, Device, GraphBuffer, Memory, check_device, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType, checked_number, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
@@ -73,7 +73,7 @@ class BindSource(NamedTuple):
             raise ValueError(f"memory={memory!r} belongs to a graph, which frees it: bind memory of a pool")
         if not isinstance(base, RangeView):
             # Mapped memory may be bound without access rights, which ``check_usable`` would demand.
-            check_usable(memory)
+            memory.check_usable()
         address = memory.address + start
         if not isinstance(base.owner, AddressRange):
             return cls(memory, memory, start, size, address, None)

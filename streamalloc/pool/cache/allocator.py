@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import (
+    NOT_CAPTURED,
     Allocator,
     Buffer,
     Device,
@@ -31,21 +32,18 @@ from streamalloc.core.internal import (
     Watcher,
     as_stream,
     deferred_queue,
-    direct_handle,
+    filled,
     holders,
-    is_captured,
     library_stream,
     look,
-    raw_handle,
     record_uncaptured,
-    shared_state,
 )
-from streamalloc.core.properties import MemLocation, checked_size, checked_type
+from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, Shown, gauge, mib
-from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, filled
+from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind
 from streamalloc.pool.cache.state import MAX_RETURNING, CacheState, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
@@ -162,7 +160,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """
         self._dropped: deque[CachedBlock] = self._state.dropped
         """Blocks of dropped buffers, see :attr:`CacheState.dropped`."""
-        self.location: MemLocation = pool.location
+        self.location, self.managed = pool.location, pool.managed
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
@@ -211,7 +209,10 @@ class CachingAllocator(Allocator, Closes, Shown):
             return self._allocate_checked(nbytes, stream)
         # Memory of a free list needs no driver call. So it does not matter which context is current, even for a default
         # stream.
-        usable = ordered.ready(True) is not None if ordered.capturable else ordered.caller is True
+        usable = ordered.usable
+        if ordered.capturable:
+            handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
+            usable = handle is not None and is_capturing(handle)[1] is NOT_CAPTURED
         if usable and type(nbytes) is int:
             try:
                 block = lists[(nbytes - 1) >> 9].pop()
@@ -223,7 +224,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                 buffer._nbytes = nbytes
                 buffer._stream = ordered
                 buffer._allocator = self
-                buffer._shared = None
+                buffer.shared = None
                 return buffer
         return self._allocate_checked(nbytes, stream, ordered if usable else None)
 
@@ -294,7 +295,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             captured = False
             if ordered is None or session_of(ordered) is not state.session:
                 ordered = as_stream(stream, state.session)
-                captured = is_captured(ordered)
+                captured = ordered.is_captured()
             if captured or not self._caches(size, ordered):
                 return self._allocate_past(size, ordered, captured)
             cache = state.of(ordered) or state.open(ordered)
@@ -310,7 +311,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             # With `home` None, a free of the buffer calls `_free_cached`, which notifies the watchers.
             block.home = None
             for watcher in state.watchers:
-                watcher.allocated(self, block.address, size, raw_handle(ordered))
+                watcher.allocated(self, block.address, size, ordered.checked_raw())
         return buffer
 
     def _caches(self, nbytes: int, ordered: Stream) -> bool:
@@ -347,7 +348,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
         figures = {"requested": nbytes, "used": used, "limit": self.limit}
         held = holders(self._session, self.location, (self.pool,))
-        return refused(OutOfMemoryError, self._alloc_name, why, **figures, holders=held)
+        return refused(OutOfMemoryError, self.alloc_name, why, **figures, holders=held)
 
     # -- frees that no free list takes directly ------------------------------------------------------------
 
@@ -361,7 +362,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             cache.collect()
         if len(cache.returning) >= MAX_RETURNING or cache.ended:
             return False
-        event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
+        event = stream.record() if stream.unlent else record_uncaptured(stream)
         if event is None:
             return False
         # If two threads free the buffer, only the first still finds the block in the buffer.
@@ -382,7 +383,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             # Watchers are notified first, because after `put` another thread may allocate the block and a finaliser may
             # free it again.
             for watcher in watchers:
-                watcher.freed(block.address, raw_handle(ordered))
+                watcher.freed(block.address, ordered.checked_raw())
             if buffer._ptr is block:
                 buffer._ptr = None
                 cache.put(block)
@@ -394,13 +395,13 @@ class CachingAllocator(Allocator, Closes, Shown):
                 return
         behind = self._leave_cache(buffer)
         behind.free(None if ordered is behind.stream else ordered)
-        buffer._shared = None
+        buffer.shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Move a buffer's memory out of the cache to a new buffer of the pool, and return the pool's buffer. A later
         free of ``buffer`` frees the pool's buffer.
         """
-        state = shared_state(buffer)
+        state = buffer.shared
         if isinstance(state, SharedBehind):
             return state.behind
         block = buffer._ptr
@@ -408,11 +409,11 @@ class CachingAllocator(Allocator, Closes, Shown):
             return buffer
         behind: PoolBuffer = filled(PoolBuffer, self.pool, None, buffer._nbytes, buffer.stream)
         pointer = cuda.CUdeviceptr(block.address)
-        shared = (SharedBehind(behind), pointer)
+        shared = SharedBehind(behind, pointer)
         self._state.blocks.pop(block.address, None)
         if buffer._ptr is block:
             behind._ptr = pointer
-            buffer._shared = shared
+            buffer.shared = shared
             buffer._ptr = None
             block.size_class.count -= 1
         return behind
@@ -431,16 +432,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         if self._state.closed:
             raise ClosedError(f"{self!r} was closed")
 
-    def _pool_of(self, buffer: Buffer) -> object:
+    def pool_of(self, buffer: Buffer) -> object:
         return self.pool
 
-    def _reachable_from(self, device: Device) -> bool:
-        return self.pool._reachable_from(device)
-
-    @property
-    def managed(self) -> bool:
-        """Whether the memory is managed: the driver migrates it between devices and host."""
-        return self.pool.managed
+    def reachable_from(self, device: Device) -> bool:
+        return self.pool.reachable_from(device)
 
     def _about(self) -> Iterator[Row]:
         self._check_open()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.internal import Buffer, SharedState, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from streamalloc.core.internal import BufferSource, StillImported
+    from streamalloc.core.internal import StillImported
 
     # For type checkers only, because the bindings have no types.
     class _Pointer:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
         def __int__(self) -> int: ...
 else:
     _Pointer = cuda.CUdeviceptr
-
-B = TypeVar("B", bound=Buffer)
 
 UNIT = 512
 """The size of each block is a multiple of this number of bytes. Pools align addresses to it, so smaller steps would
@@ -81,19 +79,6 @@ class CachedBlock(_Pointer):
     """Size class of the block on the stream that the block serves."""
 
 
-def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:
-    """Return a new buffer of class ``kind`` with these attributes. The buffer owns ``pointer``, a ``CUdeviceptr`` or a
-    :class:`CachedBlock`.
-    """
-    buffer: B = kind()
-    buffer._nbytes = nbytes
-    buffer._stream = stream
-    buffer._allocator = allocator
-    buffer._shared = None
-    buffer._ptr = pointer
-    return buffer
-
-
 class CachedBuffer(Buffer):
     """A buffer whose block returns to a cache when the buffer is freed or dropped."""
 
@@ -128,8 +113,11 @@ class CachedBuffer(Buffer):
             # A block of another thread's per-thread stream is not put into its list here: that thread's work may come
             # after this free. `_ptr` is read again, because another thread may have freed the buffer during the call of
             # `get_ident`.
-            caller = own.caller
-            if home is not None and (caller is True or (caller == get_ident() and self._ptr is block)):
+            if (
+                home is not None
+                and own.usable
+                and (own.thread is None or (own.thread == get_ident() and self._ptr is block))
+            ):
                 self._ptr = None
                 home.append(block)
                 return
@@ -144,15 +132,15 @@ class CachedBuffer(Buffer):
             return
         self._ptr = None
         home, own = block.home, self._stream
-        if home is not None and (own.caller is True or own.caller == get_ident()):
+        if home is not None and own.usable and (own.thread is None or own.thread == get_ident()):
             home.append(block)
         else:
             self._allocator._dropped.append(block)
 
-    def _free_on(self, ordered: Stream, handle: Any) -> None:
+    def free_on(self, ordered: Stream, handle: Any) -> None:
         self._allocator._free_cached(self, ordered)
 
-    def _past_caches(self) -> Buffer:
+    def past_caches(self) -> Buffer:
         behind: Buffer = self._allocator._leave_cache(self)
         return behind
 
@@ -167,15 +155,16 @@ class SharedBehind(SharedState):
 
     __slots__ = ("behind",)
 
-    def __init__(self, behind: Buffer) -> None:
+    def __init__(self, behind: Buffer, pointer: Any) -> None:
         self.behind: Buffer = behind
+        self.pointer = pointer
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         try:
             self.behind.free(None if stream is self.behind.stream else stream, still_imported, timeout)
         finally:
             if self.behind.freed:
-                buffer._shared = None
+                buffer.shared = None
 
     def drop(self, buffer: Buffer) -> None:
         """Do nothing, because :attr:`behind` has its own finaliser."""

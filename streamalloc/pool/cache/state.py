@@ -47,15 +47,9 @@ from streamalloc.core.internal import (
     Stream,
     Watcher,
     deferred_queue,
-    end_of,
-    end_with_stream,
-    free_function,
     free_refused,
-    in_context,
-    leave_stream,
     ordered_after,
     ordered_after_end,
-    raw_handle,
     without_notifying,
 )
 from streamalloc.core.session import Session, drained, session_of
@@ -112,7 +106,7 @@ class StreamCache(Deferred):
         # A stream of ours must be droppable, and leaves an event after its work. Other streams are kept alive, because
         # the return of the blocks is ordered on them.
         self._kept = None if isinstance(stream, OwnStream) else stream
-        self._last: Sequence[Event] = end_of(stream)
+        self._last: Sequence[Event] = stream.last
         self.per_thread: bool = isinstance(stream, PerThreadStream)
         """Whether the stream is the per-thread default stream of a thread, whose handle names another stream on other
         threads.
@@ -128,7 +122,8 @@ class StreamCache(Deferred):
         """Blocks that were freed on other streams, each with the event after its last use."""
         self.peak: int = 0
         """Most bytes in use at any of the counts that :meth:`CacheState._allowance` makes."""
-        end_with_stream(stream, self)
+        cache.queue.end_with(stream, self)
+        stream.endings.append(self)
 
     def size_class(self, nbytes: int) -> SizeClass:
         """Return the size class for a request of ``nbytes`` bytes. Make it if the stream has none."""
@@ -151,7 +146,7 @@ class StreamCache(Deferred):
             if free:
                 try:
                     block = free.pop()
-                except IndexError:  # Another thread has taken the block.
+                except IndexError:  # Another thread has taken it.
                     continue
                 served_from = free
                 break
@@ -218,7 +213,7 @@ class StreamCache(Deferred):
         The stream waits for the events of blocks that were freed on other streams; the host does not wait.
         """
         self.collect_behind(ordered)
-        in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
+        ordered.in_context(self._free_blocks, ordered, ordered.checked_raw())
 
     def collect_behind(self, ordered: Stream) -> None:
         """Move all blocks that were freed on other streams to their free lists, and have stream ``ordered`` wait for
@@ -268,7 +263,9 @@ class StreamCache(Deferred):
             return False
         stream = self.stream()
         if stream is not None:
-            leave_stream(stream, self.cache.key, self)
+            with contextlib.suppress(ValueError):
+                stream.endings.remove(self)
+            stream.free_lists.pop(self.cache.key, None)
         if self.finished:
             self._last, self._kept = (), None
             # Each size class refers to this object. This reference cycle would keep the cache and its pool alive until
@@ -306,7 +303,7 @@ class CacheState(Deferred):
         # The reference is weak: the deferred queue keeps this item alive. A strong reference would also keep the pool,
         # its `on_oom` function, and perhaps through this function the cache itself.
         self._pool = weakref.ref(pool)
-        self._pool_free: Any = free_function(pool)
+        self._pool_free: Any = pool.free_function
         self.session: Session = session_of(pool)
         self.queue: DeferredQueue = deferred_queue(self.session)
         self.key: object = object()
@@ -375,7 +372,7 @@ class CacheState(Deferred):
         ``before`` is the stream cache of an ended stream that had the same ``id`` as a new stream, or None.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-            if one.ended and one.free_bytes:  # A buffer was freed after the end.
+            if one.ended and one.free_bytes:  # A buffer was freed after the end, so the item releases its block.
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
@@ -390,8 +387,8 @@ class CacheState(Deferred):
         (``cuMemAllocFromPoolAsync``). Return None if there is no memory. Raises CudaError for other errors of the
         driver.
         """
-        self._pool_free = free_function(upstream)
-        alloc = without_notifying(upstream._alloc, self.watchers)
+        self._pool_free = upstream.free_function
+        alloc = without_notifying(upstream.alloc_function, self.watchers)
         bought: list[CachedBlock] = []
 
         def buy_here(handle: Any) -> Any:
@@ -403,8 +400,8 @@ class CacheState(Deferred):
             return result
 
         try:
-            result = in_context(stream, buy_here, raw_handle(stream))
-        except OutOfMemoryError:  # A watcher, such as an observer with a limit, refused.
+            result = stream.in_context(buy_here, stream.checked_raw())
+        except OutOfMemoryError:  # A watcher of the pool refused, because its limit was reached.
             return None
         except CudaError:
             # If the memory was allocated, and then the context could not be restored, the block is kept as a free one.
@@ -436,7 +433,7 @@ class CacheState(Deferred):
         # Removed before the driver call, because another thread may get the same address right after the call.
         self.blocks.pop(address, None)
         pool = self._pool()
-        free = self._pool_free if pool is None else free_function(pool)
+        free = self._pool_free if pool is None else pool.free_function
         free = without_notifying(free, self.watchers)  # The watchers of the cache have recorded the free already.
         refused = free(block, raw)[0]
         if refused and not is_gone(free_refused(refused, ordered)):
@@ -458,7 +455,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # A later call tries again with this block.
+                except CudaError:  # A later point of work tries again with this block.
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:

@@ -59,7 +59,7 @@ from streamalloc.core.errors import (
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue, raw_handle
+from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver.internal import RLock
@@ -348,7 +348,7 @@ class Places(MappedBytes):
         """Queue zeros for ``places`` on ``stream``, by one call for each run of adjacent places (``cuMemsetD8Async``).
         Raises CudaError.
         """
-        size, session, raw = self.physical.nbytes, self.physical.session, raw_handle(stream)
+        size, session, raw = self.physical.nbytes, self.physical.session, stream.checked_raw()
         with stream.device.current():
             for run in adjacent(places):
                 session.call("cuMemsetD8Async", self._address(run.start), 0, len(run) * size, raw)
@@ -598,7 +598,7 @@ class PhysicalPages(Claimable):
                     self.device.create_stream() as stream,
                     mapped_apart(self, [self.zero], stream) as address,
                 ):
-                    self.session.call("cuMemsetD8Async", address, 0, self.nbytes, raw_handle(stream))
+                    self.session.call("cuMemsetD8Async", address, 0, self.nbytes, stream.checked_raw())
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"

@@ -25,7 +25,6 @@ from streamalloc.core.internal import (
     copy_bytes,
     deferred_queue,
     queue_if_allowed,
-    raw_handle,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.formats.html import Row, gauge
@@ -155,7 +154,7 @@ class SpaceMemory(OwnsRange):
         """Whether the space was closed."""
         return self.range.closed or self._places.gone
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         self._check_open()
 
         if self._places.broken:
@@ -263,7 +262,7 @@ class SpaceMemory(OwnsRange):
             return None
         stream = as_stream(ends[0], self._session)
         # The per-thread stream is excluded: a deferred item runs on any thread, where its handle names another stream.
-        mine = stream.device.ordinal == self.device.ordinal and int(raw_handle(stream)) != PER_THREAD
+        mine = stream.device.ordinal == self.device.ordinal and int(stream.checked_raw()) != PER_THREAD
         return stream if mine and not stream.capturing else None
 
 
@@ -313,7 +312,7 @@ class SwapSpace(SpaceMemory):
         places = self._places
         others = listed(after)
         ends = [*ends_or_all(others, self.device)]
-        Fence(self._session, ends).done()  # Raises for a captured stream, before a page is changed.
+        Fence(self._session, ends).done()  # For work of a capture this raises, before a page is changed.
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
         # No lock is held, because it takes long to allocate host memory or disk space.
@@ -367,7 +366,7 @@ class SwapSpace(SpaceMemory):
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the other places.
+        if len(mine) < len(kept):  # Another thread has released the other places, so their parking can end.
             parking.fence.queueing = 0
             parking.begin()
         return mine
@@ -396,7 +395,7 @@ class SwapSpace(SpaceMemory):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # Only these, so that the call waits for no work on other pages.
+        chosen = [*self._swapped(self._unique(pages))]  # The call must not wait for work on pages in memory.
         ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):

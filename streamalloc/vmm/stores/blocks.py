@@ -458,7 +458,7 @@ class BlockTier(Tier, Closes):
             Tier or memory was closed, or the driver refused a call.
         """
         ordered = copying_stream(stream, self.device)
-        side = CopySide.readable(memory, session_of(ordered))
+        side = CopySide.of(memory, session_of(ordered))
         size = checked_size("nbytes", nbytes)
         numbers = _checked(blocks, size, side)
         side.ordered_before(ordered)
@@ -482,7 +482,7 @@ class BlockTier(Tier, Closes):
             are read, so the memory is undefined then.
         """
         ordered = copying_stream(stream, self.device)
-        side = CopySide.writable(memory, session_of(ordered))
+        side = CopySide.of(memory, session_of(ordered), writable=True)
         numbers = _checked(blocks, stored.nbytes, side)
         if len(numbers) != len(stored) or not stored.complete:
             raise ValueError(f"blocks: {len(numbers)} for the contents of {len(stored)}, of which none may be dropped")

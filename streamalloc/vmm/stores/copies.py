@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError
-from streamalloc.core.internal import Device, Stream, queue_batch, raw_handle
+from streamalloc.core.internal import Device, Stream, queue_batch
 from streamalloc.core.session import PerDriver, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, Lock, block_copies, copy_ptx
 from streamalloc.pool import MemoryPool
@@ -123,7 +123,7 @@ def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, s
     """Queue the copies of ``sizes`` bytes in batches (``cuMemcpyBatchAsync``). With bindings without batches, and on
     the legacy default stream, each copy is one ``cuMemcpyAsync``. Raises CudaError.
     """
-    session, raw, sides = session_of(stream), raw_handle(stream), (targets, sources, sizes)
+    session, raw, sides = session_of(stream), stream.checked_raw(), (targets, sources, sizes)
     done, count = 0, _FIRST_BATCH
     if len(targets) > 1 and int(raw) not in _LEGACY:
         with contextlib.suppress(NotSupportedError):
@@ -185,7 +185,7 @@ class Kernel:
             host, release = Pinning(device).obtain(_ROOM)
             undo.callback(release)
             # After an error, copies may still be queued: wait for them before the memory is released.
-            undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))
+            undo.callback(session.call, "cuStreamSynchronize", stream.checked_raw())
             host[:] = 0  # The checker would report reads of bytes that nobody wrote.
             memory.fill(0, stream)
 
@@ -194,7 +194,7 @@ class Kernel:
                 for _ in range(_TRIES):
                     begin = time.perf_counter()
                     copy(*args, stream)
-                    session.call("cuStreamSynchronize", raw_handle(stream))
+                    session.call("cuStreamSynchronize", stream.checked_raw())
                     best = min(best, time.perf_counter() - begin)
                 return best
 
@@ -222,7 +222,7 @@ class Kernel:
         """Queue the copies of blocks in one launch (``cuLaunchKernel``). Returns False without any copy if the
         addresses or the size are not multiples of 16 bytes. The kernel must be loaded.
         """
-        session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
+        session, raw, few = session_of(stream), stream.checked_raw(), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
         copied = False
         with self._device.current():

@@ -23,7 +23,6 @@ from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Memory,
 from streamalloc.core.properties import checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.stores.blocks import (
     LEAST,
     Addresses,
@@ -162,9 +161,9 @@ class _BufferBytes(InMemory):
             for first, memory in self._runs(some):
                 theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
                 if out:
-                    copy_bytes(CopySide.writable(memory, session), theirs, stream)
+                    copy_bytes(CopySide.of(memory, session, writable=True), theirs, stream)
                 else:
-                    copy_bytes(theirs, CopySide.readable(memory, session), stream)
+                    copy_bytes(theirs, CopySide.of(memory, session), stream)
             done += len(some)
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
@@ -600,6 +599,6 @@ class PoolTier(Tier):
             raise ValueError(f"backup {pool!r} belongs to another driver")
         if not pool.location.on_host:
             raise ValueError(f"backup={pool!r} is not in host memory")
-        if not reachable_from(pool, stream.device):
+        if not pool.reachable_from(stream.device):
             how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
             raise ValueError(f"backup={pool!r} gives {stream.device!r} no access: {how}")

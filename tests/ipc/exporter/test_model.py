@@ -12,7 +12,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.core.buffer import shared_state
 from tests.ipc.support import again, shared_pool
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, holds, workout
@@ -158,7 +157,7 @@ class Model(RuleBasedStateMachine):
         if thing.freed:
             return
         on = self.owner.streams[stream]
-        lease = shared_state(thing.buffer)
+        lease = thing.buffer.shared
         if policy == "raise" and thing.used:
             with pytest.raises(sa.StillImportedError):
                 thing.buffer.free(on, still_imported="raise")

@@ -9,7 +9,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.wire.descriptor import Descriptor
 from tests.ipc.support import shared_pool
@@ -88,9 +87,9 @@ def test_there_is_no_room(sides: Sides) -> None:
         for _ in range(10_000):
             buffers.append(sides.pool.allocate(64, sides.ours.stream))
             ipc.send(sides.ours.channel, buffers[-1], timeout=0.01)
-    assert len(buffers) > 10 and buffers[-1]._shared is not None
+    assert len(buffers) > 10 and buffers[-1].shared is not None
     for buffer in buffers:
-        lease = shared_state(buffer)
+        lease = buffer.shared
         assert isinstance(lease, Lease) and lease.quiet()
         buffer.free()
 
