@@ -1,6 +1,6 @@
 """Checks of stream order: :func:`streamalloc.driver.checked`.
 
-The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
+How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. It forwards the call to the wrapped driver between
    ``Recorder.begin_call`` and ``Recorder.end_call``.

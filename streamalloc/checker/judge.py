@@ -233,7 +233,7 @@ class Judge:
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
 
     def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove from a table the uses for which the host has waited. All later work comes after these uses."""
+        """Remove from ``uses`` the uses for which the host has waited, because all later work comes after them."""
         for number, use in tuple(uses.items()):
             if self.timeline.may_be_known(number, use.time):
                 del uses[number]

@@ -129,7 +129,7 @@ class State:
         self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.notes.place = partial(self.place, 1)
-        # The ranges of memory by address, and what is recorded about their contents.
+        # These objects record the ranges of memory by address, and facts about the contents of the ranges.
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)

@@ -4,7 +4,7 @@
 and the words of control blocks. :mod:`.transport` has the connections. :mod:`.ring` and :mod:`.store` are built on
 these.
 
-The way of a shared buffer of a pool, in the process that owns it:
+The steps of sharing a buffer of a pool, in the process that owns the buffer:
 
 1. *Share.* ``exporter.share.share`` finds the function of the buffer's kind, ``_share_buffer``.
 2. *Lease.* ``exporter.exports.Exports.lease`` exports the pool (``cuMemPoolExportToShareableHandle``) and the
@@ -15,7 +15,7 @@ The way of a shared buffer of a pool, in the process that owns it:
 4. *Descriptor.* ``exporter.share._published`` puts pool, slot, generation and value of ``ready`` into a
    ``wire.descriptor.Descriptor``. ``exporter.share.send`` sends its bytes and the file descriptors.
 
-In the process that opens it:
+In the process that opens the buffer:
 
 5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``_open`` checks the descriptor and
    maps the control block. ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).

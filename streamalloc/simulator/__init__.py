@@ -14,7 +14,7 @@ methods, and the driver object, which programs use, has a function for each meth
 * :mod:`.files` and :mod:`.calls.sharing` have the objects of several processes; :mod:`.multicast` those of several
   devices.
 
-The way of an allocation, ``cuMemAllocFromPoolAsync`` (``cuMemAllocAsync`` takes the device's current pool, and is
+The steps of an allocation, ``cuMemAllocFromPoolAsync`` (``cuMemAllocAsync`` takes the device's current pool, and is
 otherwise the same):
 
 1. ``calls.base.driver_call`` converts the arguments, takes the lock, and looks up the objects of the handles: the
