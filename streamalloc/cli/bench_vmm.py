@@ -429,10 +429,7 @@ ROWS = (
         f"Put weights in {SEGMENTS} segments to sleep with new pinned memory, and wake them, beside others' loops: "
         "2.6 and 5.7 GB/s in torch_memory_saver's issue 111, 2.8 to sleep in vLLM's issue 58066. The first run of all "
         "may wait for memory that the machine gets from its host",
-        {
-            **_slept(NEW),
-            **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN)},
-        },
+        {**_slept(NEW), **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN)}},
         (
             Target(OUR_SLEEP, 1.05, SLEEP),
             Target(OUR_WAKE, 1.05, WAKE),

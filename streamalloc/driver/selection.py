@@ -19,10 +19,7 @@ from streamalloc.driver.parent import configuration, parent_test
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Checked, Driver, On
 
-_FACTORIES = {
-    "checked": "streamalloc.checker:CheckedDriver",
-    "simulated": "streamalloc.simulator:SimulatedDriver",
-}
+_FACTORIES = {"checked": "streamalloc.checker:CheckedDriver", "simulated": "streamalloc.simulator:SimulatedDriver"}
 """Functions that make drivers, as text ``module:name``. The modules are imported on first use, because this package
 must not import modules that build on it.
 """

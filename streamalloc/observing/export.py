@@ -39,8 +39,7 @@ def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[s
     """
     live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
-    devices = {_device(one) or 0 for one in (*live, *(one.allocation for one in happened))}
-    count = 1 + max(devices, default=-1)
+    count = 1 + max((_device(one) or 0 for one in (*live, *(one.allocation for one in happened))), default=-1)
     traces: list[list[dict[str, Any]]] = []
     segments = []
     for ordinal in range(count):

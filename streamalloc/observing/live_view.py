@@ -83,9 +83,8 @@ def _html(figures: list[PoolFigures]) -> str:
 
 def _terminal() -> _Screen:
     try:
-        rich_live, rich_table, rich_text = (
-            importlib.import_module(f"rich.{name}") for name in ("live", "table", "text")
-        )
+        names = ("live", "table", "text")
+        rich_live, rich_table, rich_text = (importlib.import_module(f"rich.{name}") for name in names)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "rich":
             raise

@@ -321,12 +321,7 @@ class Life(NamedTuple):
 
 SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
 OTHER = "the free had run, or the driver waits for it"
-WHY = {
-    SAME: (GREY, "-"),
-    SYNCHRONISED: (INK, (0, (1, 0.6))),
-    EVENT: (INK, "-"),
-    OTHER: (RED, "-"),
-}
+WHY = {SAME: (GREY, "-"), SYNCHRONISED: (INK, (0, (1, 0.6))), EVENT: (INK, "-"), OTHER: (RED, "-")}
 """Colour and style of the line for each reason."""
 
 

@@ -16,14 +16,7 @@ import pytest
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device
 from streamalloc.driver import Driver, set_default, simulated, use
-from streamalloc.driver.internal import (
-    SETTLERS,
-    VARIABLE,
-    ParentTest,
-    configuration,
-    default_of_threads,
-    imex_channels,
-)
+from streamalloc.driver.internal import SETTLERS, VARIABLE, ParentTest, configuration, default_of_threads, imex_channels
 from streamalloc.testing.tools import settle
 
 assert multiprocessing.process

@@ -144,9 +144,8 @@ def _choice(config: pytest.Config) -> tuple[str, dict[str, Any]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     arguments = ", ".join(f"{name}=..." for name in _ARGUMENTS)
-    config.addinivalue_line(
-        "markers", f"{_MARK}({arguments}): what a test of GPU memory needs (streamalloc.testing.plugin)"
-    )
+    about = "what a test of GPU memory needs (streamalloc.testing.plugin)"
+    config.addinivalue_line("markers", f"{_MARK}({arguments}): {about}")
     _choice(config)
     if config.getoption("streamalloc_check_all"):
         _follow_all(config)

@@ -150,12 +150,8 @@ class Trace:
         Raises ``OSError`` if the file cannot be written.
         """
         path = Path(path)
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "source": self.source,
-            "skipped": dict(sorted(self.skipped.items())),
-        }
+        skipped = dict(sorted(self.skipped.items()))
+        header = {"format": FORMAT, "version": VERSION, "source": self.source, "skipped": skipped}
         lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
         content = "".join(lines).encode("ascii")
         # Without mtime=0, gzip stores the time, and equal traces would make different files.
