@@ -1,25 +1,26 @@
 """Groups of buffers whose physical memory is released and restored together.
 
-The way of a sleep begins in :meth:`SleepGroup.sleep`. ``Votes.run`` lets all ranks take part, and ``_alone`` claims the
-group, so that no other call changes it. ``_put_to_sleep`` then does these steps by ``run_steps``. If one fails, the
-steps before it are undone, the last first:
+A sleep begins in :meth:`SleepGroup.sleep`. ``Votes.run`` lets all ranks take part, and ``_alone`` claims the group, so
+that no other call changes it. ``_put_to_sleep`` then does these steps by ``run_steps``. If a step fails, the steps
+before it are undone, the last step first:
 
 1. *Hooks* of :meth:`SleepGroup.before_sleep`. Undo: their undo hooks.
 2. *Claim and wait.* The buffers are claimed, and the host waits for their users. There is nothing to undo.
-3. *Room.* ``_reserve_all`` takes room in the tiers. Undo: drop it.
-4. *Copies.* ``queue_copies`` queues them. They change no buffer, so there is nothing to undo.
-5. *Unmap.* ``VirtualBuffer._unmap`` unmaps each buffer behind its copy (``cuMemUnmap``). Undo: map it again.
-6. *Vote* of the ranks. It is the last step that a rank can refuse.
+3. *Reserve.* ``_reserve_all`` reserves memory or disk space in the tiers for the bytes. Undo: return it to the tiers.
+4. *Copies.* ``queue_copies`` queues the copies to the tiers. Copies change no buffer, so there is nothing to undo.
+5. *Unmap.* ``VirtualBuffer._unmap`` unmaps each buffer after its copy (``cuMemUnmap``). Undo: map it again.
+6. *Vote* of the ranks. This is the last step that a rank can refuse.
 
 Then ``release_all`` releases the memory (``cuMemRelease``), which is not undone.
 
 A wake (:meth:`SleepGroup.wake`) does these steps in the same way:
 
-1. *Memory.* ``restore_steps`` creates and maps memory, a buffer at a time, and queues its copy (``cuMemCreate``,
-   ``cuMemMap``, ``cuMemSetAccess``). Undo: wait for the copies, and release it.
-2. *Protect.* Behind the copies, buffers that were frozen get reads only. Step 1 undoes this, too.
-3. *Held memory.* A buffer whose sleep and its undo failed still has its memory (``Eviction.held``): map it again.
-4. *Awake.* The buffers count as awake, and the hooks of :meth:`SleepGroup.after_wake` are called. Undo of both.
+1. *Memory.* For one buffer after the other, ``restore_steps`` creates and maps memory and queues the copy
+   (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``). Undo: wait for the copies, and release the memory.
+2. *Protect.* After the copies, buffers that are frozen are made read-only. The undo of step 1 undoes this, too.
+3. *Held memory.* A buffer whose sleep failed, together with its undo, still has its memory (``Eviction.held``): map it
+   again.
+4. *Awake.* The buffers count as awake, and the hooks of :meth:`SleepGroup.after_wake` are called. Undo: of both.
 5. *Vote* of the ranks.
 
 Then ``drop_woken`` drops the backups.
@@ -78,48 +79,49 @@ T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
 Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
-"""Function that reserves room in a tier for the buffers of a tag, and returns a backup for each."""
+"""Function that reserves memory or disk space in a tier for the buffers of a tag. It returns a backup for each
+buffer.
+"""
 _LONGEST_REASON = 2000
-"""Length in bytes to which an error text is cut before it is sent to the other ranks."""
+"""Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Residents(Shown):
-    """Memory of a device by owner, in bytes, at one moment; prints as a table.
+    """Memory of a device by owner, in bytes, at one moment. ``print`` shows a table.
 
-    ``total`` and ``free`` are those of ``cuMemGetInfo``, ``pools`` is the reserved memory of each pool
-    (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The sizes of
-    what this library has created are its own records.
+    ``total`` and ``free`` come from ``cuMemGetInfo``, ``pools`` from ``cuMemPoolGetAttribute``, and ``graphs`` from
+    ``cuDeviceGetGraphMemAttribute``. The other sizes are this library's records of memory that it has created.
 
-    The driver reports neither the owners of the rest, :attr:`others`, nor the size of a context. If a process has the
-    device alone, all of ``others`` in its first reading is its context. Libraries such as NCCL call the driver
-    directly, and this library does not see their allocations. Their memory is in ``others``, unless it comes from a
-    bridge to a pool or group, or was measured by :meth:`SleepGroup.measure`.
+    The driver reports neither the owners of the rest, :attr:`others`, nor the size of a context. If no other process
+    uses the device, ``others`` in a process's first reading is the size of its context. Memory of libraries that call
+    the driver directly, such as NCCL, is in ``others``, unless it was measured by :meth:`SleepGroup.measure` or comes
+    from a pool or group of this library.
     """
 
     device: Device
-    """Device of the figures."""
+    """The device."""
     total: int
-    """Bytes of memory of the device."""
+    """Bytes of the device's memory."""
     free: int
-    """Bytes that are free."""
+    """Bytes of the device's memory that are free."""
     group: Mapping[str, int]
     """Bytes of the group's awake buffers, by tag."""
     mapped: int
     """Bytes of other physical memory that this process created and mapped."""
     pages: int
-    """Bytes of all pages of arenas, their pages of zeros included."""
+    """Bytes of all pages of arenas, including their pages of zeros."""
     pools: Mapping[str, int]
     """Reserved bytes of this process's pools, by name."""
     graphs: int
-    """Memory reserved by CUDA graphs that allocate."""
+    """Bytes reserved by CUDA graphs that allocate memory."""
     measured: Mapping[str, int]
-    """Bytes of other owners, as :meth:`SleepGroup.measure` measured them, by name."""
+    """Bytes that :meth:`SleepGroup.measure` measured, by name of the owner."""
 
     @classmethod
     def of(cls, device: Device, buffers: Mapping[Any, str], measured: Mapping[str, int]) -> Residents:
-        """Read the figures now (``cuMemGetInfo`` and others, see the class). ``buffers``: the group's buffers with
-        their tags. ``measured``: bytes of other owners by name. Raises CudaError.
+        """Return the memory of ``device`` now. ``buffers`` are the group's buffers with their tags, ``measured`` the
+        bytes of other owners by name. Raises CudaError.
         """
         group: dict[str, int] = {}
         for buffer, tag in buffers.items():
@@ -135,7 +137,7 @@ class Residents(Shown):
 
     @property
     def others(self) -> int:
-        """Memory without a known owner: contexts with their kernels and local memory, libraries that were not measured,
+        """Bytes without a known owner: contexts with their kernels and local memory, libraries that were not measured,
         :class:`PhysicalMemory` without a mapping, imported memory, and other processes.
         """
         return self.total - self.free - sum(bytes for _, bytes in self._known())
@@ -151,8 +153,8 @@ class Residents(Shown):
             yield f"{owner}, as measured", nbytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """Return the rows of the table: owner and bytes, the known owners first, then :attr:`others`, the free and all
-        bytes.
+        """Return the rows of the table as tuples of owner and bytes: the known owners first, then :attr:`others`, the
+        free bytes and all bytes.
         """
         rest = ("contexts, libraries, other processes", self.others)
         return [*self._known(), rest, ("free", self.free), ("total", self.total)]
@@ -167,10 +169,10 @@ class Residents(Shown):
 
 
 def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
-    """Return the bytes of physical memory of ``device`` that this process created and mapped in ``reservation``, by
-    memory.
+    """Return the bytes of physical memory of ``device`` that this process created and mapped in ``reservation``, with a
+    key for each memory.
 
-    Memory with several mappings has one key, so that its bytes count once.
+    Memory with several mappings has only one key, so that its bytes count once.
     """
     found: dict[object, int] = {}
     for entry in list(reservation.entries):
@@ -200,14 +202,16 @@ def _pools(device: Device) -> dict[str, int]:
 
 
 class Ranks(Protocol):
-    """A communicator: the processes whose groups sleep and wake together."""
+    """Type of a communicator of the processes (ranks) whose groups sleep and wake together."""
 
     @property
     def rank(self) -> int:
         """Number of this process, from 0."""
 
     def allgather(self, data: bytes, /, *, timeout: float | None = None) -> Sequence[bytes]:
-        """Send ``data`` to all ranks, and return what each rank has sent, by rank. ``timeout`` is in seconds."""
+        """Send ``data`` to all ranks, and return the data of all ranks, in the order of ranks. ``timeout`` is in
+        seconds.
+        """
 
 
 class RankRefusedError(RuntimeError):
@@ -218,9 +222,9 @@ class RankRefusedError(RuntimeError):
     Attributes
     ----------
     rank
-        The rank that failed; if several did, the lowest.
+        The rank that failed; the lowest if several failed.
     reason
-        The text of its error.
+        The text of that rank's error.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -233,7 +237,7 @@ class RankRefusedError(RuntimeError):
 
 
 class Votes:
-    """The votes of all ranks on one call: each rank votes once, for the call or against it."""
+    """The votes of all ranks on one sleep or wake: each rank votes once, for the call or against it."""
 
     def __init__(self, ranks: Ranks | None, name: str, timeout: float | None) -> None:
         self._ranks = ranks
@@ -244,19 +248,19 @@ class Votes:
         """Whether this rank has voted."""
 
     def agree(self) -> None:
-        """Vote for the call, and return when all ranks have voted for it.
+        """Vote for the call, and return once all ranks have voted for it.
 
         Raises
         ------
         RankRefusedError
-            Another rank has raised an error, or makes another call. An error of the communicator propagates; then some
-            ranks may have agreed.
+            Another rank has raised an error, or makes another call. Errors of the communicator propagate; other ranks
+            may then have agreed.
         """
         self._vote("")
 
     def run(self, act: Callable[[], T]) -> T:
-        """Call ``act``, which calls :meth:`agree` before its last step. If ``act`` raises before that, vote against the
-        call, so that no other rank waits for this rank's vote.
+        """Call ``act``, which must call :meth:`agree` before its last step, and return its result. If ``act`` raises
+        before it calls :meth:`agree`, vote against the call, so that no other rank waits for this rank's vote.
         """
         try:
             return act()
@@ -269,8 +273,8 @@ class Votes:
             raise
 
     def _vote(self, refusal: str) -> None:
-        """Send this rank's vote and receive those of all ranks. ``refusal``: the text of this rank's error; empty to
-        vote for the call. Raises RankRefusedError, and errors of the communicator.
+        """Send this rank's vote and receive the votes of all ranks. ``refusal`` is the text of this rank's error; empty
+        to vote for the call. Raises RankRefusedError, and errors of the communicator.
         """
         if self._ranks is None:
             return
@@ -283,7 +287,7 @@ class Votes:
 
 
 class _Members(Closes, Claimable):
-    """The buffers of a group, with their tags, and the memory of the group's device by owner."""
+    """Base class of :class:`SleepGroup`: the buffers with their tags, and the memory of the device by owner."""
 
     def __init__(self, device: Device, handle_types: MemHandleType) -> None:
         check_device("device", device)
@@ -296,21 +300,21 @@ class _Members(Closes, Claimable):
         """Whether :meth:`close` was called."""
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
-        """Tag of each buffer. Buffers that are dropped leave the group."""
+        """Tag of each buffer. A buffer that is dropped leaves the group."""
         self._measured: dict[str, int] = {}
         """Bytes that :meth:`measure` found, by owner."""
 
     def allocate(self, nbytes: int | str, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
-        """Allocate a buffer that belongs to the group. It can be used at once on any stream.
+        """Allocate a buffer that belongs to the group. The memory can be used at once on any stream.
 
         Parameters
         ----------
         nbytes
-            Size in bytes; physical memory is rounded up to the granularity.
+            Size in bytes. The size of the physical memory is rounded up to the granularity.
         stream
-            Stream of operations that name none.
+            Stream of operations for which the caller names no stream; default: the device's default stream.
         tag
-            Tag for :meth:`sleep` and :meth:`wake`.
+            Tag by which :meth:`sleep` and :meth:`wake` select buffers.
 
         Raises
         ------
@@ -331,7 +335,7 @@ class _Members(Closes, Claimable):
         Raises
         ------
         TypeError, ValueError
-            ``buffer`` is no virtual buffer, or belongs to another driver; ``tag`` is no text.
+            ``buffer`` is no virtual buffer or belongs to another driver, or ``tag`` is no text.
         ClosedError
             The group was closed.
         """
@@ -352,9 +356,9 @@ class _Members(Closes, Claimable):
         Raises
         ------
         EvictedError
-            The buffer of the group is asleep: wake it first.
+            The buffer is in the group and asleep: wake it first.
         InUseError
-            The buffer of the group is frozen: thaw it first.
+            The buffer is in the group and frozen: thaw it first.
         """
 
         def act(_: Claim) -> None:
@@ -369,7 +373,7 @@ class _Members(Closes, Claimable):
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
-        """Buffers and their tags, in the order in which they were added."""
+        """The group's buffers and their tags, in the order in which they were added."""
         # keyrefs() copies the keys in one step, because another thread may add buffers meanwhile.
         found = [reference() for reference in self._members.keyrefs()]
         tags = {buffer: self._members.get(buffer) for buffer in found if buffer is not None and not buffer.closed}
@@ -377,12 +381,12 @@ class _Members(Closes, Claimable):
 
     @property
     def asleep(self) -> bool:
-        """Whether a buffer of the group sleeps."""
+        """Whether a buffer of the group is asleep."""
         return any(buffer.evicted for buffer in self.buffers)
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical memory of the group's buffers, in bytes."""
+        """Bytes of physical memory that the group's buffers have now."""
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
@@ -394,8 +398,8 @@ class _Members(Closes, Claimable):
 
     @staticmethod
     def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
-        """Raise KeyError for a tag that no buffer has, because a misspelt tag would lose bytes; TypeError if a tag is
-        no text.
+        """Raise KeyError for a tag that no buffer has, because bytes could be lost by a misspelt tag. Raise TypeError
+        if a tag is no text.
         """
         unknown = [tag for tag in tags if checked_type("tag", tag, str) not in buffers.values()]
         if unknown:
@@ -404,18 +408,19 @@ class _Members(Closes, Claimable):
             raise KeyError(f"no buffer has the tag {unknown[0]!r}: {known}; {remedy}")
 
     def resident(self) -> Residents:
-        """Return the present memory of the device by owner, including memory that the group cannot release."""
+        """Return the memory of the device by owner, as it is now, including memory that the group cannot release."""
         self._check_open()
         return Residents.of(self.device, self.buffers, self._measured)
 
     @contextlib.contextmanager
     def measure(self, owner: str) -> Iterator[None]:
-        """Attribute the device memory that a library allocates in a ``with`` block to ``owner``, for :meth:`resident`.
+        """Return a context manager that attributes device memory which is allocated in its block to ``owner``, for
+        :meth:`resident`.
 
-        For libraries that call the driver directly: for example, create an NCCL communicator and run its first
-        collective in the block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``,
-        minus the memory of known owners. It is wrong if another thread or process allocates during the block. It does
-        not change if the library releases memory later. Blocks of the same name add up. ::
+        Use it for libraries that call the driver directly: for example, create an NCCL communicator and run its first
+        collective in the block, or load kernels. The number of bytes is the difference of two readings of
+        ``cuMemGetInfo``, minus memory of known owners. It is wrong if another thread or process allocates during the
+        block, and does not change if the library releases memory later. Blocks with the same owner add up. ::
 
             with group.measure("NCCL"):
                 torch.distributed.all_reduce(tensor)
@@ -423,7 +428,7 @@ class _Members(Closes, Claimable):
         Parameters
         ----------
         owner
-            Name in the table.
+            Name of the owner in the table.
 
         Raises
         ------
@@ -440,8 +445,8 @@ class _Members(Closes, Claimable):
         count()
 
     def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
-        """Call ``act(claim)`` under claims of the group and of ``buffers``, so that no other call changes them, and
-        return its result. Raises ClosedError, InUseError, and ValueError for a buffer that is not in the group.
+        """Call ``act(claim)`` under claims of the group and of ``buffers``, so that no other call changes them. Returns
+        the result of ``act``. Raises ClosedError, InUseError, and ValueError for a buffer that is not in the group.
         """
 
         def open_only(claim: Claim) -> T:
@@ -459,8 +464,8 @@ class _Members(Closes, Claimable):
 
 
 class _Backups(_Members):
-    """The methods of a group that use backups: the bytes of its sleeping and frozen buffers outside of device
-    memory.
+    """Base class of :class:`SleepGroup` with the methods that use backups: bytes of sleeping and frozen buffers outside
+    of device memory.
     """
 
     def __init__(
@@ -471,12 +476,12 @@ class _Backups(_Members):
             tier_of(backup)
         self._backup: MemoryPool | HostTier | DiskTier | None = backup
         self._near: HostTier | None = None
-        """The tier of the device's NUMA node; None before its first use."""
+        """The default backup, a tier of the device's NUMA node; None before its first use."""
 
     @property
     def backup(self) -> Any:
-        """Pool or tier for the kept bytes. If none was given, the first use makes the tier of the device's
-        NUMA node.
+        """Pool or tier for the bytes of sleeping and frozen buffers. By default it is a tier in host memory of the
+        device's NUMA node, made at its first use.
         """
         self._check_open()
         if self._backup is not None:
@@ -488,11 +493,11 @@ class _Backups(_Members):
     def prepare(
         self, nbytes: int | str | None = None, *, background: bool = False, most_cores: int | None = None
     ) -> Future[int]:
-        """Pin host memory for the next sleep (``cuMemHostRegister``): pinning takes longer than the copy. See
+        """Pin host memory for the next sleep (``cuMemHostRegister``), because pinning takes longer than the copy. See
         :meth:`HostTier.prepare`.
 
-        With ``background=True`` other work runs while threads pin the memory. A sleep during that time uses what is
-        pinned already. ::
+        With ``background=True`` the call returns at once, and threads pin the memory. A sleep during that time uses the
+        memory that is pinned already. ::
 
             group.prepare(background=True, most_cores=2)
             serve()
@@ -501,17 +506,17 @@ class _Backups(_Members):
         Parameters
         ----------
         nbytes
-            Bytes that the sleep will keep; default: those of all buffers that are awake and not frozen.
+            Number of bytes that the sleep will keep; default: the bytes of all buffers that are awake and not frozen.
         background
             Whether to return at once, while threads pin the memory.
         most_cores
-            Most threads; default: one for each core that the process may use, at most 8.
+            Largest number of threads; default: one for each core that the process may use, at most 8.
 
         Returns
         -------
         concurrent.futures.Future
-            Its result is the free host memory in bytes once all is pinned. With ``background`` its error may be
-            ``OutOfMemoryError``; the sleep tries again.
+            A future whose result is the number of bytes of pinned memory that is free, once all memory is pinned. With
+            ``background`` its error may be ``OutOfMemoryError``; the sleep then tries again.
 
         Raises
         ------
@@ -530,15 +535,15 @@ class _Backups(_Members):
         return tier.prepare(nbytes, background=background, most_cores=most_cores)
 
     def freeze(self, *tags: str, stream: StreamLike | None = None, after: After = None) -> None:
-        """Back up all buffers, or those with these tags, and let them only be read until :meth:`thaw`.
+        """Back up all buffers, or the buffers with these tags, and make them read-only until :meth:`thaw`.
 
         The backup stays valid while the buffers are awake, so that the next :meth:`sleep` copies nothing. The host
         waits until the bytes are stored. The device refuses writes (``cuMemSetAccess``): fills and copies to a frozen
-        buffer raise :class:`CudaError`, and a kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, after
-        which the context is lost. Frozen buffers keep the backup in :attr:`backup` also while they are awake.
+        buffer raise :class:`CudaError`. A kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, and the
+        context is then lost. Frozen buffers use memory of :attr:`backup` also while they are awake.
 
-        Frozen buffers are skipped. A sleeping buffer keeps its present backup when it wakes. Buffers that get the tag
-        later are not frozen. ::
+        Buffers that are frozen already are skipped. A sleeping buffer keeps its backup when it wakes. Buffers that get
+        the tag later are not frozen. ::
 
             group.freeze("weights")
             group.sleep()    # unmaps, without a copy
@@ -552,17 +557,17 @@ class _Backups(_Members):
         stream
             Stream of the copies; default: the device's default stream.
         after
-            Events or streams with the last writes, which the host waits for first; default: all work of the devices
-            with access.
+            Events or streams with the last writes to the buffers. The host first waits for this work; default: all work
+            of the devices with access.
 
         Raises
         ------
         ValueError
             The bytes of a sleeping buffer were not kept.
         OutOfMemoryError, OSError
-            There is no room for the bytes.
+            There is not enough host memory or disk space for the bytes.
         KeyError, ClosedError, InUseError, CudaError
-            As for :meth:`sleep`. After each error every buffer is unchanged.
+            As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
         def act(claim: Claim) -> None:
@@ -596,7 +601,8 @@ class _Backups(_Members):
         self._alone(act)
 
     def thaw(self, *tags: str) -> None:
-        """Let frozen buffers be written again, and drop the backups of those that are awake. Skip unfrozen buffers.
+        """Make frozen buffers writable again, and drop the backups of buffers that are awake. Buffers that are not
+        frozen are skipped.
 
         Parameters
         ----------
@@ -608,7 +614,7 @@ class _Backups(_Members):
         KeyError
             No buffer has such a tag.
         ClosedError, InUseError, CudaError
-            As for :meth:`sleep`. After each error every buffer is unchanged.
+            As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
         def act(claim: Claim) -> None:
@@ -619,49 +625,50 @@ class _Backups(_Members):
         self._alone(act)
 
     def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
-        """Copy kept bytes of a sleeping buffer to a host array, without waking it. Blocks the host.
+        """Copy stored bytes of a sleeping buffer to a host array; the buffer stays asleep. Blocks the host.
 
         Parameters
         ----------
         buffer
             A sleeping buffer of the group.
         target
-            Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
+            Writable, contiguous array or object with the buffer protocol. As many bytes are copied as it has.
         offset
-            Offset of the first byte in the buffer.
+            Offset of the first byte in the buffer, in bytes.
 
         Raises
         ------
         ValueError
-            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or the buffer
-            keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
+            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or a sleep and
+            its undo failed, so that the buffer still has its memory: :meth:`wake` it.
         DamagedBackupError, OSError
-            The bytes are damaged, or a file cannot be read.
+            The stored bytes are damaged, or a file cannot be read.
         """
         self._alone(lambda _: self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
-        """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
+        """Replace stored bytes of a sleeping buffer by the bytes of a host array; the buffer stays asleep. Blocks the
+        host.
 
-        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`. A frozen
-        buffer cannot be written.
+        A buffer whose bytes were not kept can only be written as a whole; its bytes are then stored in :attr:`backup`.
+        A frozen buffer cannot be written.
 
         Parameters
         ----------
         buffer
             A sleeping buffer of the group.
         source
-            Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
+            Contiguous array or object with the buffer protocol. All its bytes are copied.
         offset
-            Offset of the first byte in the buffer.
+            Offset of the first byte in the buffer, in bytes.
 
         Raises
         ------
         ValueError
-            The buffer is awake or not in the group, ``source`` is too large, or it covers only a part of a buffer
-            without kept bytes. Or the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
+            The buffer is awake or not in the group, ``source`` is too large, or it is smaller than a buffer whose bytes
+            were not kept. Or a sleep and its undo failed, so that the buffer still has its memory: :meth:`wake` it.
         OutOfMemoryError, OSError
-            There is no room for bytes that were not kept.
+            There is not enough host memory or disk space to store the bytes.
         """
 
         def act(_: Claim) -> None:
@@ -692,9 +699,9 @@ class SleepGroup(_Backups):
     """Virtual buffers whose physical memory is released and restored together, at the same addresses.
 
     :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
-    :meth:`VirtualBuffer.restore` do for one buffer. Each call changes all its buffers or none: after an error every
-    buffer and its bytes are unchanged, and the call can be repeated. Captured graphs stay valid, because no address
-    changes. ::
+    :meth:`VirtualBuffer.restore` do for one buffer. Each call changes all its buffers or none. After an error every
+    buffer and its bytes are unchanged, and the call can be repeated. Captured graphs stay valid, because addresses do
+    not change. ::
 
         with vmm.SleepGroup(device) as group:
             weights = group.allocate(8 << 20, tag="weights")
@@ -702,31 +709,32 @@ class SleepGroup(_Backups):
             group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
             group.wake()
 
-    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with given tags. Buffers of one tag
-    that go to sleep together share one backup. The backup ends once no buffer needs it, after the copies that read it.
-    A buffer that is closed or dropped leaves the group and the backup.
+    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or the buffers with given tags. Buffers of
+    one tag that go to sleep together share one backup. The backup is released once no buffer needs it, after the copies
+    that read it. A buffer that is closed or dropped leaves the group and the backup.
 
-    Thread-safe. Calls of :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close`
-    wait for each other, and for calls that close, resize, evict or restore one of the same buffers. Such calls and
-    :meth:`remove` wait for the former. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler
-    makes a call that would have to wait, the call raises :class:`InUseError`.
+    Thread-safe. Calls that change buffers of the group wait for each other: :meth:`sleep`, :meth:`wake`,
+    :meth:`resume`, :meth:`read`, :meth:`write`, :meth:`remove` and :meth:`close`, and calls that close, resize, evict
+    or restore one of its buffers. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
+    call that would have to wait, the call raises :class:`InUseError`.
 
     Parameters
     ----------
     device
-        Device of :meth:`allocate`; its default stream copies if no stream is given.
+        Device for :meth:`allocate`. Its default stream makes the copies if no stream is given.
     backup
-        Place for the kept bytes: a :class:`HostTier`, a :class:`DiskTier`, or a pool in host memory to which the device
-        has access. By default all groups with devices on one NUMA node share a :class:`HostTier`, whose memory is near
-        them if there is room. It keeps its memory for the next sleep of any of them, because pinning memory takes
-        longer than a copy; ``group.backup.trim()`` releases what no buffer uses.
+        Where the bytes of sleeping and frozen buffers are stored: a :class:`HostTier`, a :class:`DiskTier`, or a pool
+        in host memory to which the device has access. By default all groups with devices on one NUMA node share a
+        :class:`HostTier`, with memory of this node if it has enough. This tier keeps its memory for the next sleep of
+        any of these groups, because pinning memory takes longer than a copy. ``group.backup.trim()`` releases memory
+        that no buffer uses.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
     Raises
     ------
     TypeError
-        ``device`` is no device, or ``backup`` is neither a pool nor a tier.
+        ``device`` is no Device, or ``backup`` is neither a pool nor a tier.
     """
 
     def __init__(
@@ -738,9 +746,9 @@ class SleepGroup(_Backups):
     ) -> None:
         super().__init__(device, handle_types, backup)
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
-        """Hooks of :meth:`before_sleep`, each with its undo."""
+        """Functions that :meth:`before_sleep` added, each with its undo function or None."""
         self._after_wake: list[tuple[Hook, Hook | None]] = []
-        """Hooks of :meth:`after_wake`, each with its undo."""
+        """Functions that :meth:`after_wake` added, each with its undo function or None."""
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers belong to the group and get this tag, for
@@ -759,38 +767,39 @@ class SleepGroup(_Backups):
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Evict all buffers, or those with these tags. Returns the released bytes.
+        """Evict all buffers, or the buffers with these tags. Returns the number of bytes of device memory released.
 
-        The host waits until the kept bytes are stored. Sleeping buffers are skipped. Frozen buffers have their backup
-        already, so ``keep`` and ``backup`` do not concern them.
+        The host waits until the bytes to keep are stored. Sleeping buffers are skipped. Frozen buffers have their
+        backup already, so ``keep`` and ``backup`` have no effect on them.
 
         Parameters
         ----------
         tags
             Tags of the buffers; without a tag, all buffers. A buffer whose bytes are kept is unmapped after the copy.
         keep
-            True to keep the bytes, False to discard them, or the tag or tags of the buffers that keep theirs.
+            True to keep the bytes, False to discard them, or the tag or tags of the buffers whose bytes are kept.
         shared
-            Evict memory that was exported too; see :meth:`VirtualBuffer.evict`.
+            Whether to evict also memory that was exported; see :meth:`VirtualBuffer.evict`.
         stream
             Stream of the copies; default: the device's default stream.
         after
-            Events or streams to wait for first, as for :meth:`VirtualBuffer.evict`.
+            Events or streams that the host first waits for; default: all work of the devices with access.
         backup
-            Pool, :class:`HostTier` or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`. Or a
-            function that is called with each buffer that keeps its bytes, and its tag; it returns a backup as for
-            :meth:`VirtualBuffer.evict`, such as a host array, or None to discard the bytes.
+            Pool, :class:`HostTier` or :class:`DiskTier` for the bytes of this call; default: :attr:`backup`. Or a
+            function that is called with each buffer whose bytes are kept, and with its tag. The function returns a
+            backup as for :meth:`VirtualBuffer.evict`, such as a host array, or None to discard the bytes.
         ranks
-            A communicator, such as one of ``ipc.ProcessCommunicator`` or ``ipc.as_communicator(group)``: the groups of
-            all its ranks must make this call, and either all sleep or none. They vote before any memory is released.
+            A communicator, such as an ``ipc.ProcessCommunicator`` or the result of ``ipc.as_communicator(group)``. The
+            groups of all its ranks must make this call, and either all groups sleep or none. The ranks vote before any
+            memory is released.
         timeout
             Seconds to wait for the votes of the other ranks; None for the communicator's own limit.
 
         Raises
         ------
         InUseError
-            The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`; or a signal handler or a hook
-            called this during another call.
+            The memory of a buffer cannot be released, as for :meth:`VirtualBuffer.evict`. Or a signal handler or a hook
+            called this method during another call.
         OutOfMemoryError
             There is not enough host memory for the bytes.
         OSError
@@ -802,9 +811,9 @@ class SleepGroup(_Backups):
         RankRefusedError
             Another rank cannot sleep.
         CudaError
-            The driver refused a call. In all these cases, and after an error of a hook or of the communicator, every
-            buffer is unchanged. If the driver also refuses the undo, some buffers are asleep and keep their memory:
-            :meth:`wake` them.
+            The driver refused a call. After any of these errors, and after an error of a hook or of the communicator,
+            every buffer is unchanged. If the driver also refuses the undo, some buffers are asleep but still have their
+            memory: :meth:`wake` them.
         """
 
         votes = Votes(ranks, "sleep", timeout)
@@ -840,33 +849,33 @@ class SleepGroup(_Backups):
         resumed: bool = False,
         agree: Callable[[], object] = do_nothing,
     ) -> int:
-        """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
+        """Do the steps of a sleep, then release the memory of the chosen buffers. Returns the number of bytes released.
 
-        ``reserve``: returns the backups for the buffers of a tag, none for a tag whose bytes are not kept. ``ordered``:
-        the stream of the copies. ``agree``: the vote of the ranks. ``resumed``: the backups have the bytes already
-        (:meth:`resume`), so nothing is copied, and sleeping buffers get these backups, too.
+        ``reserve`` returns the backups for the buffers of a tag; none for a tag whose bytes are not kept. ``ordered``
+        is the stream of the copies. ``agree`` makes the vote of the ranks. With ``resumed``, the backups have the bytes
+        already (:meth:`resume`): nothing is copied, and sleeping buffers get these backups, too.
         """
-        # The steps fill these, for what cannot be undone after them: mappings to release, and new backups. With
-        # ``resumed``, buffers without mappings, which sleep already, get backups, too.
+        # The steps fill these two, for the actions after them that cannot be undone: the mappings to release, and the
+        # new backups. With `resumed`, sleeping buffers, which have no mappings, get backups, too.
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
 
         def steps() -> Steps:
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
-            # Claimed only here, because hooks may use, close and evict the buffers.
+            # The buffers are claimed only here, because hooks may use, close and evict them.
             claim.take(chosen)
-            # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with ``resumed``.
+            # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with `resumed`.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
             for buffer in going if resumed else ():
                 buffer._check_thawed()
             entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
-            # Not a step: a wait changes nothing.
+            # The wait is no step, because it changes nothing and needs no undo.
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
             lacking = {one: tag for one, tag in going.items() if not one.frozen}
             yield functools.partial(_reserve_all, lacking, reserve, saved), functools.partial(drop_all, saved)
             yield from evict_steps(entries, saved, ordered, copied=resumed)
-            # All ranks can undo until the vote, so it is the last step before memory is released.
+            # Until the vote every rank can undo its steps, so the vote is the last step before memory is released.
             yield agree, do_nothing
 
         run_steps(steps())
@@ -879,34 +888,35 @@ class SleepGroup(_Backups):
     def resume(
         self, *tags: str, backup: DiskTier | None = None, stream: StreamLike | None = None, after: After = None
     ) -> int:
-        """Put the buffers to sleep with the bytes that an earlier group stored in a persistent :class:`DiskTier`.
+        """Put buffers to sleep with the bytes that an earlier group stored in a persistent :class:`DiskTier`.
 
-        The buffers' present bytes are discarded. The buffers of each tag must have the same sizes and order as those
-        that were stored. :meth:`wake` reads the bytes.
+        The bytes that the buffers have now are discarded. The buffers of each tag must have the same sizes, in the same
+        order, as the buffers that were stored. :meth:`wake` later reads the bytes.
 
         Parameters
         ----------
         tags
             Tags of the buffers; without a tag, all buffers. Buffers that sleep already get the stored bytes, too.
         backup
-            The tier; default: :attr:`backup`.
+            The tier with the stored bytes; default: :attr:`backup`.
         stream, after
             As for :meth:`sleep`.
 
         Returns
         -------
-        The released bytes.
+        int
+            Number of bytes of device memory released.
 
         Raises
         ------
         DamagedBackupError
-            The file of a tag is damaged or truncated, has another layout, or other users own it or can open it.
+            The file of a tag is damaged or truncated, is for buffers of other sizes, or can be opened by other users.
         FileNotFoundError
-            There is no file of a tag.
+            There is no file for a tag.
         TypeError
             The backup is no :class:`DiskTier`.
         InUseError, KeyError, ClosedError, CudaError
-            As for :meth:`sleep`. After each error every buffer is unchanged.
+            As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
         def act(claim: Claim) -> int:
@@ -925,15 +935,16 @@ class SleepGroup(_Backups):
     def wake(
         self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
     ) -> int:
-        """Restore all sleeping buffers, or those with these tags. Returns the restored bytes.
+        """Restore all sleeping buffers, or those with these tags. Returns the number of bytes of device memory
+        allocated.
 
-        The copies are stream-ordered: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
-        The host waits while bytes are read from a disk, and for the copies of frozen buffers.
+        The copies are stream-ordered: use the bytes on ``stream``, or after its work. Bytes that were not kept are
+        undefined. The host waits while bytes are read from a disk, and for the copies of frozen buffers.
 
         Parameters
         ----------
         tags
-            Tags of the buffers, in the order of restoring; without a tag, all buffers.
+            Tags of the buffers, which are restored in this order; without a tag, all buffers.
         stream
             Stream of the copies; default: the device's default stream.
         ranks, timeout
@@ -942,7 +953,8 @@ class SleepGroup(_Backups):
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory. All buffers are still asleep, with their bytes, and the call can be repeated.
+            There is not enough device memory. All buffers are still asleep, with their bytes, and the call can be
+            repeated.
         OSError, DamagedBackupError
             A file cannot be read, or is damaged: :meth:`write` replaces the bytes.
         KeyError
@@ -950,12 +962,12 @@ class SleepGroup(_Backups):
         ClosedError
             The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
         InUseError
-            A signal handler or a hook called this during another call.
+            A signal handler or a hook called this method during another call.
         RankRefusedError
             Another rank cannot wake.
         CudaError
-            The driver refused a call. In all these cases, and after an error of a hook or of the communicator, all
-            buffers are still asleep, with their bytes.
+            The driver refused a call. After any of these errors, and after an error of a hook or of the communicator,
+            all buffers are still asleep, with their bytes.
         """
 
         votes = Votes(ranks, "wake", timeout)
@@ -970,7 +982,8 @@ class SleepGroup(_Backups):
             def steps() -> Steps:
                 yield from restore_steps(evictions, ordered)
                 yield _hook_step(self._after_wake, list(evictions))
-                # All ranks can undo until the vote, so it is the last step before the backups are dropped.
+                # Until the vote every rank can undo its steps, so the vote is the last step before the backups are
+                # dropped.
                 yield votes.agree, do_nothing
 
             run_steps(steps())
@@ -980,13 +993,13 @@ class SleepGroup(_Backups):
         return votes.run(lambda: self._alone(act))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
-        """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
+        """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.
 
-        Hooks are called in this order. ``buffers`` lists the buffers with the tags of the call that are awake before
-        the first hook; if it is empty, no hook is called. The hooks and other threads can still use, close, evict or
-        remove these buffers. A buffer that was closed, evicted or removed then takes no part in the sleep, although the
-        hooks got it. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same buffers, for the
-        last hook first. For example, for registrations of memory::
+        Hooks are called in the order in which they were added. ``buffers`` is a list of the buffers that are selected
+        by the call and awake before the first hook; if there are none, no hook is called. Hooks and other threads can
+        still use, close, evict or remove these buffers. A buffer that was closed, evicted or removed takes no part in
+        the sleep. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same list; the undo of the
+        last hook comes first. An example for code that registers memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
@@ -995,20 +1008,22 @@ class SleepGroup(_Backups):
         self._before_sleep.append((hook, undo))
 
     def after_wake(self, hook: Hook, undo: Hook | None = None) -> None:
-        """Call ``hook(buffers)`` in each :meth:`wake`, once these buffers can be used; hooks are called in this order.
+        """Have ``hook(buffers)`` called in each :meth:`wake`, with a list of the restored buffers, once these can be
+        used.
 
-        The bytes are complete on the stream of :meth:`wake`. If a later hook fails, ``undo(buffers)`` is called, for
-        the last hook first. Then the buffers are put to sleep again, with their earlier bytes.
+        Hooks are called in the order in which they were added. The bytes are complete in the order of the stream of
+        :meth:`wake`. If a later hook or the wake fails, ``undo(buffers)`` is called; the undo of the last hook comes
+        first. Then the buffers are put to sleep again, with their earlier bytes.
         """
         self._check_open()
         self._after_wake.append((hook, undo))
 
     @claimed
     def close(self) -> None:
-        """Remove all buffers, which stay unchanged but are frozen no longer. Idempotent.
+        """Remove all buffers from the group. The buffers stay as they are, but frozen buffers are thawed. Idempotent.
 
-        A sleeping buffer keeps its bytes until it is closed; :meth:`VirtualBuffer.restore` restores it. The default
-        backup releases its memory once the last group that shares it is closed and no buffer has bytes there.
+        A sleeping buffer keeps its stored bytes until it is closed; :meth:`VirtualBuffer.restore` restores it. The
+        default backup releases its memory once the last group that shares it is closed and no buffer has bytes there.
         """
         _thaw(self.buffers)
         self.closed = True
@@ -1032,7 +1047,8 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = frozen_backups(buffers)
 
     def thaw(buffer: VirtualBuffer) -> None:
-        # Forget the backup first. If the undo fails, too, a buffer that may be written has no backup that seems valid.
+        # The backup is cleared first: if this and its undo fail, a buffer that can be written has no backup that seems
+        # valid.
         buffer._frozen = None
         if not buffer.evicted:
             protect(buffer, buffer.rights)
@@ -1048,8 +1064,8 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
-    """Return the offset, and the array as bytes. Raises TypeError, and ValueError if the array is not contiguous or
-    does not fit the buffer at ``offset``.
+    """Return the offset in bytes as an int, and the array as an array of bytes. Raises TypeError, and ValueError if the
+    array is not contiguous or does not fit into the buffer at ``offset``.
     """
     start = checked_number("offset", offset)
     found: Bytes = np.asarray(array if hasattr(array, "__array__") else memoryview(array))
@@ -1062,7 +1078,9 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
 
 
 def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Step:
-    """Return a step that calls hooks with the buffers. Its undo calls the undos of the hooks that have returned."""
+    """Return a step that calls the hooks with the buffers. The undo of the step calls the undos of the hooks that have
+    returned.
+    """
     undos = contextlib.ExitStack()
 
     def call() -> None:
@@ -1075,21 +1093,21 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
 
 
 def _reserve_all(tags: Mapping[VirtualBuffer, str], reserve: Reserve, saved: dict[VirtualBuffer, Saved]) -> None:
-    """Reserve room for the bytes of the buffers, tag by tag, and put each buffer's backup into ``saved``.
+    """Reserve memory or disk space for the bytes of the buffers, tag by tag, and add each buffer's backup to ``saved``.
 
-    ``tags`` has the buffers with their tags. After an error ``saved`` has the backups reserved until then.
+    ``tags`` has the buffers with their tags. After an error ``saved`` has the backups that were reserved before it.
     """
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
-        # Not strict: ``reserve`` returns no backups for a tag whose bytes are not kept.
+        # `strict` would raise: `reserve` returns no backups for a tag whose bytes are not kept.
         for buffer, one in zip(buffers, reserve(tag, buffers) if buffers else (), strict=False):
             if one is not None:
                 saved[buffer] = one
 
 
 def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
-    """Make ``saved`` the kept bytes of a sleeping buffer. Its previous backup is dropped, or the memory that it has
-    kept after a failed sleep.
+    """Make ``saved`` the backup of a sleeping buffer. Drop the buffer's previous backup, or the memory that it still
+    has after a failed sleep.
     """
     eviction = buffer.eviction
     assert eviction is not None
@@ -1099,11 +1117,11 @@ def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
 
 
 class Tagged:
-    """Allocator of buffers of a :class:`SleepGroup` with one tag; made by :meth:`SleepGroup.tagged`."""
+    """Allocator of buffers of a :class:`SleepGroup` with one tag. :meth:`SleepGroup.tagged` returns it."""
 
     def __init__(self, group: SleepGroup, tag: str) -> None:
         self.group: SleepGroup = group
-        """Group of the buffers."""
+        """Group that the buffers belong to."""
         self.tag: str = tag
         """Tag of the buffers."""
         self.location: MemLocation = group.location

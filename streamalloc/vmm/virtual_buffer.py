@@ -1,4 +1,4 @@
-"""Buffers of mapped chunks at a constant address, which can be evicted and restored."""
+"""Buffers of virtual memory at a constant address, whose physical memory can be released (evicted) and restored."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from streamalloc.vmm.stores.disk import DiskTier, tier_of
 from streamalloc.vmm.stores.host import HostTier, saved_in
 
 _BATCH = 64 << 20
-"""Bytes of a batch, which is unmapped after its copy while later copies run."""
+"""Bytes of a batch of copies. The memory of a batch is unmapped after its copies, while later copies run."""
 
 
 Backup: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Saved | None"
-"""Place for the bytes of one buffer. :class:`Saved` is room that a tier has reserved; None discards the bytes."""
+"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Saved` is room that a tier has
+reserved; None discards the bytes.
+"""
 
 
 class ChunkSpec(NamedTuple):
-    """A chunk of physical memory to create: offset and size in bytes, and its properties."""
+    """A chunk of physical memory to create: its offset in the buffer and its size in bytes, and its properties."""
 
     offset: int
     nbytes: int
@@ -44,31 +46,31 @@ class ChunkSpec(NamedTuple):
 
 
 RESTORE = "restore() it"
-"""Advice in errors for an evicted buffer. A :class:`SleepGroup` replaces the advice in its buffers."""
+"""Remedy in errors for an evicted buffer. A :class:`SleepGroup` sets another text for its buffers."""
 
 
 class Eviction(NamedTuple):
-    """Physical memory that a buffer has released, and its saved bytes.
+    """Physical memory that a buffer has released, and the buffer's backup.
 
-    :attr:`VirtualBuffer.eviction` returns it after :meth:`VirtualBuffer.evict`.
+    The value of :attr:`VirtualBuffer.eviction` after :meth:`VirtualBuffer.evict`.
     """
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
     saved: Saved | None
-    """The bytes in a backup; None without a backup."""
+    """The backup with the buffer's bytes; None if the bytes were discarded."""
     held: tuple[MappedBytes, ...] = ()
     """Unmapped memory that still has the bytes, because an eviction and its undo failed. :meth:`VirtualBuffer.restore`
-    maps it again.
+    maps this memory again.
     """
 
     @property
     def nbytes(self) -> int:
-        """Physical memory that was released, in bytes."""
+        """Bytes of physical memory that were released."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def _drop(self) -> None:
-        """Release the held memory, and drop the saved bytes."""
+        """Release the memory of :attr:`held`, and drop the backup."""
         for entry in self.held:
             entry.close()
         if self.saved is not None:
@@ -78,45 +80,48 @@ class Eviction(NamedTuple):
 class VirtualBuffer(OwnsRange, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
-    It owns an :class:`AddressRange`, and maps memory from its start, without a hole. :meth:`evict` releases the
-    physical memory of one buffer, with or without a copy in host memory; :meth:`restore` maps memory with the same
-    bytes at the same addresses. :class:`SleepGroup` does the same for many buffers at once: ``sleep()`` evicts and
-    ``wake()`` restores either all of them or none. A buffer of a group can also be restored alone.
-    :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
+    A buffer owns an :class:`AddressRange`, and has memory mapped from the range's start on, without a hole.
+    :meth:`evict` releases the physical memory, with or without a copy of the bytes in host memory. :meth:`restore` maps
+    new memory with the same bytes at the same addresses. :class:`SleepGroup` does the same for many buffers at once:
+    ``sleep()`` evicts, and ``wake()`` restores, either all its buffers or none. A buffer of a group can also be
+    restored alone. :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
 
         buffer.evict(host_pool)    # frees device memory; buffer.address stays reserved
         buffer.restore()           # same address, same bytes
 
-    Unmapping is not stream-ordered, see :class:`AddressRange`: :meth:`evict` and :meth:`close` take ``after``.
-    After an error the buffer is unchanged and the operation can be repeated. Memory that the driver refuses to release
-    is released later.
+    Unmapping is not stream-ordered, see :class:`AddressRange`. So :meth:`evict` and :meth:`close` have an argument
+    ``after``. After an error the buffer is unchanged, and the operation can be repeated. If the driver refuses to
+    release memory, the memory is released later.
 
     Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
-    puts the buffer to sleep or wakes it. A hook or a signal handler that runs within such a call cannot wait for it,
-    and gets :class:`InUseError`. Copies and fills take no lock. If another thread queues a copy while memory is
-    unmapped, the copy may find no memory at its address, and the driver crashes: hold a lock of your own around both.
+    puts the buffer to sleep or wakes it. A call of a hook or a signal handler during such a call raises
+    :class:`InUseError`. Copies and fills take no lock. If one thread queues a copy while another thread unmaps the
+    memory, the driver may crash: hold a lock of your own around both calls.
     """
 
     def _open(
         self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, location: MemLocation
     ) -> None:
-        """Reserve ``capacity`` bytes of addresses (``cuMemAddressReserve``) and set all attributes. Raises
+        """Reserve ``capacity`` bytes of addresses (``cuMemAddressReserve``), and set all attributes. Raises
         AddressSpaceError, TypeError, ValueError.
         """
         self._location = location
         self._rights = rights
-        """Permissions by location. While the buffer is frozen, the memory has only those to read."""
+        """Permissions by location. While the buffer is frozen, only their read access is granted."""
         self._mapped = 0
-        """Bytes from the start of :attr:`range` that count as mapped; an eviction does not change it. After a failed
-        call more may be mapped behind them, which the next growth or eviction releases.
+        """Number of bytes from the start of :attr:`range` that count as mapped. An eviction does not change this
+        number. A failed call may leave more memory mapped after these bytes, which the next growth or eviction
+        releases.
         """
         self._nbytes = 0
         self.eviction: Eviction | None = None
         """The released memory and its backup; None while the buffer is mapped."""
         self._frozen: Saved | None = None
-        """Backup of a frozen buffer. It stays valid while the buffer is awake, because nobody may write to it."""
+        """Backup of a frozen buffer; None if the buffer is not frozen. The backup stays valid while the buffer is
+        mapped, because a frozen buffer is read-only.
+        """
         self._remedy = RESTORE
-        """Remedy that errors name while the buffer is evicted."""
+        """Text in errors that says how to make an evicted buffer usable."""
         self._reserve(device, capacity, stream)
 
     @property
@@ -126,12 +131,12 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def capacity(self) -> int:
-        """Reserved addresses in bytes."""
+        """Size of the reserved address range in bytes."""
         return self.range.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Mapped physical memory in bytes: :attr:`nbytes` rounded up to whole chunks, and memory that a shrink left
+        """Bytes of mapped physical memory: :attr:`nbytes` rounded up to whole chunks, and memory that a shrink left
         mapped. 0 while the buffer is evicted.
         """
         return 0 if self.eviction else self._mapped
@@ -143,27 +148,27 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; with several devices, of the first."""
+        """Location of the memory; if it is on several devices, the location of the first."""
         return self._location
 
     @property
     def owner(self) -> object:
-        """The address range."""
+        """The address range of the buffer."""
         return self.range
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access."""
+        """Whether the stream's device has access to the memory."""
         return bool(self._rights.get(self.stream.device.location, MemAccess.NONE))
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU has access, as to host memory."""
+        """Whether the CPU has access to the memory, which it can have only to host memory."""
         return bool(self._rights.get(MemLocation.host(), MemAccess.NONE))
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, which later chunks also get."""
+        """Permissions by location, which memory added later also gets."""
         return dict(self._rights if self._frozen is None else read_only(self._rights))
 
     @property
@@ -178,10 +183,10 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set permissions on the buffer's memory, also on that which it gets later (``cuMemSetAccess``).
+        """Set permissions on the buffer's memory, and on memory that it gets later (``cuMemSetAccess``).
 
-        ``who``, ``access``, ``after`` and errors as for :meth:`AddressRange.set_access`; InUseError if the buffer is
-        frozen. While the buffer is evicted, the permissions take effect when it is restored.
+        Arguments and errors as for :meth:`AddressRange.set_access`. Raises InUseError if the buffer is frozen. If the
+        buffer is evicted, the permissions take effect when it is restored.
         """
         self._check_open()
         self._check_thawed()
@@ -199,21 +204,23 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         after: After = None,
         shared: bool = False,
     ) -> None:
-        """Release the physical memory; the addresses stay reserved. Blocks the host until the bytes are copied.
+        """Release the physical memory, but keep the addresses reserved. Blocks the host until the bytes are copied.
 
         Parameters
         ----------
         backup
-            A pool in host memory with access for the device, from which the copy is allocated (pinned memory, so the
-            copy is fast); a :class:`HostTier` or :class:`DiskTier`; or memory, or a writable host array, of the same
-            size, which stays the caller's. None discards the bytes. A frozen buffer has its backup already.
+            Where the bytes are stored: a pool in host memory to which the device has access; a :class:`HostTier` or
+            :class:`DiskTier`; or memory or a writable host array of the same size, which the caller keeps. None
+            discards the bytes. The argument has no effect for a frozen buffer, which has its backup already.
         stream
             The stream of the copy; default: the buffer's.
         after
-            Events or streams to wait for first; ``()`` for none. Default: all work of the devices with access.
+            Events or streams that the host first waits for; ``()`` for none. Default: all work of the devices with
+            access.
         shared
-            Also evict exported memory. All importers and all descriptors of its handles must be closed; this is not
-            checked. Memory that is still open elsewhere is not freed, and keeps its bytes.
+            Whether to evict also exported memory. All other processes must have closed this memory, and all descriptors
+            of its handles must be closed; this is not checked. Memory that is still open elsewhere is not freed, and
+            keeps its bytes.
 
         Raises
         ------
@@ -221,13 +228,13 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             The buffer is evicted already.
         InUseError
             Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, or is bound to a multicast
-            object: releasing it here would free nothing.
+            object, so that its release here would free nothing.
         OutOfMemoryError
             There is not enough memory for the backup. The buffer is unchanged.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError
-            ``backup`` is of another driver or size, or its pool gives the device no access.
+            ``backup`` is of another driver or size, or the device has no access to the pool.
         OSError
             A file cannot be written. The buffer is unchanged.
         """
@@ -238,7 +245,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         new = {} if saved is None else {self: saved}
 
         def steps() -> Steps:
-            # The backup was made above. This step only drops it if a later step fails.
+            # The backup was made above. This step only drops the backup if a later step fails.
             yield do_nothing, functools.partial(drop_all, new)
             yield from evict_steps({self: entries}, new, ordered)
 
@@ -246,8 +253,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return the mappings, each with an open handle of its memory. Raises ClosedError, EvictedError, and InUseError
-        if other users would keep the memory, except importers with ``shared``.
+        """Return all mappings of the buffer, each with an open handle of its memory. Raises ClosedError, EvictedError,
+        and InUseError if the memory has other users, so that it would not be freed; with ``shared``, other processes do
+        not count.
         """
         self._check_open()
         if self.eviction:
@@ -270,18 +278,18 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         return entries
 
     def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
-        """Unmap ``entries``, all mappings of the buffer, and keep their handles open (``cuMemUnmap``). From now on the
-        buffer is evicted, with the backup ``saved``. Raises CudaError.
+        """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
+        buffer is then evicted, with the backup ``saved``. Raises CudaError.
         """
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self.eviction = Eviction(chunks, saved)
         self.range._node.unmap(entries)
 
     def _map_again(self, entries: Sequence[MappedBytes]) -> None:
-        """Undo :meth:`_unmap`, even if it was not completed.
+        """Undo :meth:`_unmap`, also if that call was interrupted.
 
-        If the driver refuses that, too, the buffer stays evicted, and :attr:`Eviction.held` keeps the memory with the
-        bytes, for a later :meth:`restore`. The buffer's backup is forgotten. Raises CudaError.
+        If the driver refuses the undo, too, the buffer stays evicted without a backup, and :attr:`Eviction.held` keeps
+        the memory with the bytes for a later :meth:`restore`. Raises CudaError.
         """
         if self.eviction is not None:
             self.eviction = self.eviction._replace(saved=None, held=tuple(entries))
@@ -294,8 +302,8 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     def restore(self, *, stream: StreamLike | None = None) -> None:
         """Map new physical memory at the same addresses, with the same permissions, and copy the backup into it.
 
-        The copy is stream-ordered: use the bytes on ``stream`` (default: the buffer's) or after it. Without a backup
-        the bytes are undefined. A buffer that a :class:`SleepGroup` put to sleep can be restored too.
+        The copy is stream-ordered: use the bytes on ``stream`` (default: the buffer's), or after its work. Without a
+        backup the bytes are undefined. A buffer that a :class:`SleepGroup` put to sleep can be restored, too.
 
         Raises
         ------
@@ -304,7 +312,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         OutOfMemoryError
             There is not enough memory. The buffer is still evicted, and its backup complete.
         OSError, DamagedBackupError
-            A file cannot be read, or is damaged. The buffer is still evicted.
+            A file of the backup cannot be read, or is damaged. The buffer is still evicted.
         """
         self._check_open()
         evicted = self.eviction
@@ -315,11 +323,11 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         drop_woken({self: evicted})
 
     def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
-        """Queue the copy of the bytes from the backup ``saved`` to the new mappings ``made``, by the function ``move``
+        """Queue the copy of the bytes from the backup ``saved`` to the new mappings ``made``, by ``move``, which queues
         on ``stream``. Raises CudaError.
 
-        If the stream's device may not write to the memory, the device gets that permission until the copy is done, and
-        the host waits for that.
+        If the stream's device has no write access to the memory, it gets this permission until the copy is done, and
+        the host waits for the copy.
         """
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
@@ -327,7 +335,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         if allowed == MemAccess.READWRITE:
             saved.move(move, target)
             return
-        # The copying device needs write access during the copy.
+        # The device that copies needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         with saved.stored.moving(stream, out=False) as alone:
             saved.move(alone, target)
@@ -336,10 +344,10 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @claimed
     def close(self, after: After = None) -> None:
-        """Unmap and release the memory and free the addresses (``cuMemUnmap``, ``cuMemRelease``, ``cuMemAddressFree``),
-        after the host has waited for ``after``. Idempotent.
+        """Wait for ``after``, then unmap and release the memory and free the addresses (``cuMemUnmap``,
+        ``cuMemRelease``, ``cuMemAddressFree``). Idempotent.
 
-        ``after``: events or streams; by default all work of the devices with access, ``()`` for none.
+        ``after`` is one or several events or streams; ``()`` for none. Default: all work of the devices with access.
         """
         if self.range.closed:
             return
@@ -359,13 +367,13 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     # -- for subclasses --------------------------------------------------------------------------------------
 
     def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
-        """Create and map adjacent chunks and set their permissions: all of them, or none (``cuMemCreate``,
-        ``cuMemMap``, ``cuMemSetAccess``). Returns the mappings. Raises OutOfMemoryError, CudaError.
+        """Create and map adjacent chunks and set their permissions (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``).
+        If a call fails, no chunk is left. Returns the mappings. Raises OutOfMemoryError, CudaError.
         """
         if not chunks:
             return []
         start, node = chunks[0].offset, self.range._node
-        # A failed call or a shrink may have left memory mapped here, and the driver refuses to map over it.
+        # A failed call or a shrink may have left memory mapped here, and the driver refuses to map other memory there.
         self._release_from(start)
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
@@ -373,20 +381,24 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         return node.map(made, self._rights)
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap ``entries``, then release their memory. Raises CudaError for a refused unmap."""
+        """Unmap ``entries``, then release their memory. Raises CudaError if the driver refuses to unmap."""
         self.range._node.unmap(entries)
         for entry in entries:
             entry.close()
 
     def _release_from(self, start: int) -> None:
-        """Unmap and release all memory from the offset ``start`` on, also what a failed call has left mapped."""
+        """Unmap and release all memory from the offset ``start`` (bytes) on, also memory that a failed call has left
+        mapped. Raises CudaError.
+        """
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
             self._release(node.touching(start, node.nbytes))
 
     def _shrink_to(self, mapped: int, nbytes: int) -> None:
-        """Release all memory behind ``mapped`` bytes, the end of a chunk. After an error the buffer is unchanged."""
+        """Release all memory after the first ``mapped`` bytes, which must end with a chunk, and set :attr:`nbytes` to
+        ``nbytes``. After an error the buffer is unchanged.
+        """
         before = self._mapped, self._nbytes
         self._mapped, self._nbytes = mapped, nbytes
         try:
@@ -458,23 +470,25 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-# Eviction and restore of several buffers: each is a sequence of steps, which :func:`run_steps` does or undoes as a
-# whole. A step is made when the steps before it are done, because it may need their results: a hook may close a buffer,
-# and a copy needs the new memory. Acts that cannot be undone come after :func:`run_steps`: another process could take
-# released memory at once, and the room of a dropped backup could get other bytes.
+# Eviction and restore of several buffers: each is a sequence of steps, which `run_steps` does or undoes as a whole. A
+# step is made when the steps before it are done, because it may need their results: a hook may close a buffer, and a
+# copy needs the new memory. Actions that cannot be undone come after `run_steps`: another process could take released
+# memory at once, and the memory of a dropped backup could get other bytes.
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
-"""An act and its undo. If the act fails, its undo is called, too, so an undo checks what was done."""
+"""A step: a function that does it, and a function that undoes it. If the first raises, the second is called, too, so an
+undo must check what was done.
+"""
 Steps: TypeAlias = "Generator[Step, None, None]"
 
 
 def do_nothing() -> None:
-    """Do nothing: the act of a step that has only an undo, or the undo of a step that has only an act."""
+    """Do nothing. Used in steps that only do or only undo something."""
 
 
 def run_steps(steps: Steps) -> None:
-    """Do steps in order. If one raises, undo it and the steps before it, the last first, and raise its error. All undos
-    are called, also after one has failed; their errors are attached to the first error.
+    """Do the steps in order. If a step raises, undo this step and the steps before it, the last step first, and raise
+    the error. All undos are called, also after one has failed; their errors are attached to the first error.
     """
     undos: list[Callable[[], object]] = []
     try:
@@ -491,8 +505,8 @@ def run_steps(steps: Steps) -> None:
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers that are copied in sequence, of at least ``_BATCH`` bytes unless it is the last batch, and the event after
-their copies.
+"""Buffers that are copied in sequence, and the event after their copies. Together they have at least ``_BATCH`` bytes,
+except in a last batch.
 """
 
 
@@ -500,7 +514,8 @@ def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> li
     """Queue the copies of buffers to their backups. Returns the buffers in batches, in the order of the copies."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
-    # The copies to a backup end before the copies to the next begin, because each file has its own staging memory.
+    # The copies to one backup end before the copies to the next backup begin, because each file has its own staging
+    # memory.
     for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
         with stored.moving(stream, out=True) as move:
             for buffer, one in several:
@@ -523,17 +538,17 @@ def evict_steps(
 ) -> Steps:
     """Yield the steps that copy the bytes of buffers to their backups, and unmap their memory.
 
-    The memory is not released: another thread or process could take it at once, and a step that fails later could not
-    be undone. :func:`release_all` releases it once all steps are done. Memory is unmapped after its own copy, while the
-    copies of later buffers run.
+    The memory is not released: another thread or process could take it at once, and the steps could not be undone if a
+    later step fails. :func:`release_all` releases the memory once all steps are done. Memory is unmapped after its own
+    copy, while the copies of later buffers run.
 
     Parameters
     ----------
     entries
         Mappings of each buffer.
     saved
-        New backups of buffers whose bytes are kept; a frozen buffer has its own. An earlier step of the caller drops
-        them when it is undone.
+        New backups of buffers whose bytes are kept; a frozen buffer has its own backup. An earlier step of the caller
+        drops these backups when it is undone.
     stream
         Stream of the copies.
     copied
@@ -544,8 +559,8 @@ def evict_steps(
         act = functools.partial(buffer._unmap, entries[buffer], saved.get(buffer, buffer._frozen))
         return act, functools.partial(buffer._map_again, entries[buffer])
 
-    # Not a step: copies change no buffer. An undo of the caller drops the backups, and their room is reused only after
-    # the copies.
+    # The copies are no step, because they change no buffer. An undo of the caller drops the backups, whose memory is
+    # reused only after the copies.
     left = dict.fromkeys(entries)
     for batch, end in () if copied else queue_copies(saved, stream):
         end.synchronize()
@@ -560,7 +575,8 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # Drop the memory objects, because handles that were exported from them would keep the memory.
+        # This drops the entries with their memory objects, because file descriptors exported from these would keep the
+        # memory.
         buffer.range._node.table()
 
 
@@ -568,7 +584,7 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
     """Yield the steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
     After an undo all buffers are evicted as before, with their backups. Queued copies may still read a backup and write
-    the new memory, so an undo waits for them before it unmaps the memory.
+    the new memory, so an undo waits for these copies before it unmaps the memory.
     """
     made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
     by_backup: dict[Stored | None, list[VirtualBuffer]] = {}
@@ -597,8 +613,8 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
         for buffer in made:
             buffer.eviction = evicted.get(buffer)
 
-    # The first copies run while further memory is created. If a step fails, :func:`run_steps` closes this generator,
-    # which abandons the copies without waiting for the threads that read files.
+    # The first copies run while further memory is created. If a step fails, `run_steps` closes this generator, which
+    # ends `moving` without waiting for the threads that read files.
     for stored, buffers in by_backup.items():
         with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
             for buffer in buffers:
@@ -617,7 +633,7 @@ def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Strea
 
 def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:
     """Unmap and release memory, after the host has waited for work that may use it: a hook of a failed wake may have
-    queued some.
+    queued such work.
     """
     several = list(entries)
     if several:
@@ -626,7 +642,7 @@ def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> N
 
 
 def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
-    """Unmap the memory of :attr:`Eviction.held`, and keep its handles."""
+    """Unmap the memory of :attr:`Eviction.held` again, and keep its handles, as the undo of a restore."""
     mapped = [entry for entry in eviction.held if not entry.gone]
     wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
     buffer.eviction = eviction
@@ -634,7 +650,7 @@ def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
 
 
 def read_only(rights: Rights) -> Rights:
-    """Return the permissions of a frozen buffer: reads for all that have access."""
+    """Return ``rights`` as a frozen buffer has them: read access for all locations that have access."""
     return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
 
 
@@ -644,7 +660,7 @@ def protect(buffer: VirtualBuffer, rights: Rights) -> None:
 
 
 def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the backups of the frozen buffers among these. Such a backup has the present bytes of its buffer."""
+    """Return the backups of those ``buffers`` that are frozen. Such a backup has the same bytes as its buffer."""
     return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
 
 
@@ -654,7 +670,9 @@ def drop_woken(evictions: abc.Mapping[VirtualBuffer, Eviction]) -> None:
 
 
 def drop_all(saved: abc.Mapping[VirtualBuffer, Saved | None]) -> None:
-    """Drop backups, each after the copies that use it. A refused release is made later."""
+    """Drop the backups in ``saved``; each is released after the copies that use it. If the driver refuses a release, it
+    is made later.
+    """
     for one in saved.values():
         if one is not None:
             with contextlib.suppress(CudaError):
@@ -669,9 +687,9 @@ def device_rights(
     devices: Sequence[Device] = (),
     location: MemLocation | None = None,
 ) -> Rights:
-    """Return the argument ``access`` as permissions on memory of ``location``. Each of ``devices`` also has read and
-    write access. ``permission``: for locations named without one. Raises TypeError, and ValueError if the host would
-    get access to device memory.
+    """Return the argument ``access`` as permissions on memory of ``location``. Each of ``devices`` also gets read and
+    write access. Locations that are given without a permission get ``permission``. Raises TypeError, and ValueError if
+    the host would get access to device memory.
     """
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():

@@ -1,3 +1,1 @@
-"""Stores of bytes outside of device memory: in host memory or on disk, for groups that sleep and for pages that are
-swapped out.
-"""
+"""Stores of bytes in host memory or on disk, for groups of buffers that sleep and for pages that are swapped out."""

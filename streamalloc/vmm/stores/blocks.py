@@ -1,11 +1,12 @@
-"""Bytes outside of device memory, as blocks: the contents of pages, of smaller pieces, and of buffers that sleep.
+"""Bytes that are stored outside of device memory, in blocks: contents of pages, of smaller pieces, and of sleeping
+buffers.
 
-A tier consists of chunks, each an allocation or a file. *Room* is the part of a chunk for a block, whether it has bytes
-or not. A call that saves makes one :class:`Stored`, with an address in a chunk for each block. The room of a dropped
-block is used again, or released, after the copies that use it.
+A *tier* consists of *chunks*; each chunk is an allocation in host memory, or a file. The *room* of a block is its part
+of a chunk, whether bytes are stored there or not. A call that saves makes one :class:`Stored`, with an address in a
+chunk for each block. The room of a dropped block is reused or released after the copies that use it.
 
-Pages and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Buffers that sleep have chunks
-of their own; each buffer keeps its blocks as :class:`Saved`.
+Pages and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Sleeping buffers have chunks of
+their own, and each buffer has a :class:`Saved` for its blocks.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
 T = TypeVar("T")
-LEAST, _MOST = 32 << 20, 1 << 30  # Smallest and largest chunk in bytes, unless one block is larger.
+LEAST, _MOST = 32 << 20, 1 << 30  # Smallest and largest chunk in bytes; a larger block has its own.
 _FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
-"""Number of blocks in the first launch, and in each later launch. The first launch runs longer than the host needs to
-prepare the second, so the device does not wait.
+"""Number of blocks in the first step of a copy, and in each later step. The first step runs longer than the host needs
+to prepare the second step, so that the device does not wait.
 """
 _SMALL = 16 << 10
-"""Size in bytes of a block up to which its copy takes much less time than the preparation of the copy."""
+"""Largest size in bytes of a block whose copy takes much less time than the preparation of the copy."""
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
-"""Index of a block, or a sequence or an array of indices."""
+"""Type of the argument ``blocks``: index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
 Indices: TypeAlias = "Sequence[int] | Addresses"
 Kept: TypeAlias = "tuple[Stored, int]"
-"""The contents of a place: a :class:`Stored`, and the index of the block in it."""
+"""The stored contents of one page: a :class:`Stored`, and the index of the page's block in it."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
 
@@ -64,19 +65,21 @@ class Copies(NamedTuple):
 
     blocks: Indices
     addresses: Addresses
-    """The device address of each block."""
+    """The device address of each of ``blocks``."""
     side: CopySide | None = None
-    """The buffer at these addresses; None for addresses without a buffer, for example of pages."""
+    """The buffer at these addresses; None if there is none, for example for pages."""
     kernels: bool = False
     """Whether kernels of the stream's device may use the memory at all these addresses."""
 
 
 Move: TypeAlias = Callable[[Copies], None]
-"""Function that queues copies."""
+"""Function that queues copies on a stream; stream and direction are fixed."""
 
 
 class Chunk:
-    """One allocation or file of a tier, with room for blocks of one size. It is released once nothing refers to it."""
+    """One allocation or file of a tier, with room for blocks of one size. It is released when the last reference to it
+    is dropped.
+    """
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
@@ -84,11 +87,13 @@ class Chunk:
         self.count: int = count
         """Number of blocks."""
         self.address: int = address
-        """Address of the first block; unique among the chunks of one :class:`Stored`."""
+        """Address of the first block. Chunks of one :class:`Stored` have different addresses."""
         self._every = address + np.arange(count) * step
         """Addresses of all blocks, in ascending order."""
         self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
-        """Free addresses, with fences of the last copies from or to them. Those returned last are taken first."""
+        """Arrays of free addresses, each with fences of the last copies from or to these addresses. Addresses that were
+        returned last are taken first.
+        """
 
     @property
     def left(self) -> int:
@@ -96,7 +101,9 @@ class Chunk:
         return sum(len(addresses) for addresses, _ in list(self._free))
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
-        """Take at most ``most`` free addresses. Returns them, and the fences of the last copies from or to them."""
+        """Remove at most ``most`` free addresses. Returns these addresses, and the fences of the last copies from or to
+        them.
+        """
         parts, last = [], dict[Fence, None]()
         with contextlib.suppress(IndexError):
             while most:
@@ -109,21 +116,24 @@ class Chunk:
         return parts[0] if len(parts) == 1 else np.concatenate((self._every[:0], *parts)), tuple(last)
 
     def end(self) -> None:
-        """Release the chunk, because its contents have ended. Only chunks that were made for one :class:`Stored` do so;
-        those of a :class:`BlockTier` stay for later contents.
+        """Called when the last contents of the chunk were dropped. Chunks that were made for one :class:`Stored`
+        release their memory or file; this base class does nothing, because chunks of a :class:`BlockTier` are kept for
+        later contents.
         """
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
-        """Return addresses to the chunk. The next user of them waits for the copies of ``fences``."""
+        """Return addresses to the chunk. The next user of these addresses waits for the copies of ``fences``."""
         self._free.append((addresses, fences))
         if self.left == self.count:
-            # Take all addresses off the list first. Then a signal handler that takes room meanwhile gets none of them.
+            # All addresses are taken off the list first, so that a signal handler that calls `take` meanwhile gets none
+            # of them.
             free: list[tuple[Addresses, Sequence[Fence]]] = []
             try:
                 free.extend(drained(self._free.pop))
                 if sum(len(one) for one, _ in free) == self.count:
                     # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
-                    # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
+                    # copy. Drop the fences of finished copies: otherwise they would be kept as long as some addresses
+                    # are reused.
                     last = {fence for _, several in free for fence in several if may_run(fence)}
                     free = [(self._every, tuple(last))]
             finally:
@@ -131,50 +141,55 @@ class Chunk:
 
 
 def may_run(fence: Fence) -> bool:
-    """Whether the copies before ``fence`` may still run: also if the driver refuses to say. Never raises."""
+    """Return whether the copies of ``fence`` may still run; True if the driver refuses the query. Never raises."""
     with contextlib.suppress(CudaError):
         return not fence.done()
     return True
 
 
 class Stored(Unique, abc.ABC):
-    """The contents of blocks in a tier: pages, pieces of memory, or the bytes of buffers that sleep."""
+    """The stored contents of blocks in a tier: of pages, of pieces of memory, or of sleeping buffers."""
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         self.tier: Tier = tier
-        """Tier with the contents."""
+        """Tier that has the contents."""
         self.nbytes: int = nbytes
-        """Size of a block in bytes; 0 for the bytes of buffers, which have several sizes."""
+        """Size of a block in bytes; 0 for blocks of buffers, which have different sizes."""
         self._addresses = self._bases = self._sizes = np.empty(0, np.int64)
-        """Arrays with an element for each block: its address, the address of its chunk, and for buffers its size."""
+        """Three arrays with one element for each block: its address, the address of its chunk, and for blocks of
+        buffers its size in bytes.
+        """
         self._chunks: dict[int, Any] = {}
-        """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
+        """Chunks by the address of their first block, which :attr:`_bases` has for each block."""
         self._present = np.empty(0, np.bool_)
-        """For each block, whether it has contents."""
+        """Array of bool: whether each block has contents, which were not dropped."""
         self._dropped: list[npt.NDArray[np.bool_]] = []
-        """Masks of dropped blocks whose addresses are not yet returned to their chunks."""
+        """Masks of dropped blocks whose addresses were not yet returned to their chunks."""
         self._busy = 0
-        """Number of calls that use the addresses. When it reaches 0, the addresses of dropped blocks are returned."""
+        """Number of calls that use the addresses now. When it reaches 0, the addresses of dropped blocks are returned
+        to their chunks.
+        """
         self._fences: Sequence[Fence] = ()
-        """Fences behind the last copies from or to the room."""
+        """Fences for the last copies from or to the addresses."""
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     @property
     def complete(self) -> bool:
-        """Whether every block has contents."""
+        """Whether every block still has its contents."""
         return bool(self._present.all())
 
     def add(
         self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Sequence[int] | Addresses = ()
     ) -> None:
-        """Add blocks at ``addresses`` of ``chunk``. ``sizes``: bytes of each block of a buffer; other blocks have
-        :attr:`nbytes`. ``fences``: the last copies from or to these addresses. The caller holds the tier's lock.
+        """Add blocks at ``addresses`` of ``chunk``. ``sizes`` are the sizes in bytes of blocks of buffers; other blocks
+        have :attr:`nbytes`. ``fences`` are those of the last copies from or to these addresses. The caller must hold
+        the tier's lock.
         """
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        # A view that repeats one number: to fill the pages of a new array would take longer than the copies.
+        # A view that repeats one number is used, because filling a new array would take longer than the copies.
         bases: Addresses = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
         if len(self):
             addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
@@ -185,7 +200,7 @@ class Stored(Unique, abc.ABC):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the tier from reusing the room of dropped blocks during a ``with`` block."""
+        """Return a context manager during which the tier does not reuse the room of dropped blocks."""
         with self.tier._lock:
             self._busy += 1
         try:
@@ -198,8 +213,8 @@ class Stored(Unique, abc.ABC):
 
     @abc.abstractmethod
     def moving(self, stream: Stream, *, out: bool) -> contextlib.AbstractContextManager[Move]:
-        """Return a ``with`` block that gets a function which queues copies on ``stream``: from device memory if
-        ``out``, otherwise to it. After the block, later work of the stream finds the bytes.
+        """Return a context manager. ``with`` gives a function that queues copies on ``stream``: from device memory if
+        ``out``, otherwise to device memory. Later work of the stream, queued after the block, finds the copied bytes.
 
         Raises
         ------
@@ -208,49 +223,50 @@ class Stored(Unique, abc.ABC):
         """
 
     def seal(self, stream: Stream) -> None:
-        """Complete the contents, once all their copies are queued on ``stream``: compute checksums, name a file. By
-        default nothing is left to do.
+        """Complete the contents after all their copies were queued on ``stream``, for example by checksums or a file's
+        name. This base class does nothing.
         """
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """Copy the bytes of a buffer's block from ``offset`` on into the host array ``target``. Blocks the host. Raises
-        OSError, DamagedBackupError, CudaError.
+        """Copy the bytes of a buffer's block, from ``offset`` (bytes) on, into the host array ``target``. Blocks the
+        host. Raises OSError, DamagedBackupError, CudaError.
         """
         raise NotImplementedError
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """Overwrite the bytes of a buffer's block from ``offset`` on with the host array ``source``. Blocks the host.
-        Raises OSError, OutOfMemoryError, CudaError.
+        """Overwrite the bytes of a buffer's block, from ``offset`` (bytes) on, with the host array ``source``. Blocks
+        the host. Raises OSError, OutOfMemoryError, CudaError.
         """
         raise NotImplementedError
 
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Copy all blocks from the device addresses ``source`` on ``stream``, and complete the contents (:meth:`seal`).
-        ``kernels``: see :class:`Copies`. Raises OSError, CudaError.
+        ``kernels``: whether kernels may use this memory. Raises OSError, CudaError.
         """
         with self.moving(stream, out=True) as move:
             move(Copies(range(len(self)), source, None, kernels))
         self.seal(stream)
 
     def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
-        """Queue the copies of ``blocks`` to the device addresses ``target`` on ``stream``. ``kernels``: see
-        :class:`Copies`. Raises DamagedBackupError, OSError, CudaError.
+        """Queue the copies of ``blocks`` to the device addresses ``target`` on ``stream``. ``kernels``: whether kernels
+        may use this memory. Raises DamagedBackupError, OSError, CudaError.
         """
         with self.moving(stream, out=False) as move:
             move(Copies(blocks, target, None, kernels))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise DamagedBackupError if the contents of one of ``blocks`` have changed, as far as that can be found
-        without a copy.
+        """Raise DamagedBackupError if the contents of one of ``blocks`` have changed, if this can be found without a
+        copy. This base class does nothing.
         """
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
-        """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent.
+        """Drop the contents of all blocks, or of ``blocks``. The tier reuses their room after the last copies.
+        Idempotent.
 
         Raises
         ------
         CudaError
-            The driver refused a release, which is attempted again later.
+            The driver refused a release. The deferred queue tries again later.
         """
         with self.tier._lock:
             chosen = np.zeros(len(self), np.bool_)
@@ -263,8 +279,8 @@ class Stored(Unique, abc.ABC):
         end_all(unused)
 
     def _return_dropped(self) -> list[Chunk]:
-        """Return the addresses of dropped blocks to their chunks. Returns the chunks that have no contents of this
-        object now.
+        """Return the addresses of dropped blocks to their chunks. Returns a list of the chunks that have no contents of
+        this object any more.
         """
         if self._busy or not self._dropped:
             return []
@@ -283,17 +299,18 @@ class Stored(Unique, abc.ABC):
 
 
 def end_all(chunks: Iterable[Chunk]) -> None:
-    """End chunks that no contents use (:meth:`Chunk.end`). Call it without locks. Raises the first CudaError, after all
-    were attempted.
+    """Call :meth:`Chunk.end` for chunks without contents. Call this without locks. Raises the first CudaError, after
+    all chunks were tried.
     """
     undo_all(chunk.end for chunk in chunks)
 
 
 def overlapping(pieces: Iterable[T], sizes: Sequence[int], offset: int, array: Bytes) -> Iterator[tuple[T, int, Bytes]]:
-    """Split an array at the ends of adjacent pieces. The array begins at ``offset``; ``sizes`` has the bytes of each
-    piece.
+    """Split an array at the boundaries of adjacent pieces, of which ``sizes`` has the sizes in bytes. ``offset`` is the
+    position of the array, in bytes from the beginning of the first piece.
 
-    Yields each piece that the array overlaps, the offset in the piece, and the part of the array.
+    Yields tuples of a piece that the array overlaps, the offset in this piece in bytes, and the part of the array for
+    it.
     """
     stop = offset + array.nbytes
     for piece, nbytes, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True):
@@ -303,14 +320,14 @@ def overlapping(pieces: Iterable[T], sizes: Sequence[int], offset: int, array: B
 
 
 class Saved(NamedTuple):
-    """The bytes of one buffer in a tier: adjacent blocks of a :class:`Stored`."""
+    """The stored bytes of one buffer in a tier: adjacent blocks of a :class:`Stored`."""
 
     stored: Stored
     blocks: range
 
     def move(self, move: Move, side: CopySide) -> None:
-        """Queue the copies between the buffer ``side`` and its blocks, by the function ``move``, which knows stream and
-        direction.
+        """Queue the copies between the buffer ``side`` and its blocks, by the function ``move`` of
+        :meth:`Stored.moving`, which has a fixed stream and direction.
         """
         sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
@@ -334,14 +351,16 @@ class Saved(NamedTuple):
         return overlapping(self.blocks, sizes, offset, array)
 
     def drop(self) -> None:
-        """Return the room of the bytes to the tier, which reuses it after the copies (:meth:`Stored.drop`). Idempotent.
+        """Drop the stored bytes. The tier reuses their room after the last copies (:meth:`Stored.drop`). Idempotent.
         Raises CudaError.
         """
         self.stored.drop(self.blocks)
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
-    """Group places by the :class:`Stored` with their contents. Yields the contents, block indices and places."""
+    """Group the pages of ``kept`` by the :class:`Stored` that has their contents. Yields tuples of the :class:`Stored`,
+    a list of block indices, and a list of the pages.
+    """
     several: dict[Stored, tuple[list[int], list[int]]] = {}
     for place, (stored, index) in kept.items():
         found = several.setdefault(stored, ([], []))
@@ -352,13 +371,15 @@ def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], l
 
 
 def drop_contents(kept: Mapping[int, Kept]) -> None:
-    """Drop these contents, so that their tiers can reuse the room."""
+    """Drop the contents in ``kept``, so that their tiers can reuse the room."""
     for stored, indices, _ in by_contents(kept):
         stored.drop(indices)
 
 
 def index_of(blocks: Indices) -> Indices | slice:
-    """Return adjacent blocks as a slice, which takes a part of an array without a copy."""
+    """Return ``blocks`` as an index for arrays: a range as a slice, which selects without a copy, other indices
+    unchanged.
+    """
     return slice(blocks.start, blocks.stop) if isinstance(blocks, range) else blocks
 
 
@@ -368,13 +389,13 @@ def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     """
     if not nbytes:
         raise ValueError("nbytes=0: a block has at least one byte")
-    # NumPy would read a range one number at a time.
+    # np.asarray would read a range one number at a time.
     listed = np.arange(blocks.start, blocks.stop, blocks.step) if isinstance(blocks, range) else np.asarray(blocks)
     if listed.dtype.kind not in "iu" and listed.size:
         raise TypeError(f"blocks must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
     count = side.nbytes // nbytes
-    # Viewed as unsigned, a negative number is a large one: one comparison finds indices on both sides of the range.
+    # Viewed as unsigned, a negative number is a large number: one comparison finds both kinds of wrong indices.
     if numbers.size and int(numbers.view(np.uint64).max()) >= count:
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(nbytes)} in {side.keep!r}")
@@ -382,30 +403,32 @@ def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
 
 
 class Tier:
-    """A place for bytes outside of device memory."""
+    """Base class of stores of bytes outside of device memory."""
 
     def __init__(self) -> None:
         self._lock: contextlib.AbstractContextManager[bool] = RLock()
-        """Held while room is taken, returned or counted."""
+        """Lock held while room is taken, returned or counted."""
 
     def _room_returned(self) -> None:
-        """Called under the lock after contents have returned room: a closed tier releases chunks that are empty now."""
+        """Called under the lock after contents have returned room. A closed tier then releases chunks that are
+        empty.
+        """
 
 
 class BlockTier(Tier, Closes):
-    """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and keeps them for later blocks.
+    """A tier for blocks. It grows in chunks of at least 32 MiB, and keeps its chunks for later blocks.
 
-    Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
+    Thread-safe. Contents are kept until they are swapped in or dropped, even after :meth:`close`.
     """
 
     _call = ""
-    """Name of the call that makes room, for errors."""
+    """Name of the function that allocates memory or disk space, for errors."""
 
     def __init__(self, device: Device, limit: int | str | None) -> None:
         check_device("device", device)
         super().__init__()
         self.device: Device = device
-        """Device of the memory."""
+        """Device of the memory that is stored in the tier."""
         self.closed: bool = False
         """Whether the tier was closed."""
         self._limit = None if limit is None else checked_size("limit", limit)
@@ -413,27 +436,27 @@ class BlockTier(Tier, Closes):
 
     @abc.abstractmethod
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        """Make a chunk with room for ``count`` blocks of ``nbytes`` bytes: host memory or a file. Raises
+        """Return a new chunk, in host memory or a file, with room for ``count`` blocks of ``nbytes`` bytes. Raises
         OutOfMemoryError, OSError.
         """
 
     @abc.abstractmethod
     def _stored(self, nbytes: int) -> Stored:
-        """Return new contents without blocks, for blocks of ``nbytes`` bytes."""
+        """Return a new :class:`Stored` without blocks, for blocks of ``nbytes`` bytes."""
 
     def _room(self, nbytes: int) -> int:
-        """Return the bytes of room that a block of ``nbytes`` bytes takes: on disk whole pages."""
+        """Return the number of bytes that a block of ``nbytes`` bytes needs in a chunk; on disk a multiple of 4096."""
         return nbytes
 
     def save(self, memory: Memory, blocks: Blocks, nbytes: int | str, stream: StreamLike) -> Stored:
-        """Copy blocks of memory to the tier: all, or none after an error. For blocks smaller than a page.
+        """Copy blocks of memory to the tier. After an error no block is stored. Use it for blocks smaller than a page.
 
-        To host memory the copies are stream-ordered, unless the tier checks its contents; to disk the host waits.
+        Copies to host memory are stream-ordered, unless the tier has checksums. For copies to disk the host waits.
 
         Parameters
         ----------
         memory
-            Memory of the device.
+            Memory of the tier's device.
         blocks
             An index, a range or an array of indices: block ``n`` is at offset ``n * nbytes`` of the memory.
         nbytes
@@ -444,18 +467,18 @@ class BlockTier(Tier, Closes):
         Returns
         -------
         Stored
-            The contents. :meth:`load` copies them back, ``drop()`` returns their room to the tier.
+            The stored contents. :meth:`load` copies them back, ``drop()`` returns their room to the tier.
 
         Raises
         ------
         OutOfMemoryError, OSError
-            The tier has no room, or a file cannot be written.
+            The tier is full, or a file cannot be written.
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
             A block is outside of the memory, or the memory belongs to another driver.
         ClosedError, CudaError
-            Tier or memory was closed, or the driver refused a call.
+            The tier or the memory was closed, or the driver refused a call.
         """
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered))
@@ -471,15 +494,15 @@ class BlockTier(Tier, Closes):
         return stored
 
     def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
-        """Copy contents back to blocks of memory. Parameters and errors as for :meth:`save`.
+        """Copy all blocks of ``stored`` back to blocks of memory. Parameters and errors as for :meth:`save`.
 
         Raises
         ------
         ValueError
-            Contents were dropped, or ``blocks`` has a different length.
+            Contents were dropped, or the number of ``blocks`` differs.
         DamagedBackupError
-            Contents have changed; ``block`` is the index of the first such block. Blocks on disk are checked while they
-            are read, so the memory is undefined then.
+            Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
+            disk are checked while they are read, so the contents of the memory are then undefined.
         """
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered), writable=True)
@@ -509,7 +532,7 @@ class BlockTier(Tier, Closes):
         write: bool,
     ) -> None:
         """Queue the copies of the blocks ``numbers`` of ``memory``, each of ``nbytes`` bytes, by the function ``move``.
-        ``write``: the copies write to the memory.
+        ``write``: whether the copies write to the memory.
         """
         count, near = len(numbers), stream.device == self.device
         # The device copies the first blocks while the host prepares the later blocks.
@@ -520,12 +543,13 @@ class BlockTier(Tier, Closes):
             move(Copies(range(at, end), places, None, kernels))
 
     def reserve(self, count: int, nbytes: int | str) -> None:
-        """Reserve room for later contents, because that takes long: host memory (``cuMemHostAlloc``), or space on disk.
+        """Reserve host memory (``cuMemHostAlloc``) or disk space for later contents, because this takes long.
 
         Parameters
         ----------
         count, nbytes
-            Number of pages or blocks to reserve room for, beside the present contents, and the size of each in bytes.
+            Number of pages or blocks to reserve room for, in addition to the contents stored now, and the size of each
+            in bytes.
 
         Raises
         ------
@@ -534,8 +558,7 @@ class BlockTier(Tier, Closes):
         """
         with self._lock:
             self._check_open()
-            # A separate function, because since Python 3.12 an interrupt in a loop can leave a ``with`` block without
-            # its end.
+            # The loop is in a function of its own: see `streamalloc.driver.locks`.
             self._grow_to(count, checked_size("nbytes", nbytes))
 
     def _grow_to(self, count: int, nbytes: int) -> None:
@@ -544,15 +567,15 @@ class BlockTier(Tier, Closes):
             free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
-        """Give the contents ``stored`` room for ``count`` blocks, of existing chunks first. Raises OutOfMemoryError,
-        OSError, ClosedError.
+        """Add room for ``count`` blocks to ``stored``, in existing chunks first. Raises OutOfMemoryError, OSError,
+        ClosedError.
         """
         with self._lock:
             self._check_open()
             self._fill(stored, count)
 
     def _fill(self, stored: Stored, count: int) -> None:
-        # Take chunks in ascending order. Otherwise copies of the blocks would have to be sorted first.
+        # Chunks are used in ascending order of addresses. Otherwise copies of the blocks would have to be sorted first.
         fitting = iter(sorted((one for one in self._chunks if one.nbytes == stored.nbytes), key=attrgetter("address")))
         while (left := count - len(stored)) > 0:
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)
@@ -571,8 +594,9 @@ class BlockTier(Tier, Closes):
         self, nbytes: int, wanted: int, asked: int, least: int = 1, under_way: int = 0, promised: int = 0
     ) -> int:
         """Return how many of ``wanted`` new blocks of ``nbytes`` bytes the limit allows. Raises OutOfMemoryError if
-        that is fewer than ``least``. ``under_way``: number of blocks that are being made. For the error: ``asked``, the
-        number of blocks of the request, and ``promised``, the bytes that others may still use.
+        this is fewer than ``least``. ``under_way`` is the number of blocks that other threads are allocating. For the
+        error, ``asked`` is the number of requested blocks, and ``promised`` the number of bytes that are reserved for
+        others.
         """
         size = self._room(nbytes)
         room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
@@ -586,18 +610,20 @@ class BlockTier(Tier, Closes):
 
     @property
     def used(self) -> int:
-        """Bytes of the contents."""
+        """Bytes of all stored contents."""
         return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
 
     @property
     def reserved(self) -> int:
-        """Bytes of all chunks, used or not. Only :meth:`trim` and :meth:`close` release chunks."""
+        """Bytes of all chunks, with or without contents. Only :meth:`trim` and :meth:`close` release chunks."""
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release the memory or files without contents, after the copies that use them (``cuMemHostUnregister``)."""
+        """Release chunks (memory or files) without contents, after the copies that use them
+        (``cuMemHostUnregister``).
+        """
         queue = deferred_queue(session_of(self.device))
-        queue.work()  # Returns the room of dropped buffers, so that unused chunks are found.
+        queue.work()  # First returns the room of dropped buffers.
         self._forget_unused()
         queue.work()
 
@@ -606,18 +632,18 @@ class BlockTier(Tier, Closes):
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
 
     def _room_returned(self) -> None:
-        """Release the chunks that a closed tier has kept for contents."""
+        """Release chunks of a closed tier once their contents were dropped."""
         if self.closed:
             self._forget_unused()
 
     def close(self) -> None:
-        """Accept no more contents, and release the room once the last contents leave. Idempotent."""
+        """Accept no more contents, and release each chunk once its last contents are dropped. Idempotent."""
         self.closed = True
         self.trim()
 
 
 def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
-    """Return the events and streams that ``after`` names; for None, an event after all work of the device
+    """Return the events and streams that ``after`` names. For None, return an event after all work of the device
     (:func:`~streamalloc.core.fence.all_work`). Raises ValueError, CaptureError.
     """
     return all_work(device) if after is None else ends_of(after, session_of(device))

@@ -1,4 +1,4 @@
-"""Store on disk: a folder with one file per group of buffers, and unnamed files for pages."""
+"""Tier on disk: a folder with one file for the buffers of each tag, and unnamed files for pages."""
 
 from __future__ import annotations
 
@@ -37,21 +37,26 @@ from streamalloc.vmm.stores.host import HostTier, PoolTier
 from streamalloc.vmm.stores.pinned import HostMemory
 
 _SLOTS = 16
-"""Number of slots in one staging memory; each has room for one block."""
+"""Number of slots in one staging memory, which is pinned host memory for one call. A slot has the size of a block."""
 _LONGEST = 255 - len("..part")
-"""Limit of the bytes of a file name. During writing ``.`` stands before and ``.part`` behind it: 255 bytes in all."""
+"""Largest length of a file name in bytes. While the file is written, its name has ``.`` before it and ``.part`` after
+it, which gives at most 255 bytes.
+"""
 
 
 class _Slots(Chunk):
-    """A chunk in a file. Addresses of blocks are numbers of slots in the file."""
+    """A chunk that is a file. The address of a block is the number of its part of the file, counted over all files of
+    the tier.
+    """
 
     def __init__(self, file: DiskFile, nbytes: int, address: int) -> None:
         super().__init__(nbytes, len(file.sizes), address, 1)
         self.file: DiskFile = file
 
     def runs(self, slots: Addresses, most: int) -> Iterator[list[tuple[int, FileBlock]]]:
-        """Split slots, which are in ascending order, into runs of adjacent file blocks of at most ``most`` bytes, or of
-        one block. Each block comes with the index of its slot in ``slots``.
+        """Split ``slots`` (addresses in ascending order) into runs of adjacent file blocks. A run has at most ``most``
+        bytes, or one block. Yields each run as a list of tuples: the index of the address in ``slots``, and the file
+        block.
         """
         run: list[tuple[int, FileBlock]] = []
         for which, number in enumerate((slots - self.address).tolist()):
@@ -67,28 +72,33 @@ class _Slots(Chunk):
             yield run
 
     def end(self) -> None:
-        """Delete an incomplete file."""
+        """Delete the file if it is incomplete."""
         self.file.discard()
 
 
 _End: TypeAlias = "Event | Future[None]"
-"""End of one part of a step: the event after its copies, or the future of its read or write."""
+"""Object to wait for at the end of one part of a step: the event after its copies, or the future of its read or
+write.
+"""
 _Step: TypeAlias = "tuple[Bytes, Callable[[], _End], _End]"
-"""A step of a transfer: its slot, a function that begins its second part, and the end of the part that has begun."""
+"""A step of a transfer: its slot, a function that begins its second part, and the object to wait for at the end of the
+part that has begun.
+"""
 
 
 class _Transfer:
-    """The blocks of one call, which pass through the slots of one staging memory.
+    """The transfer of the blocks of one call between disk and device, through the slots of one staging memory.
 
-    Worker threads read and write files. The calling thread makes all driver calls. A step moves adjacent blocks through
-    one slot, in two parts: first a copy to the slot, then a write to the file; or first a read, then a copy.
+    Worker threads read and write files; the calling thread makes all driver calls. A step moves adjacent blocks through
+    one slot, in two parts: to disk, a copy to the slot and then a write; from disk, a read and then a copy from the
+    slot.
     """
 
     def __init__(self, contents: _Contents, stream: Stream, out: bool) -> None:
         self._contents = contents
         self.stream: Stream = stream
         self.out: bool = out
-        """Whether blocks are copied from device memory."""
+        """Whether blocks are copied from device memory to disk."""
         self._staging = contents.tier._staging(stream.device)
         self._free = list(self._staging.slots)
         self._first: deque[_Step] = deque()
@@ -96,16 +106,18 @@ class _Transfer:
         self._second: deque[_Step] = deque()
         """Steps whose second part has begun, oldest first."""
         self._most_second = max(len(self._free) - 2, 0) if out else 1
-        """If no slot is free and more steps than this are in their second part, a new step ends the oldest of these."""
+        """If no slot is free and more steps than this number are in their second part, a new step waits for the oldest
+        of these steps.
+        """
         self._threads = ThreadPoolExecutor(contents.tier._threads)
 
     def move(
         self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
     ) -> None:
-        """Begin to move adjacent ``blocks`` of ``file``, which fit in a slot, after waiting for a free slot. Raises
+        """Wait for a free slot, and begin to move adjacent ``blocks`` of ``file``, which fit in one slot. Raises
         OSError, DamagedBackupError, CudaError of earlier steps.
 
-        ``copy``: queues the copies from or to the slot. ``names``: the index of each block for errors, or None.
+        ``copy`` queues the copies from or to the slot. ``names`` has the index of each block for errors, or None.
         """
         while not self._free:
             if len(self._second) > self._most_second or not self._first:
@@ -124,30 +136,31 @@ class _Transfer:
             self._first.append((slot, copied, self._begin(file.read, blocks, slot, names)))
 
     def _begin(self, access: Callable[..., None], *args: object) -> Future[None]:
-        """Begin a read or a write, ``access(*args)``, on a thread. Until it ends, the room in the file counts as in
-        use: :meth:`abandon` waits for no thread, and a late write could otherwise overwrite what another call has
-        stored in dropped room.
+        """Begin a read or a write, ``access(*args)``, on a worker thread. Until it ends, the room in the file counts as
+        in use: :meth:`abandon` waits for no thread, and a late write could otherwise overwrite what another call has
+        stored in dropped room. Returns the future.
         """
-        # The thread ends the use. If it never begins, its argument is dropped, which ends it too.
+        # The worker thread ends the use. If the thread never begins this task, `use` is dropped with it, which also
+        # ends the use.
         use = contextlib.ExitStack()
         use.enter_context(self._contents.in_use())
         return self._threads.submit(_access, use, access, *args)
 
     def _advance_oldest(self) -> None:
-        """Wait for the first part of the oldest step, and begin its second part. Raises the errors of both."""
+        """Wait for the first part of the oldest step, and begin its second part. Raises the errors of both parts."""
         slot, second, end = self._first.popleft()
         _await(end)
         self._second.append((slot, second, second()))
 
     def _end_oldest(self) -> None:
-        """Wait for the second part of the oldest step, and free its slot. Raises the error of that part."""
+        """Wait for the second part of the oldest step, and free its slot. Raises the error of this part."""
         slot, _, end = self._second.popleft()
         _await(end)
         self._free.append(slot)
 
     def finish(self) -> None:
-        """Block the host until all blocks are on disk, or in device memory. Ends the threads, and gives the staging
-        memory back to the tier. Raises OSError, DamagedBackupError, CudaError.
+        """Block the host until all blocks are on disk, or in device memory. Then end the worker threads, and return the
+        staging memory to the tier. Raises OSError, DamagedBackupError, CudaError.
         """
         while self._first:
             self._advance_oldest()
@@ -157,12 +170,13 @@ class _Transfer:
         self._contents.tier._take_back(self._staging)
 
     def abandon(self) -> None:
-        """Stop after an error, without waiting for the threads: an exception of a signal handler may have left a lock
-        for which they wait. The staging memory is released after the copies that use it. A thread keeps its slot.
+        """Stop after an error, without waiting for the worker threads: they may be waiting for a lock that an exception
+        of a signal handler has left locked. The staging memory is released after the copies that use it; a thread keeps
+        its slot alive.
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._staging.release.use(Fence(session_of(self.stream), [self.stream]))
-        self._first.clear()  # The frames of the error keep this object, but must not keep its events.
+        self._first.clear()  # The error's traceback keeps this object alive, but must not keep its events.
         self._second.clear()
 
 
@@ -180,14 +194,14 @@ def _await(end: _End) -> None:
 
 
 class _Contents(Stored):
-    """The contents of blocks in files. Each call waits for its copies, so no copy is queued when it returns."""
+    """The contents of blocks in files. Each call blocks the host until its copies are done."""
 
     tier: DiskTier
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
-        """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
-        # Relaxed, because waits of this call would invalidate captures of other streams.
+        """As :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
+        # In another capture mode, the waits of this call would invalidate captures of other streams.
         with self.in_use(), session_of(stream).relaxed():
             transfer = _Transfer(self, stream, out)
             with undoing(transfer.abandon):
@@ -210,19 +224,19 @@ class _Contents(Stored):
                 transfer.move(chunk.file, some, copy, names)
 
     def seal(self, stream: Stream) -> None:
-        """Write the header of a file with a name, and give it the name."""
+        """Write the header of each file that gets a name, and give the file its name."""
         for chunk in self._chunks.values():
             chunk.file.seal()
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """See :meth:`Stored.read`."""
+        """As :meth:`Stored.read`, from the file."""
         for file, some, begin, part in self._touched(block, offset, target):
             room = aligned(file.block)
             file.read([some], room, [None])
             part[:] = room[begin : begin + part.nbytes]
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """See :meth:`Stored.write`. A persistent file is damaged if the process dies during this call."""
+        """As :meth:`Stored.write`, to the file. A persistent file is damaged if the process dies during this call."""
         for file, some, begin, part in self._touched(block, offset, source):
             room = aligned(file.block)
             if part.nbytes < some.nbytes:
@@ -241,8 +255,8 @@ class _Contents(Stored):
 def _copy(
     device: Addresses, blocks: Sequence[FileBlock], stream: Stream, out: bool, kernels: bool, room: Bytes
 ) -> None:
-    """Queue the copies of adjacent ``blocks`` between the addresses ``device`` and the slot ``room`` on ``stream``:
-    from the device if ``out``. ``kernels``: kernels may use the device memory. Raises CudaError.
+    """Queue the copies of adjacent ``blocks`` on ``stream`` between the addresses ``device`` and the slot ``room``;
+    from the device if ``out``. ``kernels``: whether kernels may use the device memory. Raises CudaError.
     """
     host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
     sizes = np.array([block.nbytes for block in blocks])
@@ -252,51 +266,53 @@ def _copy(
 
 
 class DiskTier(BlockTier):
-    """A folder on disk for the bytes of buffers that sleep, and of pages that are swapped out.
+    """A folder on disk for the bytes of sleeping buffers, and of pages that are swapped out.
 
-    Several threads write and read blocks at once, through at most 16 blocks of pinned host memory. They bypass the page
-    cache if the file system allows it (``O_DIRECT``). Each block has a checksum. Only this user can open the files. ::
+    Several threads write and read blocks at once, through 16 blocks of pinned host memory per call. They bypass the
+    page cache if the file system allows it (``O_DIRECT``). Each block has a checksum. Only this user can open the
+    files. ::
 
         with vmm.DiskTier(device, "/nvme/sleep") as disk:
             group.sleep(backup=disk)
             group.wake()
 
-    Without ``persistent`` a file has no name, and ends with the last buffer in it or with the process. With
-    ``persistent`` a file gets the name of its tag once it is complete. It stays after the buffers have woken, until the
-    next sleep replaces it. Another process can read it by :meth:`SleepGroup.resume`. Only one group at a time may use a
-    folder with persistent files.
+    Without ``persistent`` a file has no name, and is deleted when its last buffer is awake or dropped, or when the
+    process ends. With ``persistent`` a file gets the name of its tag once it is complete. This file stays after the
+    buffers have woken, until the next sleep replaces it. Another process can read it by :meth:`SleepGroup.resume`. Only
+    one group at a time may use a folder with persistent files.
 
-    :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in unnamed files, which grow in chunks of at
-    least 32 MiB. Their room is reused for later pages. These calls and :meth:`PageSpace.swap_in` and :meth:`load` block
-    the host. ::
+    :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in unnamed files of at least 32 MiB, which are
+    reused for later pages. These methods, :meth:`PageSpace.swap_in` and :meth:`load` block the host. ::
 
         with vmm.DiskTier(device, "/nvme/pages", limit=256 << 30) as disk:
             space.swap_out(range(64), disk)
             space.swap_in(range(64))
 
-    Thread-safe. Bytes stay until the buffers wake or are closed, or the pages are swapped in, even after :meth:`close`.
+    Thread-safe. Bytes are kept until the buffers wake or are closed, or the pages are swapped in, even after
+    :meth:`close`.
 
     Parameters
     ----------
     device
         Device of the buffers and pages.
     folder
-        Path of the folder. If it is missing, it is created for this user only.
+        Path of the folder. A missing folder is created, with access only for this user.
     limit
-        Limit of the bytes on disk for pages and blocks; None for no limit. Files of buffers do not count.
+        Largest number of bytes on disk for pages and blocks; None for no limit. Files of buffers are not included.
     persistent
-        Whether files outlive the buffers and the process.
+        Whether files of buffers are kept after the buffers have woken and the process has ended.
     block
-        Bytes of a block, a multiple of 4096, at most 64 MiB. Files with other blocks are refused.
+        Size of a block in bytes, a multiple of 4096, at most 64 MiB. :meth:`SleepGroup.resume` refuses files with
+        blocks of another size.
     threads
-        Number of threads that read or write.
+        Number of threads that read or write in each call.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not allowed; the message names it.
+        An argument is not allowed. The message names the argument.
     OSError
-        The folder cannot be made.
+        The folder cannot be created.
     """
 
     _call = "posix_fallocate"
@@ -315,24 +331,26 @@ class DiskTier(BlockTier):
         self.folder: Path = Path(folder)
         """Path of the folder."""
         self.persistent: bool = persistent
-        """Whether files outlive the buffers and the process."""
+        """Whether files of buffers are kept after the buffers have woken and the process has ended."""
         self.block: int = checked_size("block", block)
-        """Bytes of a block."""
+        """Size of a block in bytes."""
         if not self.block or self.block % PAGE or self.block > MOST_BLOCK:
             raise ValueError(f"block={block}: allowed are multiples of {PAGE} up to {MOST_BLOCK}")
         self._threads = checked_number("threads", threads)
         if not self._threads:
             raise ValueError("threads=0: at least one is needed")
         self._given = 0
-        """Number of slots in all files so far, including closed ones. The next file begins with this number."""
+        """Number of addresses that all files have used so far, including closed files. The next file begins with this
+        number.
+        """
         self._idle: list[HostMemory] = []
-        """Staging memory that no call uses now."""
+        """Staging memories that no call uses now."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of ``sizes`` bytes, and return the room of each. With ``name``, in a persistent
-        tier, the file outlives the buffers. ``stream``: that of the copies.
+        """Create a file for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. With ``name``, in
+        a persistent tier, the file stays after the buffers have woken. ``stream`` is the stream of the copies.
 
         Raises
         ------
@@ -346,13 +364,13 @@ class DiskTier(BlockTier):
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
-        """Open the complete file that an earlier :meth:`hold` made under ``name``, for buffers of the same ``sizes`` in
-        bytes. Returns the bytes of each buffer.
+        """Open the complete file that an earlier :meth:`hold` made with ``name``, for buffers of the same ``sizes`` in
+        bytes. Returns a :class:`Saved` with the bytes of each buffer.
 
         Raises
         ------
         DamagedBackupError
-            The file is damaged or truncated, has another layout, or other users own it or can open it.
+            The file is damaged or truncated, is for buffers of other sizes, or can be opened by other users.
         FileNotFoundError
             There is no such file.
         ClosedError
@@ -374,7 +392,7 @@ class DiskTier(BlockTier):
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
     def _staging(self, device: Device) -> HostMemory:
-        """Return staging memory that no call uses; make some if there is none (``cuMemHostRegister``). Raises
+        """Return staging memory that no other call uses. If there is none, make one (``cuMemHostRegister``). Raises
         OutOfMemoryError.
         """
         with contextlib.suppress(IndexError):
@@ -398,7 +416,7 @@ class DiskTier(BlockTier):
             self.close()
 
     def close(self) -> None:
-        """Accept no more bytes, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
+        """Accept no more contents, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
         super().close()
         while self._idle:
             self._idle.pop().close()
@@ -409,12 +427,13 @@ class DiskTier(BlockTier):
 
 
 def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | DiskTier:
-    """Return the tier for the argument ``backup``: itself, or one over a pool in host memory.
+    """Return the tier for the argument ``backup``: ``backup`` itself, or for a pool in host memory a new tier over the
+    pool.
 
     Raises
     ------
     TypeError
-        The argument is neither a pool nor a tier.
+        ``backup`` is neither a pool nor a tier.
     """
     if isinstance(backup, MemoryPool):
         return PoolTier(backup)

@@ -1,6 +1,8 @@
-"""Files with the bytes of buffers: the format, its checks, and reads and writes of blocks. No driver call is made here.
+"""Files with the bytes of buffers: their format, its checks, and reads and writes of blocks. No driver call is made
+here.
 
-A file has a header, and the bytes of each buffer from a multiple of 4096 on, in blocks of equal size::
+A file has a header, and after it the bytes of each buffer in blocks. The position of each buffer is a multiple of
+4096::
 
     magic, version, bytes of a block, number of buffers, bytes of the file      _HEAD
     the size of each buffer                                                     8 bytes each
@@ -38,14 +40,14 @@ T = TypeVar("T")
 PAGE = 4096
 """Alignment of direct reads and writes, in bytes."""
 MOST_BLOCK = 64 << 20
-"""Limit of the size of a block, in bytes."""
+"""Largest size of a block in bytes."""
 _MAGIC = b"streamSL"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIQQ")
 
 
 class DamagedBackupError(ValueError):
-    """Stored bytes have changed, or a file is not a backup of these buffers.
+    """Stored bytes have changed, or a file is no backup of these buffers.
 
     :meth:`VirtualBuffer.restore`, :meth:`SleepGroup.wake` and :meth:`PageSpace.swap_in` raise it.
 
@@ -64,25 +66,25 @@ class DamagedBackupError(ValueError):
 
 
 class FileBlock(NamedTuple):
-    """One block of a file."""
+    """One block of a file, which has bytes of one buffer."""
 
     number: int
-    """Number in the file, from 0."""
+    """Number of the block in the file, from 0."""
     position: int
-    """Offset in the file, in bytes."""
+    """Offset of the block in the file, in bytes."""
     offset: int
-    """Offset in the buffer, in bytes."""
+    """Offset of the block's bytes in the buffer, in bytes."""
     nbytes: int
     """Size in bytes."""
 
 
 _LARGE = 64 << 20
-"""Bytes of an unnamed file from which on another thread closes the file, because closing takes long."""
+"""Size in bytes of an unnamed file from which on another thread closes the file, because the close takes long."""
 
 
 def _close(fd: Fd) -> None:
-    """Close a file; a large unnamed one on another thread, because that frees its blocks on disk, which takes half as
-    long as writing them.
+    """Close a file. A large unnamed file is closed on another thread, because the close frees its blocks on disk, which
+    takes half as long as writing them.
     """
     about = os.fstat(fd.fileno())
     if about.st_nlink or about.st_blocks * 512 < _LARGE:
@@ -106,15 +108,15 @@ def _free(number: int, closing: _thread.LockType) -> None:
 
 
 _PATIENCE = 60.0
-"""Limit in seconds of the wait until files that are being closed have freed their blocks."""
+"""Longest time in seconds of a wait until files that are being closed have freed their blocks on disk."""
 _closing: list[_thread.LockType] = []
-"""One lock per file being closed, held until its blocks are free."""
+"""One lock for each file that another thread is closing, held until its blocks on disk are free."""
 os.register_at_fork(after_in_child=_closing.clear)
 
 
 def _in_room(call: Callable[..., T], *args: object) -> T:
-    """Return the result of ``call``, which needs room on disk. If the disk is full, wait up to 60 seconds for files
-    that other threads are closing, and call again. Raises OSError.
+    """Call ``call(*args)``, which needs disk space, and return its result. If the disk is full, wait up to 60 seconds
+    for files that other threads are closing, and call it again. Raises OSError.
     """
     before = list(_closing)
     try:
@@ -123,26 +125,27 @@ def _in_room(call: Callable[..., T], *args: object) -> T:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not before:
             raise
     for closing in before:
-        # With a time limit: if a signal handler raised, the thread may not have started, and nobody releases the lock.
+        # The wait has a time limit: if a signal handler raised, the closing thread may not have started, and nothing
+        # releases the lock.
         if closing.acquire(timeout=_PATIENCE):
             closing.release()
     return call(*args)
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Return ``nbytes`` bytes of zeroed host memory, aligned for direct reads and writes. It is unmapped when its last
-    view is dropped.
+    """Return an array of ``nbytes`` bytes of zeros, aligned for direct reads and writes. Its memory is unmapped when
+    the last view is dropped.
     """
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def padded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of :data:`PAGE`, as direct writes need."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`PAGE`, which direct reads and writes need."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class DiskFile:
-    """An open file with the bytes of buffers; made by :meth:`create` and :meth:`open`.
+    """An open file with the bytes of buffers. :meth:`create` and :meth:`open` return it.
 
     Blocks can be read and written by several threads at once. The descriptor is closed when the file is dropped.
     """
@@ -151,7 +154,7 @@ class DiskFile:
         self._fd = fd
         self._path = path
         self._part = part
-        """Temporary name of an incomplete file."""
+        """Path of an incomplete file, which has a temporary name; None for other files."""
         self.sizes: tuple[int, ...] = tuple(sizes)
         """Sizes of the buffers, in bytes."""
         self.block: int = block
@@ -164,8 +167,8 @@ class DiskFile:
             starts.append((number, position))
             number, position = number + count, position + padded(size)
         self._starts = (*starts, (number, position))
-        """Number and position of each buffer's first block. A last pair has the number of all blocks, and the file's
-        size.
+        """Number and position (bytes) of each buffer's first block. A last pair has the number of all blocks, and the
+        file's size in bytes.
         """
         self.direct: bool = False
         """Whether reads and writes bypass the page cache."""
@@ -173,17 +176,17 @@ class DiskFile:
     @classmethod
     def create(cls, folder: Path, sizes: Sequence[int], block: int, name: str = "") -> DiskFile:
         """Create a file in ``folder`` for buffers of ``sizes`` bytes, in blocks of ``block`` bytes. Only this user can
-        open it; without ``name``, no other process can. Raises OSError.
+        open the file; without ``name``, no other process can. Raises OSError.
 
-        :meth:`seal` gives the file its name. Until then it has a temporary one.
+        :meth:`seal` gives the file its name. Until then the file has a temporary name.
         """
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
         with contextlib.suppress(FileNotFoundError):
-            part.unlink()  # A process that died while it wrote has left the file, and O_EXCL would fail.
+            part.unlink()  # Left by a process that died while it wrote; O_EXCL would fail.
         with undoing(lambda: part.unlink(missing_ok=True)):
             fd = Fd(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            os.fchmod(fd.fileno(), 0o600)  # open() applies the umask to the mode.
+            os.fchmod(fd.fileno(), 0o600)  # open() has applied the umask to the mode.
             if path is None:
                 part.unlink()
             file = cls(fd, sizes, block, path, None if path is None else part)
@@ -200,7 +203,7 @@ class DiskFile:
         Raises
         ------
         DamagedBackupError
-            The file is damaged or truncated, has another layout, or other users can write or own it.
+            The file is damaged or truncated, is for buffers of other sizes, or other users own it or can open it.
         FileNotFoundError
             There is no such file.
         """
@@ -256,7 +259,9 @@ class DiskFile:
         self._sums = np.frombuffer(text[split:end], "<u4").tolist()
 
     def _allocate(self) -> None:
-        """Allocate disk blocks for all bytes if the file system can; then several threads can write at once."""
+        """Allocate disk blocks for the whole file if the file system can do this, so that several threads can write at
+        once.
+        """
         try:
             _in_room(os.posix_fallocate, self._fd.fileno(), 0, self.nbytes)
         except OSError as error:
@@ -264,16 +269,18 @@ class DiskFile:
                 raise
 
     def _set_direct(self, direct: bool) -> None:
-        """Set or clear ``O_DIRECT``, by which reads and writes bypass the page cache. A refusal changes nothing."""
+        """Set or clear ``O_DIRECT``, by which reads and writes bypass the page cache. If the file system refuses,
+        nothing changes.
+        """
         with contextlib.suppress(OSError):
             flags = fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(self._fd.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
             self.direct = direct
 
     def _transfer(self, function: Callable[..., int], room: Bytes, position: int) -> int:
-        """Call ``function``, ``os.preadv`` or ``os.pwritev``, for the memory ``room`` at ``position`` in the file;
-        return the number of bytes. If the file system refuses direct access, the call is repeated without. Raises
-        OSError.
+        """Call ``function``, ``os.preadv`` or ``os.pwritev``, for the memory ``room`` at ``position`` (bytes) in the
+        file. Returns the number of bytes. If the file system refuses direct access, the call is repeated without
+        ``O_DIRECT``. Raises OSError.
         """
         try:
             return function(self._fd.fileno(), [room.data], position)
@@ -285,7 +292,7 @@ class DiskFile:
             return function(self._fd.fileno(), [room.data], position)
 
     def blocks(self, index: int) -> list[FileBlock]:
-        """Return the blocks of the buffer with this index, in the order of their positions."""
+        """Return the blocks of the buffer with the number ``index``, in the order of their positions."""
         (number, position), size = self._starts[index], self.sizes[index]
         return [
             FileBlock(number + nth, position + offset, offset, min(self.block, size - offset))
@@ -293,8 +300,8 @@ class DiskFile:
         ]
 
     def write(self, blocks: Sequence[FileBlock], room: Bytes) -> None:
-        """Write adjacent ``blocks`` from the aligned memory ``room``, and record their checksums. Each is padded with
-        zeros to a multiple of 4096 bytes. Raises OSError.
+        """Write adjacent ``blocks`` from the aligned memory ``room``, and record their checksums. Each block is padded
+        with zeros to a multiple of 4096 bytes. Raises OSError.
         """
         start = blocks[0].position
         for block in blocks:
@@ -314,7 +321,8 @@ class DiskFile:
         Raises
         ------
         DamagedBackupError
-            A checksum differs, or the file was truncated. The error's ``block`` is the entry of ``names`` for it.
+            A checksum differs, or the file was truncated. The error's ``block`` is the entry of ``names`` for the
+            damaged block.
         """
         start, last = blocks[0].position, blocks[-1]
         done, end = 0, padded(last.position - start + last.nbytes)
@@ -331,8 +339,8 @@ class DiskFile:
                 raise DamagedBackupError(why, name)
 
     def seal(self) -> None:
-        """Complete a file with a name: write its header, flush it to disk, and give it its name, in place of an earlier
-        file. Raises OSError.
+        """Complete a file that gets a name: write its header, flush the file to disk, and give it its name. An earlier
+        file of this name is replaced. Raises OSError.
         """
         if self._path is None:
             return
@@ -342,7 +350,8 @@ class DiskFile:
         room = aligned(self._header_bytes)
         room[: len(text)] = np.frombuffer(text, np.uint8)
         self._write_at(0, room)
-        # Before the file gets its name. Otherwise a power failure could leave a complete name with incomplete bytes.
+        # The bytes are flushed before the file gets its name. Otherwise a power failure could leave a named file with
+        # incomplete bytes.
         os.fdatasync(self._fd.fileno())
         if self._part is not None:
             before = None
@@ -356,7 +365,7 @@ class DiskFile:
                 _close(before)
 
     def discard(self) -> None:
-        """Delete an incomplete file; idempotent."""
+        """Delete the file if it is incomplete. Idempotent."""
         part, self._part = self._part, None
         if part is not None:
             with contextlib.suppress(OSError):
@@ -365,6 +374,6 @@ class DiskFile:
     def __del__(self) -> None:
         if getattr(self, "_part", None) is not None:
             self.discard()
-        # In a garbage cycle the descriptor's finaliser may run first.
+        # In a garbage cycle the finaliser of `_fd` may have run first and closed the descriptor.
         if hasattr(self, "_fd") and not self._fd.closed:
             _close(self._fd)

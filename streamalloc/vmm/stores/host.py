@@ -1,4 +1,4 @@
-"""Contents of blocks in memory, and the store in pinned host memory for buffers that sleep and swapped-out pages."""
+"""Contents of blocks in memory, and the tier in pinned host memory for sleeping buffers and swapped-out pages."""
 
 from __future__ import annotations
 
@@ -42,35 +42,37 @@ from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run, cores
 
 _BLOCKS = PIECE // HUGE
-"""Limit of the number of blocks in a piece. A thread fills and pins one piece at a time."""
+"""Largest number of blocks in a piece, which is the memory that a thread fills and pins in one call."""
 
 
 class MemoryChunk(Chunk):
-    """A chunk in memory. The memory is released after the chunk was dropped, once the copies that use it are done."""
+    """A chunk in memory. The memory is released after the chunk was dropped and the copies that use the memory are
+    done.
+    """
 
     def __init__(
         self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
     ) -> None:
         super().__init__(nbytes, count, memory.address if isinstance(memory, Memory) else memory.ctypes.data, nbytes)
         self.memory: Any = memory
-        """The memory: an array in host memory, memory of a pool, or memory of the user."""
+        """The memory: an array in host memory, memory of a pool, or memory that the caller of an eviction gave."""
         self.release: AfterCopies = AfterCopies(session, self, release)
-        """Release of the memory, after the copies that may still use it."""
+        """Item that releases the memory after the copies that may still use it."""
 
 
 class InMemory(Stored):
     """The contents of blocks in memory. Copies are stream-ordered. A copy to the memory comes after all earlier copies
-    from or to it, and a copy from the memory after earlier copies to it.
+    from and to the memory; a copy from the memory comes after earlier copies to it.
     """
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         super().__init__(tier, nbytes)
         self._written: Sequence[Fence] = ()
-        """Fences behind the copies to the memory."""
+        """Fences for the copies to the memory."""
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
-        """See :meth:`Stored.moving`."""
+        """As :meth:`Stored.moving`, with copies in stream order."""
         with self.in_use():
             before = self._fences if out else self._written
             for one in before:
@@ -87,7 +89,7 @@ class InMemory(Stored):
 
     @abc.abstractmethod
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        """Queue ``copies`` on ``stream``, from the device if ``out``, otherwise to it. Raises CudaError."""
+        """Queue ``copies`` on ``stream``: from the device if ``out``, otherwise to the device. Raises CudaError."""
 
 
 class _HostContents(InMemory):
@@ -99,7 +101,7 @@ class _HostContents(InMemory):
         super().__init__(tier, nbytes)
         self._check = check
         self._sums: Sequence[int] = ()
-        """Checksum of each block; empty if the tier does not check contents, or before :meth:`seal`."""
+        """CRC-32 of each block; empty before :meth:`seal`, and if the tier has no checksums."""
 
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
         chosen, device = index_of(copies.blocks), copies.addresses
@@ -108,21 +110,23 @@ class _HostContents(InMemory):
         copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=copies.kernels)
 
     def seal(self, stream: Stream) -> None:
-        """Wait for the copies and compute the checksums, if the tier checks contents."""
+        """If the tier has checksums, wait for the copies and compute them."""
         if self._check and len(self):
             stream.synchronize()
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
     def array(self, block: int) -> Bytes:
-        """Return the contents of a block as an array, without a copy. The caller has waited for the copies to the
-        block.
+        """Return the contents of a block as an array of bytes, without a copy. The caller must have waited for the
+        copies to the block.
         """
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise DamagedBackupError if the checksum of one of ``blocks`` differs; its ``block`` is the index."""
+        """Raise DamagedBackupError if the checksum of one of ``blocks`` differs. The error's ``block`` is the index of
+        this block.
+        """
         for block in blocks if self._sums else ():
-            with self.tier._lock:  # Without the lock, another thread could drop the block during the check.
+            with self.tier._lock:  # Otherwise another thread could drop the block meanwhile.
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
@@ -130,21 +134,23 @@ class _HostContents(InMemory):
 
 
 def blocks_of(nbytes: int) -> int:
-    """Return the number of blocks for ``nbytes`` bytes of a buffer; the last block may be shorter."""
+    """Return the number of blocks of 2 MiB for ``nbytes`` bytes of a buffer. The last block may be shorter."""
     return -(-nbytes // HUGE)
 
 
 class _BufferBytes(InMemory):
-    """The bytes of buffers in memory: in allocations of a pool, or in memory of the user."""
+    """The bytes of buffers in memory: in allocations of a pool, or in memory that the caller of an eviction gave."""
 
     def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        """Yield parts of ``blocks``, in order, as soon as they have room, each with fences of the earlier copies from
-        or to that room.
+        """Yield parts of ``blocks``, in order, as soon as they have room. Each part comes with fences of the earlier
+        copies from or to this room.
         """
         yield blocks, ()
 
     def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Memory | Bytes]]:
-        """Yield runs of blocks with adjacent room: the index of the first block in ``blocks``, and the memory."""
+        """Yield runs of blocks with adjacent room, as tuples: the index of the run's first block in ``blocks``, and the
+        memory of the run.
+        """
         addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
         apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
         for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
@@ -167,7 +173,7 @@ class _BufferBytes(InMemory):
             done += len(some)
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """See :meth:`Stored.read`."""
+        """As :meth:`Stored.read`, from memory."""
         ((_, memory),) = self._runs(np.array([block]))
         part = memory[offset : offset + target.nbytes]
         if isinstance(part, Memory) and not part.host_accessible:
@@ -177,7 +183,7 @@ class _BufferBytes(InMemory):
             target[:] = part.as_array() if isinstance(part, Memory) else part
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """See :meth:`Stored.write`."""
+        """As :meth:`Stored.write`, to memory."""
         for some, fences in self._with_room(np.array([block])):
             for fence in fences:
                 fence.synchronize()
@@ -191,15 +197,15 @@ class _BufferBytes(InMemory):
 
 
 class _RoomReturn(Deferred):
-    """Queue item that returns the room of buffers dropped while they slept."""
+    """Queue item that returns the room of buffers that were dropped while they were asleep."""
 
     def __init__(self, count: int) -> None:
         self.addresses: Addresses = np.zeros(count, np.int64)
-        """Address of the room of each block."""
+        """Address of each block."""
         self.bases: Addresses = np.zeros(count, np.int64)
-        """Address of the chunk with that room, for each block."""
+        """Address of the chunk of each block."""
         self.present: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
-        """For each block, whether it has room to return."""
+        """Array of bool: whether each block has room to return."""
         self.chunks: dict[int, MemoryChunk] = {}
         """Chunks by their address."""
 
@@ -214,8 +220,8 @@ class _RoomReturn(Deferred):
 class _SleepingBytes(_BufferBytes):
     """The bytes of buffers in pinned host memory, in blocks of :data:`HUGE` bytes.
 
-    A block gets its pinned memory when its bytes are first copied or written, so that the first copies run while more
-    memory is pinned.
+    A block gets pinned memory only when its bytes are first copied or written, so that the first copies run while more
+    memory is being pinned.
     """
 
     tier: HostTier
@@ -227,15 +233,16 @@ class _SleepingBytes(_BufferBytes):
         ends = np.cumsum(counts)
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
         self._room = room = _RoomReturn(len(self._sizes))
-        # The item returns the pinned memory of blocks that :meth:`drop` did not return. It shares the arrays and does
-        # not refer to this object: the queue keeps the item, and so would keep this object for ever.
+        # The item returns the pinned memory of blocks that `drop` did not return. The deferred queue keeps the item
+        # alive, so the item shares the arrays but does not refer to this object, which could otherwise never be
+        # dropped.
         self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
         self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
-        """For each block, whether it has no room yet."""
+        """Array of bool: whether each block has no room yet."""
         deferred_queue(session_of(tier.device)).end_with(self, room)
 
     def place(self, blocks: Addresses, chunk: MemoryChunk, addresses: Addresses) -> None:
-        """Give ``blocks`` the room at ``addresses`` of ``chunk``. The caller holds the tier's lock."""
+        """Give ``blocks`` the room at ``addresses`` of ``chunk``. The caller must hold the tier's lock."""
         self._chunks[chunk.address] = self._room.chunks[chunk.address] = chunk
         self._addresses[blocks], self._bases[blocks] = addresses, chunk.address
         self._present[blocks], self.lacking[blocks] = True, False
@@ -251,18 +258,18 @@ class _SleepingBytes(_BufferBytes):
             first += count
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
-        """See :meth:`Stored.drop`."""
+        """As :meth:`Stored.drop`. Blocks without room then get none."""
         self.lacking[slice(None) if blocks is None else np.asarray(blocks)] = False
         super().drop(blocks)
 
 
 class HostTier(BlockTier):
-    """Pinned host memory for the bytes of buffers that sleep, and for swapped-out pages. It is kept for later use.
+    """Pinned host memory for the bytes of sleeping buffers and swapped-out pages. The memory is kept for later use.
 
-    Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to earlier ones
-    run. If the driver or the process's limits refuse that, the memory comes from a pool in host memory or from
-    ``cuMemHostAlloc``; the first time is logged. Thread-safe. Contents stay until they are swapped in or released, or
-    the buffers wake or are closed, even after :meth:`close`. ::
+    Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to memory that is
+    pinned already run. If the driver or a limit of the process prevents this, the memory comes from a pool in host
+    memory or from ``cuMemHostAlloc``, and a warning is logged once. Thread-safe. Contents are kept until they are
+    swapped in or released, or the buffers wake or are closed, even after :meth:`close`. ::
 
         with vmm.HostTier(device, limit=64 << 30) as host, vmm.SleepGroup(device, backup=host) as group:
             group.allocate(8 << 20, tag="weights")
@@ -275,15 +282,15 @@ class HostTier(BlockTier):
     device
         Device of the buffers and pages.
     limit
-        Limit of the bytes of host memory; None for no limit.
+        Largest number of bytes of host memory; None for no limit.
     check
         Whether contents of pages get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out`
-        then blocks the host until the copies are complete.
+        then blocks the host until the copies are done.
 
     Raises
     ------
     TypeError
-        ``device`` is no device.
+        ``device`` is no :class:`Device`.
     """
 
     _call = "cuMemHostRegister"
@@ -297,28 +304,30 @@ class HostTier(BlockTier):
         self._check = check
         self._pinning = Pinning(device)
         self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
-        """Notified when a thread has pinned a piece or has failed."""
+        """Condition that is notified when a thread has pinned a piece or has failed."""
         self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
-        """Contents of buffers of which some blocks may lack room."""
+        """Contents of buffers, some of whose blocks may not have room yet."""
         self._pieces: deque[tuple[int, Bytes | None]] = deque()
-        """Pieces that no thread has begun to make: the number of blocks, and reserved addresses for them, if any."""
+        """Pieces that no thread has begun to pin: tuples of the number of blocks, and reserved memory for these blocks
+        or None.
+        """
         self._making = 0
-        """Number of blocks that threads are making."""
+        """Number of blocks whose memory threads are pinning now."""
         self._workers = 0
-        """Number of threads that make blocks."""
+        """Number of threads that pin memory."""
         self._failure: Exception | None = None
-        """Error of a thread that made blocks; None without an error. After it the other threads stop, too."""
+        """Error of a thread that pinned memory; None if there was none. After an error the other threads stop, too."""
         self._preparations: list[Future[int]] = []
-        """Futures of :meth:`prepare` that are not complete."""
+        """Futures of :meth:`prepare` that are not done."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Promise room for buffers of ``sizes`` bytes, and return it. Threads begin to pin the memory that is missing
-        (``cuMemHostRegister``). ``name`` has no effect.
+        """Reserve room for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. Threads begin to
+        pin the memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
         ------
         OutOfMemoryError
-            The tier's limit leaves no room.
+            The tier's limit would be exceeded.
         ClosedError
             The tier was closed.
         ValueError
@@ -335,41 +344,42 @@ class HostTier(BlockTier):
         return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
     def calibrate(self) -> None:
-        """Measure again up to which size a kernel copies blocks faster than single copies do.
+        """Measure again up to which block size a kernel is faster than single copies.
 
-        The first tier of a device measures this, in some hundredths of a second, for all tiers of the process. Measure
-        again while the device is idle, if it was busy then.
+        The first tier of a device measures this for all tiers of the process, in less than 0.1 s. Call this method
+        while the device is idle if the device was busy then.
         """
         kernel_of(self.device).prepare(again=True)
 
     def prepare(self, nbytes: int | str, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
-        """Pin memory in advance for ``nbytes`` bytes of buffers that do not sleep yet.
+        """Pin memory in advance for ``nbytes`` bytes of buffers that will go to sleep.
 
         Parameters
         ----------
         nbytes
-            Size in bytes; the present free memory counts.
+            Size in bytes. Free memory that is pinned already is included.
         background
-            Whether to return at once, while threads pin the memory. A sleep meanwhile uses what is ready, and up to
-            eight threads for the rest.
+            Whether to return at once, while threads pin the memory. A sleep during that time uses memory that is pinned
+            already, and up to eight threads to pin the rest.
         most_cores
-            Most threads; default: one for each core that the process may use, at most 8.
+            Largest number of threads; default: one for each core that the process may use, at most 8.
 
         Returns
         -------
         concurrent.futures.Future
-            Its result is the free memory in bytes once all is pinned. With ``background`` its errors are those below.
+            A future whose result is the number of bytes of free pinned memory, once all memory is pinned. With
+            ``background`` the future has the errors below.
 
         Raises
         ------
         OutOfMemoryError
-            There is not enough host memory, or the tier's limit leaves no room.
+            There is not enough host memory, or the tier's limit would be exceeded.
         ClosedError
             The tier was closed.
         """
         count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_number("most_cores", most_cores or cores())
         future: Future[int] = Future()
-        # The threads stop when nothing refers to the tier, so the future keeps a reference to it.
+        # The threads stop when nothing refers to the tier, so the future keeps the tier alive.
         future.add_done_callback(lambda _: self)
         try:
             with self._lock:
@@ -379,7 +389,8 @@ class HostTier(BlockTier):
         except (OutOfMemoryError, ClosedError) as error:
             if not background:
                 raise
-            # Without the traceback, whose frames refer to the future: a cycle would keep the tier.
+            # The traceback is removed: its frames refer to the future, and the reference cycle would keep the tier
+            # alive.
             future.set_exception(error.with_traceback(None))
         self._end_preparations()
         if not background:
@@ -387,8 +398,8 @@ class HostTier(BlockTier):
         return future
 
     def _end_preparations(self) -> None:
-        """Complete the futures of :meth:`prepare`, unless threads still pin memory: with the free bytes, or with the
-        error of a thread.
+        """If no thread pins memory any more, set the result (free bytes) or the error of the futures of
+        :meth:`prepare`.
         """
         with self._lock:
             if self._under_way:
@@ -404,9 +415,9 @@ class HostTier(BlockTier):
                 future.set_result(free * HUGE)
 
     def _begin(self, extra: int, threads: int, asked: int) -> None:
-        """Have up to ``threads`` threads pin memory for the promised blocks and ``extra`` blocks, as far as free blocks
-        do not suffice. The caller holds the lock. Raises OutOfMemoryError if the limit is reached. ``asked``: number of
-        these blocks that the request is for, for the error.
+        """Have up to ``threads`` threads pin memory for all blocks that have no room yet and for ``extra`` blocks, if
+        there are not enough free blocks. The caller must hold the lock. Raises OutOfMemoryError if the limit would be
+        exceeded. ``asked`` is the number of blocks of this request, for the error.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
         missing = promised + extra - self._free_blocks() - self._under_way
@@ -414,33 +425,34 @@ class HostTier(BlockTier):
             wanted, others = max(missing, LEAST // HUGE), promised + extra - asked
             count = self._allowed(HUGE, wanted, asked, missing, self._under_way, others * HUGE)
             self._failure = whole = None
-            # Reserved in one call: each change of the address space waits for the threads that fill pages, and stops
-            # them while it lasts.
+            # All memory is reserved in one call, because each change of the address space waits for the threads that
+            # fill pages, and blocks these threads meanwhile.
             with contextlib.suppress(OutOfMemoryError):
                 whole = self._pinning.reserve(count * HUGE)
             pieces = [(at, min(at + _BLOCKS, count)) for at in range(0, count, _BLOCKS)]
-            # The newest first: a sleep that needs memory now comes before the rest of a preparation.
+            # New pieces come first: a sleep that needs memory now comes before the rest of a preparation.
             self._pieces.extendleft(
                 (end - at, None if whole is None else whole[at * HUGE : end * HUGE]) for at, end in reversed(pieces)
             )
         while self._workers < min(threads, len(self._pieces)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
-            # Counted after the start, which may fail. The new thread cannot end before, because it needs the lock.
+            # The thread is counted after its start, which may fail. It cannot end before it is counted, because it
+            # needs the lock.
             self._workers += 1
 
     @property
     def _under_way(self) -> int:
-        """Number of blocks that are to be made or being made."""
+        """Number of blocks whose memory will be or is being pinned."""
         return self._making + sum(count for count, _ in self._pieces)
 
     def _free_blocks(self) -> int:
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
-        """Give room to the first of ``blocks`` of the contents ``stored``. If no room is free, wait until a thread has
-        pinned some.
+        """Give room to the first of ``blocks`` of ``stored``. If no room is free, wait until a thread has pinned
+        memory.
 
-        Returns the number of blocks that got room, and the fences of earlier copies from or to that room. Raises the
+        Returns the number of blocks that got room, and the fences of earlier copies from or to this room. Raises the
         error of a thread, ClosedError.
         """
         with self._grown:
@@ -460,11 +472,11 @@ class HostTier(BlockTier):
                 self._grown.wait()
 
     def _make_piece(self) -> bool:
-        """Pin the next piece, for a thread of the tier. Returns False if there is no further piece: the thread then
-        ends.
+        """Pin the next piece of memory. Threads of the tier call this method. Returns False if there are no more
+        pieces, so that the thread ends.
         """
         with self._grown:
-            # At exit the interpreter waits for this thread, so it makes no more then.
+            # At exit the interpreter waits for this thread, so it must not pin more memory then.
             if self.closed or not threading.main_thread().is_alive():
                 self._pieces.clear()
             count, room = self._pieces.popleft() if self._pieces else (0, None)
@@ -488,7 +500,7 @@ class HostTier(BlockTier):
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
-        failure = None  # The error's traceback refers to this frame: a cycle would keep its objects.
+        failure = None  # The error's traceback refers to this frame: avoid the reference cycle.
         self._end_preparations()
         return True
 
@@ -508,13 +520,13 @@ class HostTier(BlockTier):
 
 
 def _make_pieces(tier: weakref.ref[HostTier]) -> None:
-    """Pin pieces until none is wanted or the tier is dropped. Threads of a tier run this function."""
+    """Pin pieces until there are no more or the tier is dropped. Threads of a tier run this function."""
     while (found := tier()) is not None and found._make_piece():
         del found
 
 
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())
-"""Shared tiers by the number of their NUMA node."""
+"""Shared tiers (:func:`shared_tier`) by number of the NUMA node."""
 
 
 def shared_tier(device: Device) -> HostTier:
@@ -524,7 +536,7 @@ def shared_tier(device: Device) -> HostTier:
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:
-        # It is for buffers only, so it loads no kernel: for that the driver would wait for the device.
+        # The shared tier is for buffers only, so no kernel is loaded, for which the driver would wait for the device.
         found = HostTier.__new__(HostTier)
         found._set_up(device)
         tiers[node] = found
@@ -532,21 +544,27 @@ def shared_tier(device: Device) -> HostTier:
 
 
 _ALLOCATION = 1 << 30
-"""Limit of the size of an allocation, in bytes. Equal pieces can be reused, and drivers limit pinned allocations."""
-_ALIGNMENT = 512  # Bytes between two buffers of a piece: the alignment of a pool.
+"""Largest size of an allocation in bytes. Pools can reuse pieces of equal size, and drivers limit the size of pinned
+allocations.
+"""
+_ALIGNMENT = 512  # Alignment of buffers in a piece, in bytes: that of a pool.
 
 
 class _Piece(MemoryChunk):
-    """One allocation of a pool with the bytes of buffers; or memory or an array of the user, which is not freed."""
+    """One allocation of a pool with the bytes of buffers; or memory that the caller of an eviction gave, which is not
+    freed.
+    """
 
     def end(self) -> None:
-        """Free the memory after the copies that use it (``cuMemFreeAsync``). Memory of the user is only let go."""
+        """Free the memory after the copies that use it (``cuMemFreeAsync``). For memory that the caller gave, only drop
+        the reference.
+        """
         self.release.end()
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
-    """Return a backup in ``memory``, memory or an array of the user. The memory is kept alive until the copies are
-    done, and never freed.
+    """Return a backup in ``memory``, which the caller owns. The object is kept alive until the copies are done; its
+    memory is never freed.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
@@ -555,7 +573,7 @@ def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
 
 
 class PoolTier(Tier):
-    """A pool in host memory, to which the device of the copies has access.
+    """Tier over a pool in host memory, to which the device of the copies has access.
 
     The buffers of one call are stored side by side in common allocations of at most 1 GiB, because the driver pins and
     frees few large allocations faster than many small ones. Each allocation is freed once, after the last buffer with
@@ -567,13 +585,13 @@ class PoolTier(Tier):
         self.pool: MemoryPool = pool
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return the
-        room of each. ``name`` has no effect.
+        """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return a
+        :class:`Saved` for each buffer. ``name`` has no effect.
 
         Raises
         ------
         ValueError
-            The pool is of another driver, is not in host memory, or gives the stream's device no access.
+            The pool is of another driver or not in host memory, or the stream's device has no access to it.
         OutOfMemoryError
             There is not enough host memory.
         """

@@ -26,27 +26,27 @@ from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import aligned
 
 Release: TypeAlias = Callable[[], object]
-"""Releases memory; called after the copies that use it."""
+"""Function that releases memory. It is called after the copies that use the memory."""
 Run: TypeAlias = Callable[[Callable[[int], object], Iterable[int]], Iterable[object]]
-"""Function like ``map``: the builtin, or the method of an executor."""
+"""Function that works like ``map``: the builtin, or the method of an executor."""
 
 HUGE = 2 << 20
-"""Bytes of a huge page."""
+"""Size of a huge page in bytes."""
 PIECE = 128 << 20
-"""Bytes that are pinned in one call, while copies to earlier pieces run."""
+"""Bytes that are pinned in one call, while copies to memory that is pinned already run."""
 _PART = 16 << 20
 """Bytes that one thread fills in one step."""
 _MOST_CORES = 8
-"""Limit of the number of threads. More threads fill memory no faster, and slow down the copies."""
+"""Largest number of threads. More threads would not fill memory faster, and would slow down the copies."""
 _SPARE = 256 << 20
-"""Bytes of host memory that are left for other programs."""
+"""Bytes of host memory that are left free for other programs."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
 _DISCARD, _HUGE_PAGES, _POPULATE = 4, 14, 23  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE
 _PREFERRED = 1  # MPOL_PREFERRED
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call ``mbind`` by machine, because the C library has no function for it."""
+"""Number of the system call ``mbind`` by machine architecture. The C library has no function for this call."""
 
-# ``mmap.madvise()`` keeps the GIL, so two threads could not fill pages at once.
+# `mmap.madvise()` holds the GIL, so that two threads could not fill pages at the same time.
 _ADVISE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, use_errno=True)
 _madvise = _ADVISE(("madvise", ctypes.pythonapi))
 _syscall = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_ulong] * 7)(("syscall", ctypes.pythonapi))
@@ -58,8 +58,8 @@ def cores() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that this process can still fill: the lower of the kernel's estimate and the
-    limit of the control group. The kernel kills processes that fill more.
+    """Return the number of bytes of host memory that this process can still use: the lower of the kernel's estimate and
+    the limit of the control group. The kernel kills processes that use more.
     """
     found = re.search(r"^MemAvailable: *(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
     left = int(found[1]) << 10 if found else 1 << 62
@@ -79,13 +79,13 @@ def _text(path: str) -> str:
 
 
 def reserve(nbytes: int, node: int | None = None) -> Bytes:
-    """Reserve ``nbytes`` bytes of host memory that reads as zeros; :func:`fill` makes its pages. They are huge pages of
-    the NUMA node ``node`` if the kernel has such.
+    """Return ``nbytes`` bytes of host memory that reads as zeros. Its pages are allocated later, by :func:`fill`. They
+    are huge pages of the NUMA node ``node`` if possible.
 
     Raises
     ------
     OutOfMemoryError
-        There is not enough memory, or the process may not have so much.
+        There is not enough memory, or the process may not use so much.
     """
     left = available_memory()
     if left < nbytes + _SPARE:
@@ -106,8 +106,8 @@ def reserve(nbytes: int, node: int | None = None) -> Bytes:
 
 
 def fill(memory: Bytes, run: Run = map) -> Bytes:
-    """Make the kernel allocate all pages of host memory now, in parts that ``run`` may give to several threads, and
-    return the memory.
+    """Have the kernel allocate all pages of host memory now, in parts that ``run`` may give to several threads. Returns
+    the memory.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def fill(memory: Bytes, run: Run = map) -> Bytes:
     """
 
     def part(at: int) -> None:
-        # Kernels before 5.14 do not know this advice. Then the driver fills the pages when it pins them.
+        # Kernels before 5.14 do not have this advice. Then the driver fills the pages when it pins them.
         code = _advise(memory[at : at + _PART], _POPULATE)
         if code not in (0, errno.EINVAL):
             raise refused(OutOfMemoryError, "madvise", f"{size_text(memory.nbytes)}: {os.strerror(code)}")
@@ -126,18 +126,18 @@ def fill(memory: Bytes, run: Run = map) -> Bytes:
 
 
 def discard(memory: Bytes) -> None:
-    """Return the pages of host memory to the system. The memory then reads as zeros."""
+    """Return the pages of host memory to the kernel (``MADV_DONTNEED``). The memory then reads as zeros."""
     _advise(memory, _DISCARD)
 
 
 def _advise(memory: Bytes, advice: int) -> int:
-    """Call ``madvise``; returns the error number, 0 for success."""
+    """Call ``madvise`` with ``advice`` for the memory. Returns the error number, or 0 for success."""
     return ctypes.get_errno() if _madvise(memory.ctypes.data, memory.nbytes, advice) else 0
 
 
 def _prefer(memory: Bytes, node: int) -> None:
-    """Ask the kernel for pages of a NUMA node, or of other nodes once it is full. If the kernel refuses, each page
-    comes from the node of the thread that fills it.
+    """Have the kernel take the memory's pages from a NUMA node, or from other nodes if this node is full. If the kernel
+    refuses, each page comes from the node of the thread that fills it.
     """
     number = _MBIND.get(os.uname().machine)
     if number is None or _text("/sys/devices/system/node/online").strip() in ("", "0"):
@@ -158,7 +158,7 @@ def _say_once(text: str) -> None:
 
 
 def register(device: Device, memory: Bytes) -> Release:
-    """Pin page-aligned host memory for all devices (``cuMemHostRegister``). Returns the function that unpins it
+    """Pin page-aligned host memory for all devices (``cuMemHostRegister``). Returns a function that unpins the memory
     (``cuMemHostUnregister``). Raises CudaError.
     """
     session, address = session_of(device), memory.ctypes.data
@@ -168,7 +168,7 @@ def register(device: Device, memory: Bytes) -> Release:
         end._raw = address
 
     def release() -> None:
-        assert memory.nbytes  # This use makes the function keep the pages until they are unregistered.
+        assert memory.nbytes  # By this use the function keeps the memory alive until it is unregistered.
         with device.current():
             end.attempt()
 
@@ -176,11 +176,11 @@ def register(device: Device, memory: Bytes) -> Release:
 
 
 class Pinning:
-    """The ways to get pinned host memory for a device, tried in turn, the fastest first.
+    """The methods to get pinned host memory for a device. They are tried in turn, the fastest first.
 
     Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
-    refuse to register memory, or the process may not have so many addresses. Then a pool in host memory is tried, on
-    the NUMA node of the device if that is known, and last ``cuMemHostAlloc``. The first use of another way is logged.
+    refuse to register memory, or the process may not have enough addresses. Then a pool in host memory is tried, on the
+    NUMA node of the device if this is known, and last ``cuMemHostAlloc``. The first use of a slower method is logged.
     """
 
     def __init__(self, device: Device) -> None:
@@ -191,27 +191,30 @@ class Pinning:
         """The pool in host memory, and the stream of its allocations; None before the first use."""
 
     def reserve(self, nbytes: int) -> Bytes:
-        """Reserve memory for several calls of :meth:`obtain`; errors as for :func:`reserve`."""
+        """Return memory for several calls of :meth:`obtain`, which get parts of it as ``room``. Errors as for
+        :func:`reserve`.
+        """
         return reserve(nbytes, self._node)
 
     def obtain(self, nbytes: int, run: Run = map, room: Bytes | None = None) -> tuple[Bytes, Release]:
-        """Return pinned memory and its release.
+        """Return pinned memory as an array of bytes, and the function that releases it.
 
         Parameters
         ----------
         nbytes
             Size in bytes.
         run
-            Calls a function for each part of the memory, perhaps by several threads.
+            Function like ``map`` that calls a function for each part of the memory, perhaps on several threads.
         room
-            Part of reserved memory, whose pages are returned to the system with the release.
+            Part of the memory of :meth:`reserve` to pin. The release returns its pages to the kernel. None: reserve new
+            memory.
 
         Raises
         ------
         OutOfMemoryError
-            There is not enough host memory. The errors of the other ways are attached.
+            There is not enough host memory. The errors of the other methods are attached.
         CudaError
-            The driver refused each way.
+            The driver refused each method.
         """
         ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
             "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room),
@@ -235,7 +238,8 @@ class Pinning:
                 attach(errors[0], later)
             raise errors[0]
         finally:
-            # The tracebacks refer to this frame, and the frame to this list: the cycle would keep their objects.
+            # The errors' tracebacks refer to this frame, and this frame refers to the list: the reference cycle would
+            # keep all objects of the tracebacks alive.
             errors.clear()
 
     def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
@@ -259,7 +263,7 @@ class Pinning:
             self._pool = pool, self._device.create_stream()
         pool, stream = self._pool
         memory = pool.allocate(nbytes, stream)
-        stream.synchronize()  # Other streams may use the memory at once, and do not wait for this stream's allocation.
+        stream.synchronize()  # Other streams may use the memory at once.
         return _array(memory.address, nbytes, memory)
 
     def _allocated(self, nbytes: int) -> tuple[Bytes, Release]:
@@ -273,12 +277,12 @@ class Pinning:
 
 
 class _Owner:
-    """Object whose end frees memory of ``cuMemHostAlloc``: an item of the queue is tied to it."""
+    """Object whose end frees memory of ``cuMemHostAlloc``, because an item of the deferred queue is submitted then."""
 
 
 def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
-    """Return memory of the driver as an array, and its release. The end of ``owner`` frees the memory: once the release
-    was called and the last view of the array was dropped.
+    """Return memory of the driver as an array of bytes, and the function that releases it. The end of ``owner`` frees
+    the memory: this is when the release was called and the last view of the array was dropped.
     """
     found: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     found._owner = owner
@@ -286,25 +290,25 @@ def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
 
 
 class AfterCopies(Deferred):
-    """Release of host memory: after :meth:`end` or the end of its owner, and after the copies that use it."""
+    """Queue item that releases host memory, after :meth:`end` or the end of its owner, and after the copies that use
+    the memory.
+    """
 
     def __init__(self, session: Session, owner: object, release: Callable[[], object]) -> None:
         self._queue = deferred_queue(session)
         self._release = release
         self.fences: dict[Fence, None] = {}
-        """Fences behind copies that may still use the memory. Several threads change this dictionary at the
-        same time.
-        """
+        """Fences for copies that may still use the memory. Several threads change this dictionary at the same time."""
         self._queue.end_with(owner, self)
 
     def use(self, fence: Fence) -> None:
-        """Keep the memory until the copies before ``fence`` are done."""
+        """Keep the memory until the copies of ``fence`` are done."""
         self.fences[fence] = None
         if len(self.fences) > 64:
             self._forget_completed()
 
     def end(self) -> None:
-        """Release the memory once the copies have completed. Idempotent."""
+        """Release the memory once the copies are done. Idempotent. Raises CudaError."""
         self._queue.end(self)
 
     def attempt(self) -> bool:
@@ -323,33 +327,33 @@ class AfterCopies(Deferred):
 class HostMemory:
     """Host memory in slots of equal size, pinned (see :class:`Pinning`) or pageable.
 
-    It is released after the object was closed or dropped, and after the copies in it.
+    The memory is released after the object was closed or dropped, and after the copies that use it.
     """
 
     def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map, *, pinned: bool = True) -> None:
-        """Make memory of ``nbytes`` bytes, in slots of ``slot`` bytes. ``run``: fills its pages, perhaps by several
-        threads. Raises OutOfMemoryError, CudaError.
+        """Allocate ``nbytes`` bytes, in slots of ``slot`` bytes. ``run`` is a function like ``map``, which may fill the
+        pages on several threads. Raises OutOfMemoryError, CudaError.
         """
         memory, release = Pinning(device).obtain(nbytes, run) if pinned else (fill(reserve(nbytes), run), list)
         self.release: AfterCopies = AfterCopies(session_of(device), self, release)
         """Release of the memory, after the copies that may still use it."""
         self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
-        """The memory of each slot."""
+        """The memory of each slot, as an array of bytes."""
 
     def close(self) -> None:
-        """Release the memory; idempotent. If the driver refuses, it is released later."""
+        """Release the memory. If the driver refuses, the deferred queue releases it later. Idempotent."""
         self.slots = []
         with contextlib.suppress(CudaError):
             self.release.end()
 
 
 def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
-    """Return zeroed host memory of ``sizes`` bytes, each in one slot; ``pinned`` for ``device``, or pageable. Raises
-    OutOfMemoryError.
+    """Return a list of zeroed host memories of ``sizes`` bytes, each with one slot. The memory is pinned for ``device``
+    if ``pinned``, otherwise pageable. Raises OutOfMemoryError.
 
-    Several threads make its pages: a copy to pages that do not exist yet takes ten times as long.
+    Several threads fill the pages, because a copy to pages that do not exist yet takes ten times as long.
     """
-    # Two pools, because a thread of ``several`` waits for its parts: in one pool all threads could wait, and none would
-    # fill parts.
+    # Two executors are needed, because a thread of `several` waits for its parts: in one executor all threads could be
+    # waiting, and none would fill parts.
     with ThreadPoolExecutor(cores()) as several, ThreadPoolExecutor(cores()) as parts:
         return [*several.map(lambda nbytes: HostMemory(device, nbytes, nbytes, parts.map, pinned=pinned), sizes)]
