@@ -1,4 +1,4 @@
-"""Sparse CUDA arrays: textures and volumes with memory for some of their tiles (``cuMemMapArrayAsync``).
+"""Sparse CUDA arrays: textures and volumes that have memory only for some of their tiles (``cuMemMapArrayAsync``).
 
 An array is divided into *tiles* of 64 KiB. Unmapped tiles read as zero and discard writes. The memory of mapped tiles
 comes from a :class:`TilePool`. Mapping and unmapping are stream-ordered.
@@ -37,34 +37,36 @@ from streamalloc.vmm.properties import ArrayMapInfo
 _LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_LAYERED, _SPARSE, _DEFERRED_MAPPING
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _TILE = 1 << 16  # Size of a tile in bytes.
-_MOST_NOTED = 64  # With fences of more streams than this, those of completed work are removed.
-_TAIL, _WHOLE = -1, -2  # Level numbers in _Tile: of the mip tail, and of an array that is mapped as a whole.
+_MOST_NOTED = 64  # Above this number of streams, fences of finished work are removed.
+_TAIL, _WHOLE = -1, -2  # Values of `_Tile.level` for the mip tail, and for an array that is mapped as a whole.
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
 
 Region: TypeAlias = Sequence[slice] | None
-"""Part of a level: for each dimension a slice in elements. None: the whole level."""
+"""Type of the argument ``region``, a part of a level: a slice in elements for each dimension. None means the whole
+level.
+"""
 
 
 class MipTail(NamedTuple):
-    """The levels that are smaller than a tile and share memory.
+    """The mip tail: the smallest mipmap levels, which share memory.
 
-    :attr:`SparseArray.mip_tail` is one.
+    The value of :attr:`SparseArray.mip_tail`.
     """
 
     first_level: int
-    """Number of the first such level."""
+    """Number of the first level in the mip tail."""
     nbytes: int
-    """Size in bytes, for each layer unless :attr:`single`."""
+    """Size of the mip tail in bytes. Unless :attr:`single`, each layer has a mip tail of this size."""
     single: bool
-    """Whether all layers share one tail."""
+    """Whether all layers share one mip tail."""
 
 
 class TilePool(Closes):
     """Physical memory for tiles of sparse arrays on one device.
 
-    A tile that was unmapped on one stream can be mapped on another, which then waits for the unmapping. ::
+    Memory of a tile that was unmapped on one stream can be mapped on another stream, which then waits for the unmap. ::
 
         pool = vmm.TilePool(device, 2 << 20)
         with pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
@@ -93,13 +95,13 @@ class TilePool(Closes):
         """Device of the memory."""
         self.memory: PhysicalMemory = PhysicalMemory(device, nbytes, tile_pool=True, round_up=round_up)
         """Physical memory of the tiles."""
-        # Driver 580 crashes if the memory is released while an operation on it is queued. So the release of a dropped
-        # pool waits for the work of the device.
+        # Driver 580 crashes if the memory is released while an operation on it is queued. With this attribute, the
+        # release of a dropped pool waits for the work of the device.
         self.memory._node.used_unmapped = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
         """Number of tiles of 64 KiB."""
         self._free: deque[_FreeTile] = deque((tile, None, None) for tile in range(self.tiles))
-        """Free tiles; the tile that has been free longest is the first."""
+        """Free tiles. The tile that has been free longest comes first."""
 
     @property
     def free_tiles(self) -> int:
@@ -108,16 +110,16 @@ class TilePool(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the memory is released."""
+        """Whether :meth:`close` was called."""
         return self.memory.closed
 
     def close(self) -> None:
-        """Wait for queued operations on the memory and release it (``cuMemRelease``). Idempotent.
+        """Wait for queued operations on the memory, and release the memory (``cuMemRelease``). Idempotent.
 
         Raises
         ------
         ValueError
-            An array uses tiles of the pool: first unmap them, or close the array.
+            An array uses tiles of the pool: first unmap these tiles, or close the array.
         """
         if self.memory.closed:
             return
@@ -130,9 +132,9 @@ class TilePool(Closes):
         self._free = deque((tile, None, None) for tile, *_ in self._free)
 
     def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
-        """Take ``count`` free tiles for use on ``stream``, adjacent ones with ``in_a_row``, and have the stream wait
-        for the work that used them. Tiles that have been free longest come first, because that work is most likely
-        done. Raises OutOfMemoryError, ClosedError.
+        """Remove ``count`` free tiles from the pool and return them for use on ``stream``; with ``in_a_row``, adjacent
+        tiles. Have the stream wait for earlier work on these tiles. Tiles that have been free longest come first,
+        because the work on them is most likely done. Raises OutOfMemoryError, ClosedError.
         """
         self._check_open()
         if in_a_row:
@@ -149,8 +151,8 @@ class TilePool(Closes):
         return taken
 
     def _begin_with_row(self, count: int) -> None:
-        """Reorder the free tiles so that the first ``count`` of them are adjacent. Raises OutOfMemoryError if no such
-        tiles are free.
+        """Reorder the free tiles so that the first ``count`` tiles are adjacent. Raises OutOfMemoryError if there are
+        no ``count`` adjacent free tiles.
         """
         ordered = sorted(self._free, key=operator.itemgetter(0))
         for first in range(len(ordered) - count + 1):
@@ -169,37 +171,41 @@ class TilePool(Closes):
 
 
 _FreeTile: TypeAlias = "tuple[int, Stream | None, Fence | None]"
-"""A tile, its last stream, and the work after which it is free; None instead of work if it is free at once."""
+"""Number of a free tile, the stream that used the tile last, and a fence for this use; None and None if nothing must be
+waited for.
+"""
 
 
 class _Array(HandleNode):
-    """The release of an array and its tiles. It precedes the release of the tiles' pools."""
+    """Node that destroys an array and returns its tiles. It is released before the memory of the tiles' pools."""
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
         super().__init__(allocations_of(session_of(device)), Kind.OBJECT)
         self.device = device
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
-        """Mapped tiles, each with its pool and its index there."""
+        """Mapped tiles, each with its pool and its number in the pool."""
         self.last: dict[weakref.ref[Stream], Fence] = {}
-        """By stream, a fence behind its last map, unmap or copy. Handles cannot be keys: the driver reuses them, and
-        the handle of the per-thread default stream names another stream on each thread.
+        """A fence for the last map, unmap or copy, by stream. Handles of streams cannot be keys: the driver reuses
+        handles, and the handle of the per-thread default stream names another stream on each thread.
         """
 
     def done(self, pool: TilePool) -> None:
-        """Let ``pool`` be released before the array, if the array has no more tiles of it."""
+        """If the array has no more tiles of ``pool``, allow the release of the pool before the array."""
         if all(user is not pool for user, _ in self.map.values()):
             pool.memory._node.first.pop(self, None)
 
     @property
     def users(self) -> tuple[int, ...]:
-        """Ordinal of the array's device. Its queued work comes before the release, because the driver does not document
-        that ``cuArrayDestroy`` waits for it.
+        """Ordinal of the array's device. The release waits for the device's queued work, because it is not documented
+        that ``cuArrayDestroy`` waits.
         """
         return (self.device.ordinal,)
 
     def release(self) -> None:
-        """Destroy the array and return its tiles to their pools. No work on it may be queued."""
+        """Destroy the array, and return its tiles to their pools. The caller has made sure that no work on the array is
+        queued. Raises CudaError.
+        """
         try:
             with self.device.current():
                 self.release_by("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
@@ -212,7 +218,9 @@ class _Array(HandleNode):
 
 
 class _Tile(NamedTuple):
-    """A tile of a level. With ``level=_TAIL`` or ``_WHOLE``, block ``x`` of 64 KiB in a mip tail or a whole array."""
+    """Position of a tile of an array. With ``level=_TAIL`` or ``_WHOLE``, the tile is the ``x``-th 64 KiB of a mip tail
+    or of the whole array.
+    """
 
     level: int
     layer: int
@@ -222,9 +230,9 @@ class _Tile(NamedTuple):
 
 
 class SparseArray(OwnsNode):
-    """A CUDA array, or mipmapped array, whose tiles are mapped to memory one by one.
+    """A CUDA array or mipmapped array into which memory is mapped tile by tile.
 
-    Kernels use it through texture or surface objects, which other libraries make from :attr:`handle`. ::
+    Kernels use the array through texture or surface objects, which other libraries make from :attr:`handle`. ::
 
         with vmm.SparseArray(device, (4096, 4096), np.float32) as array:
             array.map(tiles, (slice(0, 128), slice(0, 128)), stream=stream)    # memory for one tile
@@ -235,19 +243,19 @@ class SparseArray(OwnsNode):
     device
         Device of the array.
     shape
-        Shape in elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
-        (layers, height, width).
+        Shape in elements: (height, width), (depth, height, width), or with ``layered`` (layers, height, width).
     dtype
         Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits, in native byte order.
     channels
-        1, 2 or 4 channels per element.
+        Number of channels per element: 1, 2 or 4.
     layered
-        If true, the first of three dimensions counts layers.
+        Whether the first of three dimensions counts layers.
     levels
         Number of mipmap levels; 0 makes an array without mipmaps.
     deferred
-        If true, the array is mapped and unmapped as a whole (``CUDA_ARRAY3D_DEFERRED_MAPPING``), at tiles of a pool
-        that lie in a row. Without memory it cannot be copied, and kernels must not use it: the driver ends the context.
+        Whether the array is only mapped and unmapped as a whole (``CUDA_ARRAY3D_DEFERRED_MAPPING``), with adjacent
+        tiles of one pool. Without memory such an array cannot be copied, and a kernel that uses it fails, so that the
+        context is lost.
 
     Raises
     ------
@@ -256,7 +264,7 @@ class SparseArray(OwnsNode):
     TypeError, ValueError
         An argument is not allowed.
     InvalidValueError
-        The driver refuses the array; a dimension may be too large.
+        The driver refuses the array, for example because a dimension is too large.
     """
 
     def __init__(
@@ -274,13 +282,13 @@ class SparseArray(OwnsNode):
         self.device: Device = device
         """Device of the array."""
         self.deferred: bool = bool(deferred)
-        """Whether the array is mapped as a whole."""
+        """Whether the array is only mapped as a whole."""
         self.shape: tuple[int, ...] = tuple(checked_number("shape", extent) for extent in shape)
-        """Shape of level 0, in elements."""
+        """Shape of level 0 in elements, including layers."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        """Type of one channel."""
+        """NumPy type of one channel."""
         self.channels: int = channels
-        """Channels per element."""
+        """Number of channels per element."""
         self.layered: bool = bool(layered)
         """Whether the first dimension counts layers."""
         self.levels: int = checked_number("levels", levels)
@@ -311,12 +319,12 @@ class SparseArray(OwnsNode):
         descriptor.Flags = (_DEFERRED if self.deferred else _SPARSE) | (_LAYERED if self.layered else 0)
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         self.nbytes: int = 0
-        """Memory of an array that is mapped as a whole, in bytes; 0 for other arrays."""
+        """Bytes of memory that an array needs if it is mapped as a whole; 0 for other arrays."""
         self.mip_tail: MipTail | None = None
-        """Levels that share memory; None if no levels do."""
+        """The mip tail; None if the array has none."""
         self.tile: tuple[int, ...] = self.level_shape()
-        """Shape of a tile in elements: (height, width) or (depth, height, width). The whole shape if the array is
-        mapped as a whole.
+        """Shape of a tile in elements: (height, width) or (depth, height, width). If the array is mapped as a whole,
+        the shape of level 0.
         """
         with self.device.current():
             if self.levels:
@@ -358,7 +366,7 @@ class SparseArray(OwnsNode):
 
     @property
     def element_bytes(self) -> int:
-        """Size of an element with all its channels, in bytes."""
+        """Size of an element in bytes, with all its channels."""
         return self.dtype.itemsize * self.channels
 
     def level_shape(self, level: int = 0) -> tuple[int, ...]:
@@ -372,8 +380,8 @@ class SparseArray(OwnsNode):
         return tuple(max(extent >> level, 1) for extent in extents)
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return an array that says for each tile of a level and layer whether it is mapped. Raises ValueError if the
-        array has no such level or layer.
+        """Return an array of bool with one element for each tile of a level and layer: whether the tile is mapped.
+        Raises ValueError if the array has no such level or layer.
         """
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
@@ -390,39 +398,41 @@ class SparseArray(OwnsNode):
 
     @property
     def mapped_bytes(self) -> int:
-        """Memory of tile pools that the array uses, in bytes."""
+        """Bytes of memory of tile pools that the array uses."""
         return _TILE * len(self._node.map)
 
     def map(self, pool: TilePool, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
-        """Map the tiles of a region, stream-ordered (``cuMemMapArrayAsync``); their contents are undefined.
+        """Map memory to the tiles of a region, stream-ordered (``cuMemMapArrayAsync``). The contents of the tiles are
+        undefined.
 
         Parameters
         ----------
         pool
-            Pool of the tiles' memory.
+            Pool that the memory comes from.
         region
-            Slices in elements that begin and end at tiles or at the end of the level; None for the whole level, and for
-            an array that is mapped as a whole.
+            A slice in elements for each dimension, which begins and ends at a tile or at the end of the level. None for
+            the whole level, and for an array that is mapped as a whole.
         level, layer
-            Mipmap level, below the mip tail, and layer.
+            Number of the mipmap level, which is not in the mip tail, and of the layer.
         stream
-            Stream of the array's device that orders the mapping.
+            Stream of the array's device, in whose order the tiles are mapped.
 
         Raises
         ------
         OutOfMemoryError
-            The pool has too few free tiles, or too few in a row. Nothing is mapped.
+            The pool has too few free tiles, or too few adjacent free tiles. Nothing is mapped.
         ValueError
-            The region cuts tiles, is outside of the level or is mapped already; the array has no such level or layer.
+            The region contains only a part of a tile, is outside of the level or is mapped already. Or the array has no
+            such level or layer.
         CaptureError
             The stream is being captured.
         """
         self._map(self._tiles(region, level, layer), pool, stream)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
-        """Unmap the tiles of a region, stream-ordered (``cuMemMapArrayAsync``), and return them to their pools.
+        """Unmap the tiles of a region, stream-ordered (``cuMemMapArrayAsync``), and return their memory to the pools.
 
-        Unmapped tiles are skipped. Parameters and errors as for :meth:`map`.
+        Tiles that are not mapped are skipped. Parameters and errors as for :meth:`map`.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
@@ -451,10 +461,10 @@ class SparseArray(OwnsNode):
                 raise ValueError(f"{place} is mapped already")
         taken = pool._take(len(wanted), ordered, self.deferred)
         given = {tile: (pool, slot) for tile, (slot, *_) in zip(wanted, taken, strict=True)}
-        pool.memory._node.first[self._node] = None  # The array is released before the pool.
+        pool.memory._node.first[self._node] = None  # The array is destroyed before the pool's memory is released.
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
-            # One change maps a deferred array as a whole, because its tiles lie in a row.
+            # The driver maps a deferred array as a whole by one change, because its tiles are adjacent.
             self._submit(ordered, infos[:1] if self.deferred else infos)
         self._node.map.update(given)
         self._note(ordered)
@@ -477,15 +487,16 @@ class SparseArray(OwnsNode):
     def copy_from(
         self, source: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
-        """Copy from a contiguous host array into a region, stream-ordered (``cuMemcpy3DAsync``).
+        """Copy a contiguous host array into a region of the array, stream-ordered (``cuMemcpy3DAsync``).
 
         ``source`` has the shape of the region, plus a last dimension if there are several channels. Unmapped tiles
-        discard the bytes. ``region``, ``level`` and ``layer`` as for :meth:`map`, but the region may cut tiles.
+        discard the bytes. ``region``, ``level`` and ``layer`` as for :meth:`map`, but the region may begin and end
+        inside of tiles.
 
         Raises
         ------
         ValueError
-            The array has another shape or type, is not contiguous, or the region is empty or outside of the level.
+            ``source`` has another shape or type or is not contiguous, or the region is empty or outside of the level.
         CaptureError
             The stream is being captured.
         """
@@ -494,18 +505,19 @@ class SparseArray(OwnsNode):
     def copy_to(
         self, target: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
-        """Copy a region into ``target``, a writable contiguous host array, stream-ordered (``cuMemcpy3DAsync``).
-        Parameters and errors as for :meth:`copy_from`; TypeError if ``target`` is no such array.
+        """Copy a region of the array into ``target``, a writable contiguous host array, stream-ordered
+        (``cuMemcpy3DAsync``). Parameters and errors as for :meth:`copy_from`, and TypeError if ``target`` is no
+        writable numpy array.
         """
         if not isinstance(target, np.ndarray) or not target.flags.writeable:
             raise TypeError(f"target must be a writable numpy array, not {target!r}")
         self._copy(target, stream, region, level, layer, to_array=False)
 
     def close(self) -> None:
-        """Destroy the array (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``) and return its tiles, after the host has
-        waited for queued maps, unmaps and copies. Idempotent.
+        """Wait for queued maps, unmaps and copies, then destroy the array and return its tiles to their pools
+        (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``). Idempotent.
         """
-        # The driver does not document that ``cuArrayDestroy`` waits for queued work.
+        # It is not documented that `cuArrayDestroy` waits for queued work.
         for fence in self._node.last.values():
             fence.synchronize()
         if self._node.raw is not None:
@@ -514,7 +526,7 @@ class SparseArray(OwnsNode):
     # -- the driver's structs --------------------------------------------------------------------------------
 
     def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> ArrayMapInfo:
-        """Return the change that maps ``tile`` to the tile ``slot`` of ``pool``'s memory, or unmaps it if ``pool`` is
+        """Return the change that maps tile number ``slot`` of ``pool`` at ``tile``, or unmaps ``tile`` if ``pool`` is
         None.
         """
         common: dict[str, Any] = {"mipmapped": bool(self.levels), "device_bit_mask": 1 << self.device.ordinal}
@@ -537,8 +549,8 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), stream.checked_raw())
 
     def _note(self, stream: Stream) -> Fence:
-        """Record the work that was just queued on ``stream``, and return a fence behind it: :meth:`close` and the next
-        use of the tiles wait for it.
+        """Record a fence for the work that was just queued on ``stream``, and return the fence. :meth:`close` and the
+        next use of the tiles wait for it.
         """
         last, key = self._node.last, weakref.ref(stream.of_this_thread())
         if len(last) > _MOST_NOTED:
@@ -584,8 +596,8 @@ class SparseArray(OwnsNode):
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the start and stop indices of a region, in elements. Raises ValueError for a region, level or layer
-        that the array does not have.
+        """Return two tuples with the start and stop indices of a region, in elements. Raises ValueError for a region,
+        level or layer that the array does not have.
         """
         self._check_layer(layer)
         shape = self.level_shape(level)

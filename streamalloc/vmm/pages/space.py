@@ -622,11 +622,12 @@ class PageSpace(SwapSpace):
         """Return the memory of pages to the arena. The pages then read as zeros (``cuMemsetD8Async``).
 
         The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
-        one stream, the zeros are queued on that stream, and its later work reads zeros. Otherwise the zeros are queued
-        on a stream of the arena. If the work has completed already, later work of the space's stream also reads zeros.
+        one stream, the zeros are queued on this stream, and its later work reads zeros. Otherwise the zeros are queued
+        on a stream of the arena. If the work of ``after`` is already done, later work of the space's stream also reads
+        zeros.
 
-        Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
-        other pages may take the memory.
+        Other work may read a page once :attr:`parked` does not count it any more, or after a synchronisation of the
+        device. From then on, other pages may take the memory.
 
         If pages share memory, only the page that is released last is cleared. The other pages are unmapped after the
         work of ``after``. If the driver refuses to clear pages, these pages are unmapped after the work, too.
