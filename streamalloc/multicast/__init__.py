@@ -1,8 +1,8 @@
 """Multicast (NVLink SHARP): one write reaches the memory of several GPUs, and one read returns the sum, or another
 reduction, over the memory of several GPUs.
 
-:mod:`.objects` has the driver's multicast objects. :mod:`.symmetric` has memory of the same size on each rank, which is
-built on them; :mod:`.setup` sets it up, and :mod:`.signals` orders the streams of different ranks.
+:mod:`.objects` has the driver's multicast objects. :mod:`.symmetric` builds on these: it has memory of the same size on
+each rank. :mod:`.setup` sets up this memory, and :mod:`.signals` orders the streams of different ranks.
 """
 
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject, MulticastView

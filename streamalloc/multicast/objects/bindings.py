@@ -1,6 +1,7 @@
 """Bindings of memory to a multicast object: the checks, the driver call that binds, and the order of releases.
 
-The unbind (``cuMulticastUnbind``) comes before the release of the object and before the release of the memory.
+The unbind (``cuMulticastUnbind``) comes before the release of the multicast object and before the release of the
+memory.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNo
 
 
 def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
-    """Raise ValueError if ``value``, the argument ``name``, is no multiple of the granularity ``step`` in bytes. For
-    the text of the error: ``shown``, the value in another form, and ``hint``, what to do.
+    """Raise ValueError if ``value``, the argument ``name``, is no multiple of the granularity ``step`` in bytes. In the
+    error, ``shown`` replaces the value, and ``hint`` says what to do.
     """
     if value % step:
         raise ValueError(f"{name}={shown or value}: allowed are multiples of the granularity, {size_text(step)}{hint}")
 
 
 class BindSource(NamedTuple):
-    """A range of memory to bind."""
+    """A range of memory to bind to a multicast object."""
 
     given: object
-    """The argument of ``bind``, for error texts."""
+    """The argument ``memory`` of ``bind``, for errors."""
     memory: PhysicalMemory | Memory
     """The memory that the binding keeps alive."""
     offset: int
-    """Bytes from the start of :attr:`memory` to the range."""
+    """Offset of the range in :attr:`memory`, in bytes."""
     nbytes: int
-    """Bytes in the range."""
+    """Size of the range in bytes."""
     address: int | None
     """Device address of the range; None if the range is bound by the handle of its physical memory."""
     state: AllocationState | None
@@ -43,8 +44,8 @@ class BindSource(NamedTuple):
 
     @classmethod
     def of(cls, memory: object, memory_offset: int, nbytes: int | str | None, session: Session) -> BindSource:
-        """Return the range that the arguments of :meth:`MulticastObject.bind` name, with the physical memory behind an
-        address. ``session``: that of the multicast object.
+        """Return the range that the arguments of :meth:`MulticastObject.bind` name. If ``memory`` is mapped, find its
+        physical memory. ``session`` is the session of the multicast object.
 
         Raises
         ------
@@ -72,12 +73,12 @@ class BindSource(NamedTuple):
         if isinstance(base, GraphBuffer):
             raise ValueError(f"memory={memory!r} belongs to a graph, which frees it: bind memory of a pool")
         if not isinstance(base, RangeView):
-            # Mapped memory may be bound without access rights, which ``check_usable`` would demand.
+            # Mapped memory may be bound without access rights, which ``check_usable`` would require.
             memory.check_usable()
         address = memory.address + start
         if not isinstance(base.owner, AddressRange):
             return cls(memory, memory, start, size, address, None)
-        # The binding keeps the physical memory alive, not the address range: the addresses may be freed before the
+        # The binding keeps the physical memory alive, but not the address range: the addresses may be freed before the
         # unbind.
         begin = address - base.owner.address
         chunks = covering(base.owner, begin, begin + size)
@@ -92,17 +93,17 @@ class BindSource(NamedTuple):
         return cls(memory, chunk, begin - at, size, address, state_of(chunk))
 
     def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
-        """Return the ordinal of the device to bind for, after a check of the driver's rules. Raises TypeError,
-        ValueError.
+        """Check the driver's rules, and return the ordinal of the device to bind for. Raises TypeError, ValueError.
 
-        ``granularity``: of the multicast object, in bytes. ``device``: the argument of :meth:`MulticastObject.bind`.
-        ``shareable``: whether the multicast object can be shared; the memory must be shareable then, too.
+        ``granularity`` is that of the multicast object in bytes. ``device`` is the argument of
+        :meth:`MulticastObject.bind`. ``shareable``: whether the multicast object can be shared; the memory must then be
+        shareable, too.
         """
         check_multiple("nbytes", self.nbytes, granularity)
         if self.address is None:
             check_multiple("memory_offset", self.offset, granularity)
         else:
-            # ``cuMulticastBindAddr`` takes no offset in the memory, so the address alone must be aligned.
+            # `cuMulticastBindAddr` takes no offset in the memory, so the address itself must be aligned.
             check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
         if shareable and self._handle_types() == MemHandleType.NONE:
             raise ValueError(
@@ -123,7 +124,7 @@ class BindSource(NamedTuple):
         return device.ordinal
 
     def _handle_types(self) -> MemHandleType | None:
-        """Return the handle types that the memory was made for; None for memory whose properties are unknown."""
+        """Return the handle types that the memory was created with; None if its properties are not known."""
         if isinstance(self.memory, PhysicalMemory):
             return self.memory.properties.requested_handle_types
         base, _ = viewed(self.memory)
@@ -132,10 +133,10 @@ class BindSource(NamedTuple):
         return None if properties is None else properties.handle_types
 
     def bind_call(self, raw: Any, ordinal: int, offset: int, device: Device | None) -> tuple[str, tuple[Any, ...]]:
-        """Return name and arguments of the driver call that binds the range at ``offset`` of the object with the handle
-        ``raw``, for the device with this ``ordinal``.
+        """Return the name and the arguments of the driver call that binds the range at ``offset`` (bytes) of the
+        multicast object with the handle ``raw``, for the device ``ordinal``.
 
-        Host memory is bound for a ``device`` that the caller names. Only the functions with ``_v2`` take a
+        Host memory is bound for the ``device`` that the caller names. Only the functions with the suffix ``_v2`` take a
         device.
         """
         versioned = device is not None and self.memory.location.on_host
@@ -149,7 +150,9 @@ class BindSource(NamedTuple):
 
 
 class BindingNode(HandleNode):
-    """Node of a binding in the graph of releases. :attr:`raw` is the multicast object's handle until the unbind."""
+    """Node of the ownership tree (:mod:`streamalloc.vmm.ownership`) for a binding. :attr:`raw` is the multicast
+    object's handle until the unbind.
+    """
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
@@ -159,22 +162,22 @@ class BindingNode(HandleNode):
         self.device: int = device
         """Ordinal of the device that the memory is bound for."""
         self.offset: int = offset
-        """Bytes from the start of the object to the binding."""
+        """Offset of the binding in the multicast object, in bytes."""
         self.source: BindSource = source
 
     @property
     def stop(self) -> int:
-        """Bytes from the start of the object to the end of the binding."""
+        """Offset of the end of the binding in the multicast object, in bytes."""
         return self.offset + self.source.nbytes
 
     def link(self, team: Node) -> None:
-        """Add the binding to the graph of releases. The order: this binding, the object's mappings, the object, the
-        memory, the addresses. ``team``: the node of the object's team.
+        """Set the order of releases: this binding, the multicast object's mappings, the object, the memory, the
+        addresses. ``team`` is the node of the object's team.
         """
         state = self.source.state
         self._raw = self.object.raw
-        # The object's node is in a table that lives as long as the driver. By this reference the memory cannot be
-        # collected, and released, before the object.
+        # The object's node is in a table that exists as long as the driver. By this reference the memory cannot be
+        # collected, and so not released, before the object.
         self.object.kept[self] = self.source.memory
         for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
             node.first[self] = None
@@ -188,8 +191,8 @@ class BindingNode(HandleNode):
                 mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
-        """Remove the edges between object and memory from the graph of releases, unless another binding of the object
-        has the same memory. ``team``: the node of the object's team.
+        """Remove the order between multicast object and memory, unless another binding of the object has the same
+        memory. ``team`` is the node of the object's team.
         """
         state = self.source.state
         self.object.kept.pop(self, None)
@@ -201,8 +204,8 @@ class BindingNode(HandleNode):
                 node.first.pop(self.object, None)
 
     def release(self) -> None:
-        """Unbind the memory (``cuMulticastUnbind``). If the bind call may not have succeeded, a refusal means that
-        nothing is bound. Raises CudaError.
+        """Unbind the memory (``cuMulticastUnbind``). Raises CudaError. If the bind call was interrupted, a refusal is
+        no error: it means that nothing is bound.
         """
         try:
             self.release_by("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
@@ -212,13 +215,15 @@ class BindingNode(HandleNode):
             self.was_refused()
 
     def was_refused(self) -> None:
-        """Mark the binding as gone without a driver call, after a refused bind or an interrupt before the call."""
+        """Mark the binding as released without a driver call, because the driver refused the bind or the call was not
+        made.
+        """
         self._raw = None
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory, and from the nodes that had to be released after it.
-        Otherwise these nodes would keep the memory alive.
+        """Remove the binding from the state of its memory, and from the nodes that must be released after it. Otherwise
+        these nodes would keep the memory alive.
         """
         state = self.source.state
         if state is not None:
