@@ -1,9 +1,9 @@
-"""Barriers and signals between the streams of different ranks, by counters in device memory. The host never blocks.
+"""Barriers and signals between streams of different ranks, by counters in device memory. The host never blocks.
 
 The memory of each rank has one counter for each sending rank, each channel and each kind (barrier or signal). Only the
-sender increases its counter, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible to all
-devices. The stream of the receiving rank waits for the counter in that rank's own memory, by ``cuStreamWaitValue32``.
-Counters only increase. So they need no reset, and one rank may be ahead of the others.
+sending rank increases the counter, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible
+to all devices. A stream of the receiving rank waits for the counter in that rank's own memory, by
+``cuStreamWaitValue32``. Counters only increase. So they need no reset, and one rank may be ahead of the others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from streamalloc.multicast.setup.plan import CHANNELS, RankLayout
 
 _BARRIER, _SIGNAL = 0, 1
 _WRAP = 1 << 32
-"""Counters have 32 bits and wrap to 0 at this value. ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically, so a wait stays
-correct when its counter wraps.
+"""Counters have 32 bits and wrap to 0 at this value. ``CU_STREAM_WAIT_VALUE_GEQ`` compares cyclically, so a wait is
+correct also when its counter wraps.
 """
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _CAPTURED = "the counters increase at each call, and a graph would write and wait for the same values at each launch"
 
 
 class Signals:
-    """Barriers and signals of the ranks of one process. ``layout``: the parts of each rank's memory. ``bases``: the
-    address of each rank's memory in this process, by rank.
+    """Barriers and signals of the ranks of one process. ``layout`` describes the parts of each rank's memory. ``bases``
+    has the address of each rank's memory in this process, by rank.
     """
 
     def __init__(self, layout: RankLayout, bases: Sequence[int]) -> None:
@@ -45,16 +45,16 @@ class Signals:
         self._sent: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """Number of signals that ``rank`` has sent to ``peer`` so far, by (rank, peer, channel)."""
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """Number of signals from ``peer`` that ``rank`` has queued a wait for, by (rank, peer, channel)."""
+        """Number of signals from ``peer`` for which ``rank`` has queued a wait, by (rank, peer, channel)."""
         self._latest: dict[tuple[int, int, int, int], Fence] = {}
-        """Fence after the last barrier or signal, by (kind, rank, peer, channel); the peer of a barrier is -1.
+        """Fence for the last barrier or signal, by (kind, rank, peer, channel); the peer of a barrier is -1.
 
-        The next barrier or signal waits for this fence, so that it writes the counter later.
+        The next barrier or signal waits for this fence, so that the counter is written in order.
         """
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
-        """Queue a barrier of ``channel`` on the streams: by rank, one for each rank of this process. Raises TypeError,
-        ValueError, CaptureError, CudaError.
+        """Queue a barrier of ``channel`` on ``streams``, which has one stream for each rank of this process, by rank.
+        Raises TypeError, ValueError, CaptureError, CudaError.
 
         Each stream increments its rank's counter in the memory of all other ranks (``cuStreamWriteValue32``), then
         waits for the increments of the other ranks (``cuStreamWaitValue32``).
@@ -64,8 +64,8 @@ class Signals:
         for rank, stream in streams.items():
             stream.refuse_capture("cuStreamWaitValue32", _CAPTURED)
             self._wait_for_latest(stream, _BARRIER, rank, -1, channel)
-        # All writes come before the first wait. Otherwise a stream that serves several ranks would wait for a write
-        # that is queued behind the wait, for ever.
+        # All writes come before the first wait. Otherwise a stream that serves several ranks would wait for ever, for a
+        # write that is queued after the wait.
         for rank, stream in streams.items():
             for other in self._others(rank):
                 self._write(stream, other, _BARRIER, channel, rank, count)
@@ -73,8 +73,8 @@ class Signals:
             for other in self._others(rank):
                 self._wait(stream, rank, _BARRIER, channel, other, count)
             self._record_latest(stream, _BARRIER, rank, -1, channel)
-        # Counted after all calls have succeeded, so that after a failure the next barrier writes the same values again.
-        # With a higher count on this rank alone, the ranks would wait for different values.
+        # The barrier is counted after all calls have succeeded, so that after a failure the next barrier writes the
+        # same values again. With a higher count on this rank alone, the ranks would wait for different values.
         self._rounds[channel] = count
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
@@ -89,8 +89,8 @@ class Signals:
         self._sent[rank, peer, channel] = count
 
     def wait(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
-        """Queue a wait for the next increment by ``peer`` in the memory of ``rank``, before the later work of
-        ``stream`` (``cuStreamWaitValue32``). Errors as for :meth:`barrier`.
+        """Have later work of ``stream`` wait for the next increment by ``peer`` in the memory of ``rank``
+        (``cuStreamWaitValue32``). Errors as for :meth:`barrier`.
         """
         self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
@@ -98,12 +98,12 @@ class Signals:
         self._awaited[rank, peer, channel] = count
 
     def released(self, rank: int) -> npt.NDArray[np.uint32]:
-        """Return values for all counters in the memory of ``rank``. Written there, they satisfy each wait that is
-        queued on the rank's streams, so that the device becomes idle without the other ranks.
+        """Return an array of values for all counters in the memory of ``rank``. If these values are written there, each
+        wait that is queued on the rank's streams ends, so that the device becomes idle without the other ranks.
         """
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
-            # Add 1 to the count, because a barrier that failed was not counted but may have queued waits.
+            # 1 is added, because a barrier that failed was not counted but may have queued waits.
             counters[_BARRIER, channel] = (count + 1) % _WRAP
         for (waiting, peer, channel), count in self._awaited.items():
             if waiting == rank:
@@ -130,9 +130,10 @@ class Signals:
         stream.refuse_capture(call, _CAPTURED)
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        """Have ``stream`` wait for the last write of the counter, which may be on another stream. Raises CudaError.
+        """Have ``stream`` wait for the last write of the counter, which may have been queued on another stream. Raises
+        CudaError.
 
-        Otherwise the later value could be written first, and the counter would decrease.
+        Otherwise the new value could be written first, and the counter would then decrease.
         """
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:

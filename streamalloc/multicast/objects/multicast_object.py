@@ -1,7 +1,7 @@
-"""Multicast objects: one range of addresses that reaches memory on each device of a team (driver API section 6.16).
+"""Multicast objects: one range of addresses that reaches memory on each device of a team.
 
-A :class:`MulticastObject` owns its bindings, and a :class:`Binding` is a reference to one of them. The order of
-releases: unbind the memory, unmap the object, release the object, release the memory, free the addresses.
+A :class:`MulticastObject` owns its bindings, and a :class:`Binding` refers to one of them. The order of releases is:
+unbind the memory, unmap the object, release the object, release the memory, free the addresses.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class MulticastObjectProp:
     Attributes
     ----------
     num_devices
-        The number of devices in the team; 1 or more.
+        Number of devices in the team, at least 1.
     size
         Bytes that can be bound for each device.
     handle_types
-            Handle types for export to other processes.
+        Handle types for export to other processes.
     flags
         Must be 0.
     """
@@ -97,14 +97,14 @@ class MulticastObjectProp:
 class MulticastObject(GenericAllocation):
     """Create a multicast object for a team of devices (``cuMulticastCreate``).
 
-    Order of use:
+    Use it in this order:
 
     1. Add every device of the team (:meth:`add_device`).
     2. Bind memory of each device (:meth:`bind`).
     3. Map the object: :meth:`map`, or :meth:`streamalloc.vmm.AddressRange.map`.
 
-    A write to the mapping reaches the memory of every device. ``multimem`` instructions of PTX reduce over that memory.
-    Ordinary reads of the mapping are undefined. ::
+    A write to the mapping reaches the memory of every device. PTX's ``multimem`` instructions reduce over the memory of
+    all devices. Ordinary reads of the mapping have undefined results. ::
 
         with MulticastObject(2 << 20, len(devices)) as team:
             for device in devices:
@@ -114,17 +114,19 @@ class MulticastObject(GenericAllocation):
             view = team.map(access=devices)
             view.fill(7, stream)    # writes 2 MiB on every device
 
-    **Several processes.** One process creates the object and exports it. The others import it (:meth:`from_handle`).
-    Each process adds its devices and binds its memory. While a device is missing, the driver would block in bind and
-    map calls, so this class raises :class:`IncompleteTeamError` instead; see :meth:`mark_complete`.
+    **Several processes.** One process creates the object and exports it (:meth:`export`). The others import it
+    (:meth:`from_handle`). Each process adds its devices and binds its memory. While a device is missing, the driver
+    would block in bind and map calls, so this class raises :class:`IncompleteTeamError` instead; see
+    :meth:`mark_complete`.
 
-    **Aliasing.** The object's mapping and the bound memory's own mapping are two addresses of the same bytes. Within a
-    kernel, put ``fence.proxy.alias`` between accesses through the two addresses. Operations of one stream need no
+    **Aliasing.** The object's mapping and the bound memory's own mapping give the same bytes two addresses. Within a
+    kernel, put ``fence.proxy.alias`` between accesses by the two addresses. Separate operations of one stream need no
     fence.
 
-    **Release order.** Leaving a ``with`` block unbinds the memory, and unmaps and releases the object; dropping the
-    object does the same. Bound memory is released after the object, even if it was closed earlier. If a dropped address
-    range maps the object or its bound memory, the addresses stay reserved until object and memory are released.
+    **Release order.** The end of a ``with`` block unbinds the memory, and unmaps and releases the object. The same
+    happens if the object is dropped. Bound memory is released after the object, even if the memory was closed earlier.
+    If a dropped address range has mappings of the object or its bound memory, the addresses stay reserved until object
+    and memory are released.
 
     The class is not thread-safe.
 
@@ -137,11 +139,11 @@ class MulticastObject(GenericAllocation):
     handle_types
         Handle types for export to other processes. If set, only shareable memory can be bound.
     round_up
-        If true, round ``nbytes`` up to the granularity; otherwise an unaligned size raises ``ValueError``.
+        Whether to round ``nbytes`` up to the granularity. Otherwise an unaligned size raises ``ValueError``.
     recommended
-        If true, use the granularity with the best performance, not the smallest one.
+        Whether to use the granularity that the driver recommends for performance, rather than the minimum.
     driver
-        The driver to use; default: the current one.
+        The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -152,7 +154,7 @@ class MulticastObject(GenericAllocation):
     NotPermittedError
         Fabric handles were requested, and this user cannot open an IMEX channel.
     OutOfMemoryError
-        The switches have no room for another object.
+        The NVSwitches have no resources left for another object.
     SystemNotReadyError
         The fabric manager is not running.
     """
@@ -193,7 +195,7 @@ class MulticastObject(GenericAllocation):
         self.devices: tuple[Device, ...] = ()
         """Devices that this process added; other processes may have added more."""
         self.properties: MulticastObjectProp = prop
-        """The properties that the object was created with."""
+        """Properties with which the object was created."""
         self.num_devices: int = prop.num_devices
         """Number of devices in the team, over all processes."""
         self._granularity: int = step
@@ -216,17 +218,17 @@ class MulticastObject(GenericAllocation):
         recommended: bool = False,
         driver: Driver | None = None,
     ) -> int:
-        """Return the bytes of which an object's size, and the sizes, offsets and addresses of its bindings, are
-        multiples (``cuMulticastGetGranularity``).
+        """Return the granularity of a multicast object in bytes (``cuMulticastGetGranularity``). The object's size, and
+        sizes, offsets and addresses of its bindings, must be multiples of it.
 
         Parameters
         ----------
         num_devices, nbytes, handle_types
             Properties of the object, as for :class:`MulticastObject`; ``nbytes`` need not be aligned.
         recommended
-            If true, return the granularity with the best performance, not the smallest one.
+            Whether to return the granularity that the driver recommends for performance, rather than the minimum.
         driver
-            The driver to use; default: the current one.
+            The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
         Raises
         ------
@@ -253,14 +255,15 @@ class MulticastObject(GenericAllocation):
         Parameters
         ----------
         handle
-            The result of :meth:`export` there. An :class:`Fd` is closed by this call, even if the call fails. A file
-            descriptor given as a number stays open.
+            The result of :meth:`export` in the other process. An :class:`Fd` is closed by this call, even if the call
+            fails. A file descriptor given as a number stays open.
         nbytes, num_devices
-            The values that the object was created with; the driver does not return them.
+            Size in bytes and number of devices with which the object was created. The driver does not report these
+            values.
         handle_types
-            The value that the object was created with; default: the type of ``handle``.
+            Handle types with which the object was created; default: the type of ``handle``.
         driver
-            The driver to use; default: the current one.
+            The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
         Raises
         ------
@@ -283,7 +286,9 @@ class MulticastObject(GenericAllocation):
 
     @property
     def complete(self) -> bool:
-        """Whether the team has all its devices: all were added here, or :meth:`mark_complete` was called."""
+        """Whether the team has all its devices: this process has added all of them, or :meth:`mark_complete` was
+        called.
+        """
         return self._complete or self._all_here
 
     @property
@@ -297,16 +302,17 @@ class MulticastObject(GenericAllocation):
         return MemLocation.none()
 
     def add_device(self, device: Device) -> None:
-        """Add a device to the team (``cuMulticastAddDevice``). It stays in the team until the object is released.
+        """Add a device to the team (``cuMulticastAddDevice``). The device stays in the team until the object is
+        released.
 
         Raises
         ------
         TypeError, ValueError
-            The argument is not a device of this driver, was added already, or the team is full.
+            ``device`` is not a device of this driver or was added already, or the team is full.
         NotSupportedError
             The device does not support multicast objects.
         InvalidDeviceError
-            NVLink does not join the device to the others of the team.
+            The device is not joined by NVLink to the other devices of the team.
         """
         raw = self._checked_raw()
         check_device("device", device, self._session)
@@ -320,11 +326,11 @@ class MulticastObject(GenericAllocation):
         self.devices += (device,)
 
     def mark_complete(self) -> None:
-        """Declare that all processes have added their devices: :attr:`complete` becomes true.
+        """Declare that all processes have added their devices, so that :attr:`complete` becomes True.
 
-        This call is needed if other processes add devices. Make it after a barrier that each process reaches once it
-        has added its devices. Do not make it if a process failed to add a device: the driver would block in bind and
-        map for ever. Raises :class:`ClosedError`.
+        This call is needed if other processes add devices. Call it after a barrier that each process reaches after it
+        has added its devices. Do not call it if a process failed to add a device: the driver would then block in bind
+        and map calls for ever. Raises :class:`ClosedError`.
         """
         self._checked_raw()
         self._complete = True
@@ -345,33 +351,34 @@ class MulticastObject(GenericAllocation):
     ) -> Binding:
         """Bind memory of one device to a range of the object (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
 
-        The object keeps the memory alive until the unbind. Before that, physical memory may be closed: its release then
-        follows the unbind. A pool's buffer must not be freed.
+        The object keeps the memory alive until it is unbound. Physical memory may be closed earlier: it is then
+        released after the unbind. A pool's buffer must not be freed earlier.
 
         Parameters
         ----------
         memory
-            :class:`PhysicalMemory`, a mapping of one chunk of it, or a buffer of a pool.
+            A :class:`PhysicalMemory`, a mapping of one chunk of physical memory, or a buffer of a pool.
         offset
-            Bytes from the start of the object; a multiple of the granularity.
+            Offset in the object in bytes, a multiple of the granularity.
         memory_offset, nbytes
-            The range of ``memory`` to bind, in bytes; multiples of the granularity. Default: all of it.
+            Offset and size of the range of ``memory`` to bind, in bytes, multiples of the granularity. Default: all of
+            the memory.
         device
-            The device to bind for. Device memory is bound for its own device, which is the default. Host memory needs
-            the argument: a device nearest to the memory's NUMA node (``cuMulticastBindMem_v2``).
+            The device to bind for. Device memory is always bound for its own device, which is the default. For host
+            memory, name the device that is nearest to the memory's NUMA node (``cuMulticastBindMem_v2``).
 
         Raises
         ------
         IncompleteTeamError
-            Not all devices were added; the driver would block.
+            Not all devices were added. The driver would block.
         TypeError, ValueError
-            An offset, size or address is unaligned or out of range, or those bytes are bound already. Or the memory
-            belongs to another driver, has several chunks, is on a device outside the team, or cannot be shared although
-            the object can.
+            An offset, size or address is unaligned or out of range, or these bytes of the object are bound already. Or
+            the memory belongs to another driver, has several chunks, is on a device outside of the team, or cannot be
+            shared although the object can.
         ClosedError
             The object or the memory was closed.
         OutOfMemoryError
-            The switches have no room left.
+            The NVSwitches have no resources left.
         SystemNotReadyError
             The fabric manager is not running.
         """
@@ -393,8 +400,8 @@ class MulticastObject(GenericAllocation):
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # Listed before the call, so that the binding is undone even if a signal handler raises right after the
-            # call.
+            # The node is listed before the call, so that the binding is undone even if a signal handler raises right
+            # after the call.
             self._bound.append(node)
             node.link(self._team)
             self._session.call(name, *arguments)
@@ -412,12 +419,12 @@ class MulticastObject(GenericAllocation):
         Parameters
         ----------
         access
-            Devices of the team that may use the mapping, as for :meth:`AddressRange.map`.
+            Permissions of devices of the team, as for :meth:`AddressRange.map`.
 
         Raises
         ------
         IncompleteTeamError
-            Not all devices were added; the driver would block.
+            Not all devices were added. The driver would block.
         ValueError
             A device is not in the team.
         AddressSpaceError
@@ -429,24 +436,25 @@ class MulticastObject(GenericAllocation):
         return MulticastView(*map_alone(self, self._granularity, rights))
 
     def close(self, after: After = None, *, unmap: bool = False) -> None:
-        """Unbind all memory (``cuMulticastUnbind``) and release the object (``cuMemRelease``); idempotent.
+        """Unbind all memory (``cuMulticastUnbind``) and release the object (``cuMemRelease``). Idempotent.
 
         Parameters
         ----------
         after
-            Streams or events to wait for first, see :class:`AddressRange`. Default: all work of the devices with access
-            to a mapping of the object.
+            Streams or events that the host first waits for, see :class:`AddressRange`. Default: all work of the devices
+            with access to a mapping of the object.
         unmap
-            If true, also unmap the object (``cuMemUnmap``), as leaving a ``with`` block does.
+            Whether to unmap the object first (``cuMemUnmap``), as the end of a ``with`` block does.
 
         Raises
         ------
         ValueError
-            The object is mapped, and ``unmap`` is false.
+            The object is mapped, and ``unmap`` is False.
         """
         if self.closed:
             return
-        # Dropped address ranges may still have mappings of the object. Unmap these first: they must not count below.
+        # Dropped address ranges may still have mappings of the object. These are unmapped first, so that they do not
+        # count below.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {counted(self.mapping_count, 'mapping')}: unmap before it is closed")
@@ -477,8 +485,8 @@ class MulticastObject(GenericAllocation):
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Block until the work that may use the object is done, because ``cuMulticastUnbind`` and ``cuMemUnmap`` do not
-        wait. ``after`` and errors as for :meth:`close`.
+        """Block the host until the work that may use the object is done, because ``cuMulticastUnbind`` and
+        ``cuMemUnmap`` do not wait. ``after`` and errors as for :meth:`close`.
         """
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
@@ -550,21 +558,22 @@ class MulticastObject(GenericAllocation):
 
 
 class Binding(Closes):
-    """Memory of one device that is bound to a multicast object; returned by :meth:`MulticastObject.bind`.
+    """Memory of one device that is bound to a multicast object. :meth:`MulticastObject.bind` returns it.
 
-    :meth:`close` unbinds the memory. Dropping this object does not, because the multicast object owns the binding.
+    :meth:`close` unbinds the memory. If this object is dropped, the memory stays bound, because the multicast object
+    owns the binding.
     """
 
     def __init__(self, multicast: MulticastObject, node: BindingNode) -> None:
         self._node = node
         self.multicast: MulticastObject = multicast
-        """The object that the memory is bound to."""
+        """Multicast object that the memory is bound to."""
         self.memory: PhysicalMemory | Memory = node.source.memory
-        """The bound memory; for a mapping, the physical memory behind it."""
+        """The bound memory. If a mapping was bound, its physical memory."""
         self.offset: int = node.offset
-        """Bytes from the start of the multicast object to the binding."""
+        """Offset of the binding in the multicast object, in bytes."""
         self.memory_offset: int = node.source.offset
-        """Bytes from the start of :attr:`memory` to the bound range."""
+        """Offset of the bound range in :attr:`memory`, in bytes."""
         self.nbytes: int = node.source.nbytes
         """Size of the bound range in bytes."""
 
@@ -579,7 +588,7 @@ class Binding(Closes):
         return self._node.gone
 
     def close(self, after: After = None) -> None:
-        """Unbind the memory (``cuMulticastUnbind``); idempotent.
+        """Unbind the memory (``cuMulticastUnbind``). Idempotent.
 
         The unbind is not stream-ordered: the host blocks until the streams or events ``after`` are done, see
         :class:`AddressRange`. Default: all work of the devices with access to a mapping of the object. Raises
@@ -601,11 +610,12 @@ class Binding(Closes):
 
 
 class MulticastView(LoneMapping):
-    """A multicast object in its own address range; returned by :meth:`MulticastObject.map`.
+    """A mapping of a multicast object in its own address range. :meth:`MulticastObject.map` returns it.
 
-    :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads are undefined, so
+    :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads have undefined results, so
     :meth:`copy_to` and the array interfaces raise an error. Kernels use ``multimem`` instructions at :attr:`address`. A
-    kernel that also uses the bound memory at its own address needs ``fence.proxy.alias``: see :class:`MulticastObject`.
+    kernel that also uses the bound memory at the memory's own address needs ``fence.proxy.alias``: see
+    :class:`MulticastObject`.
     """
 
     __slots__ = ()
@@ -621,8 +631,8 @@ def _granularity_of(session: Session, prop: MulticastObjectProp, *, recommended:
 
 
 def _check_supported(session: Session) -> None:
-    """Raise NotSupportedError if no device supports multicast objects. Call this before the driver calls, whose errors
-    do not say what is missing.
+    """Raise NotSupportedError if no device supports multicast objects. This is checked first, because errors of the
+    driver calls do not say what is missing.
     """
     devices = Device.all(session.driver)
     if not any(device.attribute("MULTICAST_SUPPORTED") for device in devices):

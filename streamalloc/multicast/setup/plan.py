@@ -1,4 +1,4 @@
-"""Plan of the set-up of symmetric memory. Every rank computes the same plan from the profiles of all ranks.
+"""Plan for the set-up of symmetric memory. Every rank computes the same plan from the profiles of all ranks.
 
 This module makes no driver call and sends nothing. All ranks have the same profiles, so an error is raised on all
 ranks.
@@ -17,24 +17,24 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
 CHANNELS = 16
-"""Number of independent channels for barriers, and for signals between each two ranks."""
+"""Number of independent channels for barriers, and for signals between two ranks."""
 
 _FORMAT = 1
 """Version of the encoded profile. It increases with each change of a field."""
 _LINE = 128
-"""Bytes in a GPU cache line; each part of the layout begins at a multiple of it."""
+"""Size of a GPU cache line in bytes. Each part of the layout begins at a multiple of this size."""
 _COUNTER = 4
-"""Bytes of a counter, as ``cuStreamWriteValue32`` writes."""
+"""Size in bytes of a counter, which ``cuStreamWriteValue32`` writes."""
 _ADDRESS = 8
-"""Bytes of a device address in a table."""
+"""Size in bytes of a device address in a table."""
 _KINDS = 2
-"""Kinds of counters: barrier and signal."""
+"""Number of kinds of counters: barrier and signal."""
 _FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Profile of one rank: its arguments, and identity and capabilities of its device."""
+    """Profile of one rank, which is sent to all ranks: its arguments, and identity and capabilities of its device."""
 
     device: str
     """UUID and name of the device."""
@@ -49,31 +49,31 @@ class RankProfile:
     nbytes: int
     signal_pad_bytes: int
     multicast: bool | None
-    """None: use multicast if all devices support it."""
+    """Whether to use multicast; None to use it if all devices support it."""
     handle_type: int
-    """``MemHandleType`` as a number; 0 for any that works."""
+    """``MemHandleType`` as a number; 0 for any type that works."""
     host: str
-    """Machine, user and network namespace."""
+    """Text that identifies machine, user and network namespace."""
     multicast_granularity: int
-    """Recommended granularity in bytes of a multicast object, the largest over the handle types that the device
-    offers; 0 if there will be no multicast object.
+    """Recommended granularity of a multicast object in bytes, the largest for any handle type that the device supports;
+    0 if there will be no multicast object.
     """
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
-        """Return the profile as JSON. Every version can read JSON far enough to see that the format is another one, and
-        to say so in an error.
+        """Return the profile as JSON. Any version of this library can read the field ``format`` of it and report a
+        difference.
         """
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankProfile:
-        """Return the profile that another rank has encoded as ``data``.
+        """Return the profile that a rank has encoded as ``data`` (:meth:`to_bytes`).
 
         Raises
         ------
         ValueError
-            The rank runs a version of this library with another format.
+            The rank runs a version of this library with another format of the profile.
         """
         fields = json.loads(data)
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
@@ -82,15 +82,15 @@ class RankProfile:
 
 
 class RankLayout(NamedTuple):
-    """Parts of each rank's memory: sizes, and offsets from the start of that memory, all in bytes."""
+    """Parts of each rank's memory: their sizes, and offsets from the start of the rank's memory, all in bytes."""
 
     nbytes: int
-    """Size of the user's part, which is at offset 0."""
+    """Size of the part for the program, which is at offset 0."""
     signal_pad: int
-    """Offset of the signal pad."""
+    """Offset of the signal pad, which is memory for signals of the program's own kernels."""
     signal_pad_bytes: int
     counters: int
-    """Offset of the counters by which barriers and signals work."""
+    """Offset of the counters for barriers and signals."""
     buffer_table: int
     """Offset of the table with the device address of each rank's memory."""
     signal_table: int
@@ -99,15 +99,15 @@ class RankLayout(NamedTuple):
     """Size of all parts together, not rounded up to the granularity."""
 
     def counter(self, kind: int, channel: int, sender: int, size: int) -> int:
-        """Return the offset of the counter that rank ``sender`` increments. ``kind``: 0 for barriers, 1 for signals.
-        ``channel``: 0 to 15. ``size``: the number of ranks.
+        """Return the offset in bytes of the counter that rank ``sender`` increments. ``kind`` is 0 for barriers, 1 for
+        signals. ``channel`` is 0 to 15. ``size`` is the number of ranks.
         """
         return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
 
 
 def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
-    """Return the layout of each rank's memory among ``size`` ranks: ``nbytes`` for the user, ``signal_pad_bytes`` of
-    signal pad, counters, tables. Each part begins a cache line, so that parts are never written in one line.
+    """Return the layout of each rank's memory for ``size`` ranks: ``nbytes`` for the program, ``signal_pad_bytes`` of
+    signal pad, counters, tables. Each part begins at a cache line, so that no two parts are in one cache line.
     """
     signal_pad = round_up(nbytes, _LINE)
     counters = round_up(signal_pad + signal_pad_bytes, _LINE)
@@ -123,21 +123,21 @@ class Plan(NamedTuple):
     layout: RankLayout
     multicast: bool
     handle_types: tuple[MemHandleType, ...]
-    """Usable handle types, the preferred one first."""
+    """Handle types that can be used, the preferred type first."""
     physical_bytes: int
-    """Bytes of physical memory per rank."""
+    """Bytes of physical memory of each rank."""
 
 
 def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
-    """Return the plan that follows from the profiles of all ranks, by rank. ``one_process``: all ranks are in this
-    process, so that no handle is exchanged.
+    """Return the plan for the profiles of all ranks, in the order of ranks. ``one_process``: whether all ranks are in
+    this process, so that no handle is exchanged.
 
     Raises
     ------
     ValueError
-        The ranks got different arguments; the message lists them.
+        The ranks got different arguments. The message lists the arguments.
     NotSupportedError
-        The requested multicast or handle type does not work, or no handle type does; the message gives the reason.
+        The requested multicast or handle type is not possible, or no handle type is. The message gives the reason.
     """
     for name in ("nbytes", "signal_pad_bytes", "multicast", "handle_type"):
         values = [getattr(profile, name) for profile in profiles]

@@ -1,7 +1,7 @@
-"""Group of ranks that run steps together. A step succeeds on all ranks, or fails on all with one error.
+"""Group of ranks that run steps together. A step succeeds on all ranks, or fails on all ranks with the same error.
 
-After each step every rank sends its outcome to all others, even if the step failed there. So no rank waits for a failed
-one, and all ranks make the same calls of the communicator in the same order.
+After each step every rank sends its outcome to all others, even if the step failed on this rank. So no rank waits for a
+rank that has failed, and all ranks make the same calls of the communicator in the same order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from streamalloc.ipc.internal import described, left
 
 _DONE, _FAILED = b"\0", b"\1"
 _LONGEST_REASON = 2000
-"""Length in bytes to which an error text is cut before it is sent to the other ranks."""
+"""Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
 _GRACE = 2.0
-"""Seconds that other ranks get for the undo of a failed step, even if less is left of the time limit."""
+"""Seconds that other ranks have at least for the undo of a failed step, even if less time is left."""
 
 
 class SymmetricMemoryError(RuntimeError):
-    """A collective step failed on a rank, and therefore on all ranks. Its effects are undone.
+    """A collective step failed on a rank, and therefore on all ranks. The effects of the step were undone.
 
     The collective calls of :class:`SymmetricMemory` raise it.
 
     Attributes
     ----------
     rank
-        The rank that failed; if several did, the lowest.
+        The rank that failed; the lowest if several failed.
     step
         The step that failed: ``"agree"``, ``"create"``, ``"export"``, ``"exchange"``, ``"import"``, ``"add"``,
         ``"bind"``, ``"reserve"``, ``"map"``, ``"access"``, ``"clear"`` or ``"close"``.
@@ -54,9 +54,9 @@ class RankGroup:
     Parameters
     ----------
     communicator
-        Connects processes with one rank each; None: this process has all ranks.
+        Object that connects processes with one rank each; None if this process has all ranks.
     size
-        Number of ranks without a communicator.
+        Number of ranks if there is no communicator.
     """
 
     def __init__(self, communicator: Communicator | None, size: int = 1) -> None:
@@ -75,9 +75,10 @@ class RankGroup:
         name
             Name of the step, for errors.
         do
-            Called with each rank of this process. The bytes that it returns are sent to all ranks.
+            Function that is called with each rank of this process. The bytes that it returns are sent to all ranks.
         deadline
-            Monotonic time in seconds at which the wait for other ranks ends; None: the communicator's own limit.
+            Time (``time.monotonic``, seconds) at which the wait for other ranks ends; None for the communicator's own
+            limit.
 
         Returns
         -------
@@ -86,26 +87,26 @@ class RankGroup:
         Raises
         ------
         SymmetricMemoryError
-            The step failed on a rank. If it failed here, ``__cause__`` is the error.
+            The step failed on a rank. If it failed on a rank of this process, ``__cause__`` is the error.
         """
         outcomes: dict[int, bytes | BaseException] = {}
         for rank in self.local:
             try:
                 outcomes[rank] = do(rank) or b""
             except BaseException as error:
-                # An interrupt is an outcome, too: the other ranks wait for it.
+                # KeyboardInterrupt must be sent as an outcome, too: the other ranks wait for it.
                 outcomes[rank] = error
                 break
         try:
             return self._share(name, outcomes, deadline)
         finally:
-            # The traceback of an error refers to this frame. If this frame also referred to the error, the cycle would
-            # keep the objects of all frames of the traceback until a garbage collection.
+            # The traceback of an error refers to this frame. If this frame also referred to the error, the reference
+            # cycle would keep the objects of all frames of the traceback alive until a garbage collection.
             outcomes.clear()
 
     def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
-        """Send the file descriptors ``handles`` to all ranks, as the step ``name``. Returns duplicates of the
-        descriptors that each rank sent, by rank. ``deadline`` and errors as for :meth:`step`.
+        """Send the file descriptors ``handles`` to all ranks, as the step ``name``. Returns a list with a tuple for
+        each rank: duplicates of the descriptors that the rank sent. ``deadline`` and errors as for :meth:`step`.
         """
         assert self.communicator is not None
         communicator = self.communicator
@@ -115,24 +116,24 @@ class RankGroup:
             try:
                 received.extend(communicator.exchange(handles, timeout=_seconds(deadline)))
             except Exception:
-                # The call may have failed before it sent its message, for which the other ranks wait. So send an empty
-                # one.
+                # The call may have failed before it sent its message, for which the other ranks wait. So an empty
+                # message is sent.
                 with contextlib.suppress(Exception):
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise
 
-        # The outcome is exchanged as for any step. Otherwise a rank that fails after the other ranks have received
-        # everything would fail alone, and the other ranks would use its memory.
+        # The outcome is exchanged as for any step. Otherwise a rank that fails after the other ranks have received all
+        # descriptors would fail alone, and the other ranks would use its memory.
         with undoing(lambda: close_all(fd for fds in received for fd in fds)):
             self.step(name, exchange, deadline)
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Block until the other ranks have undone a failed step, too, at most until ``deadline``. No effect if the
+        """Block until the other ranks have undone a failed step, too, at most until ``deadline``. Do nothing if the
         communicator has failed.
 
-        No error is raised, because the step's own error is on its way. If the barrier fails, the communicator counts as
-        failed.
+        No error is raised, because the caller is already raising the step's own error. If the barrier fails, the
+        communicator counts as failed.
         """
         if self.communicator is None or self.failed:
             return
@@ -151,8 +152,8 @@ class RankGroup:
                 self.failed = True
                 if not isinstance(error, Exception):
                     raise
-                # If the step itself failed here, report its error and not the communicator's: it came first, and the
-                # communicator may only say that it is broken.
+                # If the step itself failed here, its error is reported rather than the communicator's: the step's error
+                # came first, and the communicator may only say that it is broken.
                 (own,) = self.local
                 first = errors.get(own, error)
                 if not isinstance(first, Exception):
@@ -180,9 +181,9 @@ def _packet(outcome: bytes | BaseException) -> bytes:
 
 
 def rank_at_fault(error: BaseException, own: int, call: str) -> int:
-    """Return the rank at fault according to a communicator's ``error``; ``own``, this rank, if the error names none.
+    """Return the rank that a communicator's ``error`` names as the cause; this rank, ``own``, if the error names none.
 
-    If two ranks made different calls, the rank at fault is the one that did not make ``call``, the name of this rank's
+    If ranks made different calls, the cause is a rank that did not make ``call``, which is the name of this rank's
     call.
     """
     calls = error.calls if isinstance(error, GroupError) else {}

@@ -22,11 +22,11 @@ Handle: TypeAlias = Fd | bytes
 
 
 class RankResources(Deferred):
-    """This process's resources for symmetric memory: handles of the physical memory of all ranks and of the multicast
-    object, address ranges, mappings.
+    """The resources of this process for symmetric memory: handles of the physical memory of all ranks and of the
+    multicast object, address ranges, mappings.
 
-    ``devices``: the device of each rank of this process, by rank. These devices get access to all mappings. ``size``:
-    the number of ranks. ``physical_bytes``: the size of each rank's memory.
+    ``devices`` has the device of each rank of this process, by rank. These devices get access to all mappings. ``size``
+    is the number of ranks, and ``physical_bytes`` the size of each rank's memory.
     """
 
     def __init__(self, session: Session, devices: dict[int, Device], size: int, physical_bytes: int) -> None:
@@ -36,27 +36,27 @@ class RankResources(Deferred):
         self.kind: MemHandleType = MemHandleType.NONE
         self.physical_bytes: int = physical_bytes
         self.handles: list[Fd] = []
-        """File descriptors to close once everything is imported."""
+        """File descriptors to close once all memory is imported."""
         self.memories: dict[int, PhysicalMemory] = {}
-        """Physical memory by rank."""
+        """Physical memory of all ranks, by rank."""
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
         self._lock = RLock()
-        """Held during a release, because two threads may close the memory. Reentrant, because a finaliser that releases
-        may run during a release.
+        """Lock held during a release, because two threads may close the memory. It is reentrant, because a finaliser
+        that releases may run during a release.
         """
         self.releasing: bool = False
-        """Whether a release has begun and not succeeded yet: mappings may be gone."""
+        """Whether a release has begun and not succeeded yet. Some mappings may be unmapped then."""
         self.multicast: MulticastObject | None = None
         self.view: Mapping | None = None
-        """Mapping of the multicast object."""
+        """Mapping of the multicast object; None without one."""
         self.ranges: list[AddressRange] = []
-        """The address range of all ranks' memory. With a multicast object, its address range comes second."""
+        """The address range of all ranks' memory, and the address range of the multicast object if there is one."""
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
     def create(self, rank: int, kind: MemHandleType, multicast: bool) -> None:
-        """Create the rank's memory for handles of type ``kind`` (``cuMemCreate``). With ``multicast``, rank 0 also
+        """Create the memory of ``rank`` for handles of type ``kind`` (``cuMemCreate``). With ``multicast``, rank 0 also
         creates the multicast object (``cuMulticastCreate``). Raises CudaError.
         """
         device, self.kind = self.devices[rank], kind
@@ -66,7 +66,7 @@ class RankResources(Deferred):
             self.multicast = MulticastObject(*shape, handle_types=kind, driver=device.driver)
 
     def export(self, rank: int) -> list[Handle]:
-        """Return handles of the rank's memory and, if this rank created it, of the multicast object
+        """Return handles of the rank's memory and, if this rank created the multicast object, of this object
         (``cuMemExportToShareableHandle``). Raises CudaError.
         """
         exported: list[Handle] = []
@@ -78,15 +78,15 @@ class RankResources(Deferred):
         return exported
 
     def keep(self, *handles: Handle) -> None:
-        """Keep those of the handles that are file descriptors open until everything is imported."""
+        """Keep file descriptors among ``handles`` open until all memory is imported."""
         self.handles += [handle for handle in handles if isinstance(handle, Fd)]
 
     def import_handles(self, rank: int, received: Sequence[Sequence[Handle]], multicast: bool) -> None:
         """Import the memory of the other ranks for ``rank`` (``cuMemImportFromShareableHandle``), then close the file
-        descriptors. Raises ValueError if a rank sent another number of handles, CudaError.
+        descriptors. Raises ValueError if a rank sent a wrong number of handles, CudaError.
 
-        ``received``: the handles of each rank, by rank: that of its memory and, with ``multicast``, from rank 0 also
-        that of the multicast object.
+        ``received`` has the handles that each rank sent, by rank: the handle of its memory and, with ``multicast``,
+        from rank 0 also the handle of the multicast object.
         """
         for other, handles in enumerate(received):
             expected = 1 + (multicast and other == 0)
@@ -113,18 +113,19 @@ class RankResources(Deferred):
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve one address range for the memory of all ranks, and one for the multicast object
+        """Reserve an address range for the memory of all ranks, and another for the multicast object if there is one
         (``cuMemAddressReserve``). Raises AddressSpaceError, CudaError.
         """
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
-            # The driver maps a multicast object at a multiple of the largest power of two that divides its size.
+            # The driver requires an address that is a multiple of the largest power of two that divides the object's
+            # size.
             self.ranges.append(AddressRange(nbytes, alignment=nbytes & -nbytes, driver=driver))
 
     def map(self) -> None:
-        """Map the memory of all ranks, one behind the other, and the multicast object (``cuMemMap``). Raises
-        CudaError.
+        """Map the memory of all ranks side by side, in the order of ranks, and the multicast object (``cuMemMap``).
+        Raises CudaError.
         """
         for rank in range(self.size):
             self.replicas[rank] = self.ranges[0].map(self.memories[rank], rank * self.physical_bytes)
@@ -140,14 +141,15 @@ class RankResources(Deferred):
 
     @property
     def made(self) -> bool:
-        """Whether anything is left to release."""
+        """Whether there are resources to release."""
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
     def release(self) -> None:
-        """Release everything in the reverse order of the steps. Call this once the work that uses the memory is done.
+        """Release all resources in the reverse order of the steps. Call this once the work that uses the memory is
+        done.
 
-        If a driver call fails, the resource stays, and so do those that must be released after it. Call the method
-        again to retry.
+        If a driver call fails, its resource is kept, and so are resources that must be released after it. Call the
+        method again to retry.
 
         Raises
         ------
@@ -184,25 +186,25 @@ class RankResources(Deferred):
 
 
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
-    """Block until all work of the devices is done (``cuCtxSynchronize``). ``deadline``, ``failures`` and errors as for
-    :func:`run_until`.
+    """Block the host until all work of the devices is done (``cuCtxSynchronize``). ``deadline``, ``failures`` and
+    errors as for :func:`run_until`.
     """
     for device in devices:
         run_until(device, functools.partial(session_of(device).call, "cuCtxSynchronize"), deadline, failures)
 
 
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
-    """Run ``do``, which waits for ``device``, on a thread of its own, because the driver's waits have no time limit.
+    """Call ``do``, which waits for ``device``, on a new thread, because the driver's waits have no time limit.
 
-    If the device's work has failed, its error is appended to ``failures`` and not raised: such a device is idle, too,
+    If the device's work has failed, its error is appended to ``failures`` and not raised: such a device is also idle,
     so that the release can follow.
 
     Raises
     ------
     TimeoutError
-            ``do`` had not returned at ``deadline``, in seconds of the monotonic clock. The thread stays behind.
+        ``do`` has not returned at the time ``deadline`` (``time.monotonic``). The thread keeps running.
     CaptureError
-        Other code captures a stream; devices cannot be synchronised then.
+        Other code captures a stream, so that the device cannot be synchronised.
     """
     errors: list[BaseException] = []
 
@@ -220,4 +222,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     if waiter.is_alive():
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
-        raise errors.pop()  # Left in the list, the error would be in a cycle with this frame through its traceback.
+        raise errors.pop()  # `pop`, because the traceback would form a cycle with this frame.

@@ -1,4 +1,4 @@
-"""Steps that set up symmetric memory on all ranks together: agree on a plan, then carry it out."""
+"""Steps that set up symmetric memory on all ranks together: the ranks agree on a plan, then carry it out."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
 
 _FABRIC_HANDLE = 64
-"""Bytes in a ``CUmemFabricHandle``."""
+"""Size of a ``CUmemFabricHandle`` in bytes."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
 
 
 class Arguments(NamedTuple):
-    """Arguments of a rank. The first step checks them, so that a wrong argument is an error on all ranks."""
+    """Arguments of :class:`SymmetricMemory` on one rank. The first step checks them, so that a wrong argument is an
+    error on all ranks.
+    """
 
     nbytes: int | str
     multicast: bool | str
@@ -45,8 +47,8 @@ class Arguments(NamedTuple):
     timeout: float | None
 
     def sizes(self) -> tuple[int, int]:
-        """Check the arguments of this rank, and return the sizes of memory and signal pad. Raises TypeError or
-        ValueError, with the argument's name and what is allowed.
+        """Check the arguments of this rank, and return the sizes of memory and signal pad in bytes. Raises TypeError,
+        ValueError with the argument's name and the allowed values.
         """
         nbytes, pad = checked_size("nbytes", self.nbytes), checked_size("signal_pad_bytes", self.signal_pad_bytes)
         if not nbytes:
@@ -60,9 +62,9 @@ class Arguments(NamedTuple):
 
 
 def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
-    """Check the arguments if one process has all ranks, one for each of ``devices``. Raises TypeError if one of the
-    other arguments is given, which are for a group of processes; ValueError for no device, or devices of different
-    drivers.
+    """Check the arguments for one process that has all ranks, one for each of ``devices``. Raises TypeError if one of
+    the other arguments is given, because these are for several processes; ValueError if ``devices`` is empty or has
+    devices of different drivers.
     """
     if communicator is not None or device is not None or handle_type is not None:
         raise TypeError(
@@ -75,10 +77,11 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
 
 
 def deadline_or_none(timeout: float | None) -> float | None:
-    """Return the monotonic time in ``timeout`` seconds; None without a limit.
+    """Return the time (``time.monotonic``, seconds) at which ``timeout`` seconds will have passed; None if there is no
+    limit.
 
-    An invalid ``timeout`` also gives None. It is no error here, on this rank alone: :meth:`Arguments.sizes` reports it
-    to all ranks.
+    An invalid ``timeout`` also gives None. It must not raise on this rank alone: :meth:`Arguments.sizes` reports it to
+    all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
         return deadline_after(timeout)
@@ -91,8 +94,8 @@ def agree(
     """Run the step ``"agree"``: exchange the profiles of all ranks in ``group``. Returns the plan, and the device of
     each rank of this process.
 
-    ``given``: the devices that the caller has chosen, by rank. ``arguments``, ``driver`` and errors as for
-    :class:`SymmetricMemory`. ``deadline``: end of the wait for other ranks, on the monotonic clock.
+    ``given`` has the devices that the caller has chosen, by rank. ``arguments``, ``driver`` and errors as for
+    :class:`SymmetricMemory`. ``deadline`` is the time at which the wait for other ranks ends (``time.monotonic``).
     """
     chosen: dict[int, Device] = {}
     mistakes: list[Exception] = []
@@ -167,28 +170,28 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
 
 
 def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> tuple[int, ...]:
-    """Run all steps of ``plan`` after the agreement, and keep what they make in ``resources``. Returns the address of
-    each rank's memory in this process, by rank. Raises SymmetricMemoryError, NotSupportedError.
+    """Run all steps of ``plan`` after the agreement, and store the created objects in ``resources``. Returns the
+    address of each rank's memory in this process, by rank. Raises SymmetricMemoryError, NotSupportedError.
     """
     _create(group, resources, plan, deadline)
     if group.communicator is not None:
         _exchange(group, resources, plan.multicast, deadline)
 
     def by_process(do: Callable[[], None]) -> Callable[[int], None]:
-        # A step is called for each rank of this process, and ``do`` concerns the process.
+        # A step is called for each rank of this process, but `do` must run only once per process.
         return lambda rank: do() if rank == group.local[0] else None
 
-    # The names are listed at ``SymmetricMemoryError.step``.
+    # The docstring of `SymmetricMemoryError` lists the names of the steps.
     later: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
-        # Two steps, because the driver blocks in a bind until all ranks have added their devices.
+        # These are two steps, because the driver blocks in a bind until all ranks have added their devices.
         later += [("add", resources.add_device), ("bind", resources.bind)]
     later += [
         ("reserve", by_process(resources.reserve)),
         ("map", by_process(resources.map)),
         ("access", by_process(resources.set_access)),
-        # "clear" is last: a rank that has passed it may use the memory of every other rank, and a later zeroing would
-        # destroy what was written.
+        # "clear" is the last step: after it a rank may write to the memory of every other rank, and a later zeroing
+        # would destroy such writes.
         ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in later:
@@ -197,7 +200,7 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
 
 
 def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> None:
-    """Run the step ``"create"`` for each handle type of the plan, until the driver accepts one on all ranks. Raises
+    """Run the step ``"create"`` with each handle type of the plan, until the driver accepts a type on all ranks. Raises
     SymmetricMemoryError.
     """
     refusals: list[bytes] = []
@@ -211,15 +214,15 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
 
 
 def _create_as(resources: RankResources, kind: MemHandleType, multicast: bool, rank: int, *, again: bool) -> bytes:
-    """Create the memory of ``rank`` for handles of type ``kind``, and the multicast object (``multicast``). Returns
-    the reason if the driver refuses fabric handles, otherwise b"". Raises CudaError.
+    """Create the memory of ``rank`` for handles of type ``kind``; with ``multicast``, rank 0 also creates the multicast
+    object. Returns the reason as text if the driver refuses fabric handles, otherwise b"". Raises CudaError.
 
-    The driver refuses fabric handles without an IMEX channel. For the step this is an outcome and no error, so that all
-    ranks try the next handle type. ``again``: another type was tried before.
+    The driver refuses fabric handles without an IMEX channel. This is an outcome of the step and no error, so that all
+    ranks try the next handle type. ``again``: whether another type was tried before.
     """
     if again:
-        # Release what the previous type made. This releases everything of this process, which has one rank here: if it
-        # has all ranks, the plan has one handle type.
+        # Release what was created with the previous type. `release` releases the resources of all ranks of this
+        # process, which has only one rank here: if it has all ranks, the plan has only one handle type.
         resources.release()
     try:
         resources.create(rank, kind, multicast)
@@ -232,7 +235,7 @@ def _create_as(resources: RankResources, kind: MemHandleType, multicast: bool, r
 
 def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadline: float | None) -> None:
     """Run the steps ``"export"``, ``"exchange"`` and ``"import"``: send this rank's handles to all ranks, and import
-    theirs. Raises SymmetricMemoryError.
+    the memory of the others. Raises SymmetricMemoryError.
     """
     exported: list[Any] = []
     group.step("export", lambda rank: exported.extend(resources.export(rank)), deadline)
@@ -251,8 +254,8 @@ def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
     Raises CudaError.
     """
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    # A single copy for everything: if the driver refused the second of two copies, the first would still be queued on
-    # memory that the undo unmaps.
+    # All parts are written by one copy: if the driver refused the second of two copies, the first would still be queued
+    # on memory that the undo unmaps.
     image = np.zeros(layout.total - layout.signal_pad, np.uint8)
     for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
         image[table - layout.signal_pad :][: addresses.nbytes] = addresses.view(np.uint8)
@@ -262,7 +265,7 @@ def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
 
 
 def _has(device: Device, attribute: str) -> bool:
-    """Whether a device attribute is nonzero; False if the driver or the bindings lack it."""
+    """Return whether a device attribute is nonzero; False if the driver or the bindings do not have the attribute."""
     try:
         return bool(device.attribute(attribute))
     except (InvalidValueError, NotSupportedError):
@@ -270,8 +273,8 @@ def _has(device: Device, attribute: str) -> bool:
 
 
 def check_no_capture(session: Session) -> None:
-    """Raise CaptureError while a stream is being captured: synchronising a device would then invalidate the capture.
-    Raises ForkedProcessError in a forked child.
+    """Raise CaptureError if this package captures a stream, because a synchronisation of the device would invalidate
+    the capture. Raise ForkedProcessError in a forked child.
     """
     session.check_process()
     if deferred_queue(session).paused:
