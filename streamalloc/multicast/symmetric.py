@@ -31,31 +31,33 @@ from streamalloc.vmm import Mapping
 
 _SIGNAL_PAD_BYTES = 4096
 _ABANDON_TIMEOUT = 10.0
-"""Seconds that ``abandon()`` waits for this process's devices."""
+"""Seconds that ``abandon()`` waits by default for this process's devices to become idle."""
 _GRACE = 1.0
-"""Minimum seconds that a failed ``close()`` waits for this process's devices."""
+"""Seconds that a failed ``close()`` waits at least for this process's devices to become idle, even after its
+deadline.
+"""
 
 
 class Tables(NamedTuple):
-    """Device addresses of two ``uint64`` arrays in a rank's memory, indexed by rank.
+    """Device addresses of two ``uint64`` arrays in a rank's memory, for kernels. Each array is indexed by rank.
 
     :meth:`SymmetricMemory.tables` returns it.
     """
 
     buffers: int
-    """Device address of the array of :attr:`SymmetricMemory.addresses`."""
+    """Device address of the array that holds :attr:`SymmetricMemory.addresses`."""
     signal_pads: int
-    """Device address of the array of :attr:`SymmetricMemory.signal_addresses`."""
+    """Device address of the array that holds :attr:`SymmetricMemory.signal_addresses`."""
 
 
 class SymmetricBuffer(BufferView):
-    """Memory of one rank, or the multicast view of all ranks, mapped in this process. Returned by
-    :attr:`SymmetricMemory.buffers` and its like.
+    """Memory of one rank, or the multicast view of all ranks, mapped in this process. :attr:`SymmetricMemory.buffers`,
+    ``signal_pads`` and ``multicast_buffer`` return such buffers.
 
-    The buffer keeps the :class:`SymmetricMemory` alive.
+    The buffer keeps its :class:`SymmetricMemory` alive, but not open.
     """
 
-    _ptr = None  # Without an address here, fills and copies ask the properties of this class for stream and owner.
+    _ptr = None  # None: fills and copies then read the properties ``stream`` and ``owner`` of this class.
 
     def __init__(self, owner: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
         super().__init__(mapping, start, nbytes)
@@ -66,7 +68,8 @@ class SymmetricBuffer(BufferView):
     def stream(self) -> Stream:
         """The default stream of this process's device.
 
-        If this process has all ranks: of the device of the buffer's rank, or of rank 0 for the multicast view.
+        If this process has all ranks: the default stream of the device of the buffer's rank, or of rank 0 for the
+        multicast view.
         """
         return self._device.default_stream
 
@@ -85,7 +88,8 @@ class SymmetricBuffer(BufferView):
             raise ClosedError(f"{self._symmetric!r} was closed")
 
     def _resident_on(self) -> int | None:
-        # None, because a copy needs only the address. The device of another process's rank may have no context here.
+        # None: a copy needs only the address, and the device of another process's rank may have no context in this
+        # process.
         return None
 
     def __repr__(self) -> str:
@@ -94,11 +98,11 @@ class SymmetricBuffer(BufferView):
 
 
 class SymmetricMemory(Closes, Shown):
-    """Allocate memory of the same size on each rank's device, and map it on all ranks.
+    """Memory of the same size on each rank's device, mapped in the processes of all ranks.
 
-    Create it on all ranks at the same time, and close it on all ranks at the same time. Each rank allocates memory, the
-    ranks exchange handles, and every rank maps the memory of all ranks: :attr:`buffers`. If the devices support
-    multicast, a store to :attr:`multicast_buffer` reaches every rank. ::
+    Creation and :meth:`close` are collective: all ranks make the call. Each rank allocates memory, and the ranks
+    exchange handles. Every rank then maps the memory of all ranks (:attr:`buffers`). If the devices support multicast,
+    a store to :attr:`multicast_buffer` reaches every rank. ::
 
         with SymmetricMemory(1 << 20, communicator, device=device) as memory:
             memory.buffers[memory.rank].fill(memory.rank, stream)
@@ -109,47 +113,49 @@ class SymmetricMemory(Closes, Shown):
     :class:`SymmetricMemoryError`, which names the rank and the step, and releases its resources. If no rank has died,
     the communicator can be used again.
 
-    Use a ``with`` block, or call :meth:`close` on all ranks. If the block ends with an exception, :meth:`abandon` is
-    called instead, which does not wait for the other ranks. If the object is dropped, this process's resources are
-    released with a ``ResourceWarning``, and the other ranks are not notified.
+    Use a ``with`` block, or call :meth:`close` on all ranks. If the block ends with an exception, it calls
+    :meth:`abandon` instead, and does not wait for the other ranks. If the object is garbage-collected without a close,
+    this process's resources are released with a ``ResourceWarning``. The other ranks are then not notified.
 
     The class is not thread-safe.
 
     Parameters
     ----------
     nbytes
-        Size of each rank's memory in bytes; the same on all ranks. The physical memory is larger: it also holds the
-        signal pad and tables, and is rounded up to the granularity, which is up to 512 MiB with multicast.
+        Size of each rank's memory in bytes; the same on all ranks. The physical memory also holds the signal pad and
+        tables. Its size is rounded up to the granularity, which is up to 512 MiB with multicast.
     communicator
-        The group of ranks, as for :func:`streamalloc.ipc.as_communicator`. None: the default group of
-        ``torch.distributed``.
+        The group of ranks, or an object that :func:`streamalloc.ipc.as_communicator` accepts. None: the default group
+        of ``torch.distributed``.
     device
         This rank's device. Default: the device of the current context, or the only visible device.
     devices
-        Instead of ``communicator``: this process has all ranks, one for each device; see :meth:`local`.
+        Instead of ``communicator``: the devices of a team of which this process has all ranks, one for each device. See
+        :meth:`local`.
     multicast
-        True: create a multicast view, or raise. False: create none. ``"auto"``: create one if every rank has a device
-        of its own that supports multicast; a failure is still an error. The same on all ranks.
+        True: create a multicast view, or raise if it is not supported. False: create no view. ``"auto"``: create a view
+        if every rank has a device of its own that supports multicast; a failure is still an error. The same on all
+        ranks.
     handle_type
-        Handle type to exchange. Default: fabric handles if all devices support and permit them, else file descriptors,
-        which need all ranks on one machine. The same on all ranks.
+        Type of the handles that the ranks exchange; the same on all ranks. Default: fabric handles if all devices
+        support and permit them, else file descriptors. File descriptors need all ranks on one machine.
     signal_pad_bytes
         Size in bytes of each rank's signal pad: zeroed memory for your kernels. The same on all ranks.
     timeout
-        Seconds for the whole set-up, and for :meth:`close`. None: the communicator's limit for each call.
+        Most seconds for the whole set-up, and for :meth:`close`. None: the communicator's limit for each call.
     driver
-        The driver to use if no device is given.
+        The driver whose device is used if no device is given. Default: the process's default driver.
 
     Raises
     ------
     ValueError
-        The ranks got different arguments. Raised on all ranks; the message lists them.
+        The ranks got different arguments. Raised on all ranks; the message lists the arguments.
     TypeError, ValueError
         An argument of this rank is wrong. The other ranks raise :class:`SymmetricMemoryError` with the same text.
     NotSupportedError
         The requested multicast or handle type is not supported, or no handle type is. Raised on all ranks.
     SymmetricMemoryError
-        A step failed on a rank, a rank died, or the time was over. Raised on all ranks.
+        A step failed on a rank, a rank died, or the timeout expired. Raised on all ranks.
     """
 
     def __init__(
@@ -171,15 +177,17 @@ class SymmetricMemory(Closes, Shown):
             steps.check_devices(communicator, device, devices, handle_type)
         self._group = team = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
-        """Whether all ranks have agreed to close. If the release then fails, the next :meth:`close` only releases."""
+        """Whether all ranks have agreed to close. If the release then fails, the next :meth:`close` only retries the
+        release.
+        """
         self.timeout: float | None = timeout
-        """Seconds for :meth:`close`."""
+        """Seconds that :meth:`close` may take; None: the communicator's limit for each call."""
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {team.local[0]: device}
         deadline = steps.deadline_or_none(timeout)
         with contextlib.ExitStack() as undo:
-            # After an error, from the last to the first: release here, wait until the other ranks have released
-            # theirs, and close the communicator, which that wait needs.
+            # After an error these run from the last to the first: release this rank's resources, wait until the other
+            # ranks have released their resources, and close the communicator, which the wait needs.
             undo.enter_context(undoing(self._close_communicator))
             undo.enter_context(undoing(functools.partial(team.barrier_after_failure, deadline)))
             plan, chosen = steps.agree(team, arguments, given, driver, deadline)
@@ -189,7 +197,7 @@ class SymmetricMemory(Closes, Shown):
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
-            # Not at exit: the operating system releases everything then.
+            # At exit the finaliser does not run, because the operating system then releases everything.
             self._finalizer.atexit = False
 
     @classmethod
@@ -205,8 +213,8 @@ class SymmetricMemory(Closes, Shown):
         """Allocate symmetric memory on several devices of this process; a rank is an index in ``devices``.
 
         No communicator is needed, and no handles are exchanged. All devices have access to all memory. The other
-        parameters and the errors are those of the class. :attr:`rank`, :attr:`device`, :attr:`buffer_table` and
-        :attr:`signal_table` are those of rank 0. The old order ``local(nbytes, devices)`` is deprecated. ::
+        parameters and the errors are the same as for the class. :attr:`rank`, :attr:`device`, :attr:`buffer_table` and
+        :attr:`signal_table` belong to rank 0. The order ``local(nbytes, devices)`` is deprecated. ::
 
             with SymmetricMemory.local([Device(0), Device(1)], 1 << 20) as memory:
                 memory.buffers[1].fill(7, stream)    # stream of device 0
@@ -217,10 +225,10 @@ class SymmetricMemory(Closes, Shown):
         return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
 
     def _describe(self, group: RankGroup, plan: Plan, resources: RankResources, bases: tuple[int, ...]) -> None:
-        """Set the attributes, which do not change after the set-up."""
+        """Set the attributes that do not change after the set-up."""
         self._resources = resources
         self._bases = bases
-        """Device address of each rank's memory in this process, by rank."""
+        """Address at which each rank's memory is mapped in this process, indexed by rank."""
         self._layout = plan.layout
         self.rank: int = group.local[0]
         """This process's rank; 0 if this process has all ranks."""
@@ -231,7 +239,7 @@ class SymmetricMemory(Closes, Shown):
         self.nbytes: int = plan.layout.nbytes
         """Size of each rank's memory in bytes, as requested."""
         self.physical_bytes: int = resources.physical_bytes
-        """Physical memory in bytes that each rank allocated."""
+        """Size in bytes of the physical memory that each rank allocated."""
         self.device: Device = resources.devices[self.rank]
         """This rank's device."""
         self.devices: tuple[Device, ...] = tuple(resources.devices.values())
@@ -262,24 +270,27 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """Memory of every rank, indexed by rank, this rank's own included."""
+        """The memory of every rank, indexed by rank; it includes this rank's memory."""
         return self._replicas(0, self.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
+        """The signal pad of every rank, indexed by rank. The pads are initially zero, and only your kernels write
+        them.
+        """
         return self._replicas(self.signal_offset, self.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, write-only; None without multicast.
+        """Multicast view of all ranks' memory, for stores and reductions; None without multicast.
 
-        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
-        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
+        A store, fill or copy to the view writes the same offset of every rank's memory. The result of ordinary reads is
+        undefined. Kernels read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all
+        ranks.
 
         The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
-        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
-        load from the other. The end of a kernel, a barrier and a signal also order them.
+        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store through one
+        address and a load through the other. The end of a kernel, a barrier and a signal also order such accesses.
         """
         self._check_open()
         mapping = self._resources.view
@@ -287,15 +298,15 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's memory in this process, indexed by rank."""
+        """Address at which each rank's memory is mapped in this process, indexed by rank."""
         self._check_open()
         return np.array(self._bases, np.uint64)
 
     @property
     def multicast_address(self) -> int | None:
-        """Device address of the multicast view; None without multicast.
+        """Address of the multicast view in this process; None without multicast.
 
-        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
+        The view has the same offsets as each rank's memory, so kernels can also write signal pads through the view.
         """
         self._check_open()
         mapping = self._resources.view
@@ -303,17 +314,18 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's signal pad in this process, indexed by rank."""
+        """Address at which each rank's signal pad is mapped in this process, indexed by rank."""
         self._check_open()
         return np.array([base + self.signal_offset for base in self._bases], np.uint64)
 
     def tables(self, rank: int | None = None) -> Tables:
-        """Return the device addresses of the tables in a rank's memory, for use in kernels.
+        """Return the addresses of the two tables in a rank's memory: pass them to kernels that run on the rank's
+        device.
 
         Parameters
         ----------
         rank
-            One of :attr:`ranks`; default: :attr:`rank`.
+            A rank of this process (:attr:`ranks`); default: :attr:`rank`.
         """
         self._check_open()
         base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
@@ -321,12 +333,14 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffer_table(self) -> int:
-        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
+        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`addresses`:
+        ``tables().buffers``.
+        """
         return self.tables().buffers
 
     @property
     def signal_table(self) -> int:
-        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
+        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`signal_addresses`."""
         return self.tables().signal_pads
 
     def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
@@ -348,15 +362,15 @@ class SymmetricMemory(Closes, Shown):
         """Make later work of the stream wait for the work that every rank queued before its barrier.
 
         Call this on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
-        ``cuStreamWaitValue32``). What a rank wrote before the barrier is visible to all ranks after it.
+        ``cuStreamWaitValue32``). After the barrier, all ranks can read what each rank wrote before the barrier.
 
         Parameters
         ----------
         streams
-            This rank's stream. If this process has all ranks: one stream for each rank, in order of rank.
+            One stream of this rank's device. If this process has all ranks: one stream for each rank, in order of rank.
         channel
-            0 to 15; channels are independent. If the previous barrier on the channel used another stream, this stream
-            also waits for that barrier.
+            A number from 0 to 15; barriers on different channels are independent. If the previous barrier on the
+            channel used another stream, this stream also waits for that barrier.
 
         Raises
         ------
@@ -365,7 +379,7 @@ class SymmetricMemory(Closes, Shown):
         TypeError
             The number of streams is wrong, or an argument has a wrong type.
         ValueError
-            The channel does not exist, or a stream is of a device without access.
+            The channel does not exist, or a stream belongs to a device that is not in :attr:`devices`.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -377,7 +391,7 @@ class SymmetricMemory(Closes, Shown):
         )
 
     def put_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
-        """Signal another rank once the work queued on the stream is done (``cuStreamWriteValue32``).
+        """Signal another rank once the work queued on the stream has completed (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
         n-th signal from this rank. Errors as for :meth:`barrier`.
@@ -387,11 +401,11 @@ class SymmetricMemory(Closes, Shown):
         peer
             The rank to signal.
         stream
-            The stream that the signal follows.
+            The stream on which the signal is queued.
         channel
-            0 to 15; channels are independent.
+            A number from 0 to 15; signals on different channels are counted independently.
         rank
-            The sending rank, if this process has all ranks; default: the rank of the stream's device.
+            The sending rank, if this process has all ranks. Default: the rank of the stream's device.
         """
         self._check_open()
         ordered = self._team_stream(stream)
@@ -400,7 +414,8 @@ class SymmetricMemory(Closes, Shown):
     def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
         """Make later work of a stream wait for the next signal from ``peer`` (``cuStreamWaitValue32``).
 
-        The host does not block. Parameters and errors as for :meth:`put_signal`; ``rank`` is the receiving rank.
+        The host does not block. Parameters and errors as for :meth:`put_signal`, except that ``rank`` is the receiving
+        rank.
         """
         self._check_open()
         ordered = self._team_stream(stream)
@@ -423,27 +438,27 @@ class SymmetricMemory(Closes, Shown):
     # -- release ---------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Release everything once all ranks have called this and their devices are idle; collective, idempotent.
+        """Release everything once all ranks have called this and their devices are idle. A second call does nothing.
 
         No rank waits for the releases of the other ranks: memory returns to a device when the last rank has unmapped
         it. If a rank died or did not call this in time, this rank releases its resources alone, and the error names the
-        rank.
+        missing rank.
 
         Parameters
         ----------
         timeout
-            Seconds; default: :attr:`timeout`.
+            Seconds to wait for the other ranks and the devices. Default: :attr:`timeout`.
 
         Raises
         ------
         SymmetricMemoryError
-            A rank died or was not ready in time. This rank's resources are released, unless its own device is still
-            busy one second later.
+            A rank died or was not ready in time. This rank's resources are released, unless its device is still busy
+            one second later.
         CaptureError
             A stream is being captured. Nothing was released, and no rank was notified.
         CudaError
-            Work of this rank's device had failed, or the driver refused a release. After a refusal, call it again to
-            retry.
+            Work of this rank's device had failed, or the driver refused a release. After a refusal, call :meth:`close`
+            again to retry.
         """
         if self.closed:
             return
@@ -453,7 +468,8 @@ class SymmetricMemory(Closes, Shown):
         if not self._leaving:
             devices = self._resources.devices
             try:
-                # The first step is a barrier: after it, all ranks have queued the signals for which other devices wait.
+                # The first step is a barrier of the hosts. After that, all ranks have queued the signals for which
+                # other devices wait.
                 self._group.step("close", lambda rank: None, deadline)
                 self._group.step("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
             except SymmetricMemoryError as first:
@@ -469,20 +485,21 @@ class SymmetricMemory(Closes, Shown):
             raise failures.pop(0)
 
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
-        """Release this rank's resources without the other ranks, for example after one has died; idempotent.
+        """Release this rank's resources without the other ranks, for example after a rank has died.
 
-        Pending barriers and signals of this process's streams are satisfied, so that the devices become idle. Memory
-        that other ranks have mapped stays until they unmap it. The communicator stays open.
+        Barriers and signals for which this process's streams still wait are satisfied, so that the devices become idle.
+        Memory that other ranks have mapped stays until those ranks unmap it. The communicator stays open. A second call
+        does nothing.
 
         Parameters
         ----------
         timeout
-            Seconds to wait for this rank's device.
+            Seconds to wait until this process's devices are idle.
 
         Raises
         ------
         TimeoutError
-            The device was busy for that long; a kernel may wait for another rank. Nothing was released.
+            A device was still busy after that time; a kernel may wait for another rank. Nothing was released.
         CaptureError, CudaError
             As for :meth:`close`.
         """
@@ -532,14 +549,14 @@ class SymmetricMemory(Closes, Shown):
 def _satisfy_and_finish(
     resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
 ) -> None:
-    """Write the values that streams of this process still wait for into the counters, then block until the devices are
+    """Write into the counters the values for which streams of this process still wait. Then block until the devices are
     idle. ``deadline``, ``failures`` and errors as for :func:`run_until`.
     """
 
     def satisfy(rank: int, device: Device) -> None:
         counters = signals.released(rank)
         at = signals.layout.counters
-        # On a new stream: the default stream would wait for the streams that wait for this copy.
+        # The copy needs a new stream, because the default stream would wait for the streams that wait for this copy.
         with resources.session.relaxed(), device.create_stream() as stream:
             resources.replicas[rank][at : at + counters.nbytes].copy_from(counters, stream)
             stream.synchronize()
@@ -551,8 +568,8 @@ def _satisfy_and_finish(
 
 
 class _DroppedMemory(Deferred):
-    """Item of the queue of ends that releases dropped symmetric memory once its devices are idle. The other ranks are
-    not notified.
+    """Item of the session's deferred queue that releases garbage-collected symmetric memory once the devices are idle.
+    The other ranks are not notified.
     """
 
     def __init__(self, resources: RankResources, signals: Signals) -> None:
@@ -560,10 +577,12 @@ class _DroppedMemory(Deferred):
         self._signals = signals
         self._waiter: threading.Thread | None = None
         self._idle = False
-        """True once the work of all devices has ended."""
+        """True once the work on all devices has ended."""
 
     def attempt(self) -> bool:
-        """Release the memory if the devices are idle; otherwise start a thread that waits for them."""
+        """Release the memory if the devices are idle; otherwise start a thread that waits for the devices. Returns True
+        once everything is released.
+        """
         if self._idle:
             return self.resources.attempt()
         if self._waiter is None or not self._waiter.is_alive():
@@ -579,8 +598,8 @@ class _DroppedMemory(Deferred):
 
 
 def _drop(dropped: _DroppedMemory, description: str) -> None:
-    """Submit dropped memory to the queue of ends, with a ResourceWarning that has its ``description``. The finaliser
-    calls this function.
+    """Submit garbage-collected memory to the deferred queue, with a ResourceWarning that contains ``description``. The
+    finaliser calls this function.
     """
     session = dropped.resources.session
     if dropped.resources.made and session.usable:
