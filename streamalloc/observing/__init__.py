@@ -1,6 +1,6 @@
 """Observers of allocations in pools, caches and mappings: which memory is live, since when, and from which line.
 
-:func:`observe` makes an :class:`Observer`. Without one, allocations and frees have no extra cost.
+:func:`observe` returns an :class:`Observer`. Without an observer, allocations and frees have no extra cost.
 """
 
 from streamalloc.observing.live_view import LiveView, live

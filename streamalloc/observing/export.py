@@ -19,7 +19,8 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-# Bytes by which a pool grows. Allocations that are further apart are in different segments.
+# Bytes by which a pool grows. Allocations of a pool that are further apart are put into different segments of a
+# snapshot.
 _STEP = 32 << 20
 
 
@@ -32,10 +33,12 @@ def save_pytorch(path: str | Path, history: Sequence[Happening], live: Iterable[
 
 
 def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[str, Any]:
-    """Return a snapshot for PyTorch's memory viewer: the ``segments`` that live now, and ``device_traces`` by device.
+    """Return a snapshot for PyTorch's memory viewer: its ``segments`` of current memory, and its ``device_traces`` by
+    device.
 
-    The driver does not tell the ranges of addresses of a pool. So a segment is a group of neighbouring allocations,
-    live or freed, and the gaps are inactive blocks. A mapping is a separate segment while it is mapped.
+    The driver does not report which address ranges a pool has. Therefore a segment is a group of neighbouring
+    allocations, live or freed. The gaps between live allocations are inactive blocks. Each current mapping is a
+    separate segment.
     """
     live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -61,7 +64,9 @@ def _device(one: Allocation) -> int | None:
 
 
 def _entries(one: Happening) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a device's trace for one entry of the history: an allocation, a free or a failure."""
+    """Yield the entries of a device's trace, as dictionaries, for one entry of the history: an allocation, free or
+    failure.
+    """
     allocation = one.allocation
     mapped = allocation.source.kind == "mapping"
     actions = {
@@ -72,7 +77,7 @@ def _entries(one: Happening) -> Iterator[dict[str, Any]]:
     for action in actions:
         place = {"action": action, "addr": allocation.address, "size": allocation.nbytes, "stream": one.stream}
         entry = {**place, "time_us": one.time // 1000, "frames": _frames(allocation)}
-        # The viewer needs the field. The free memory of the device is not recorded.
+        # The viewer fails without this field, and the free memory of the device is not recorded.
         yield entry | {"device_free": 0} if action == "oom" else entry
 
 
@@ -83,7 +88,7 @@ def _frames(one: Allocation) -> list[dict[str, Any]]:
 
 
 def _clusters(allocations: Iterable[Allocation], gap: int) -> list[list[int]]:
-    """Return start and end of each group of allocations whose gaps have at most ``gap`` bytes."""
+    """Return start and end address of each group of allocations. Gaps within a group have at most ``gap`` bytes."""
     found: list[list[int]] = []
     for begin, end in sorted({(one.address, one.address + one.nbytes) for one in allocations}):
         if found and begin - found[-1][1] <= gap:
@@ -97,7 +102,8 @@ def _segment(ordinal: int, start: int, stop: int, live: Iterable[Allocation], ex
     blocks: list[dict[str, Any]] = []
     at = start
     for one in sorted(live):
-        # The viewer adds the sizes of blocks to get the next address, so a gap is a block, too.
+        # The viewer adds up the sizes of blocks to get addresses. Without a block for each gap, later blocks would be
+        # misplaced.
         if one.address > at:
             blocks.append(_block(at, one.address - at, 0, "inactive", []))
         blocks.append(_block(one.address, one.nbytes, one.nbytes, "active_allocated", _frames(one)))
@@ -125,15 +131,16 @@ _HEADER = b"Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Li
 
 
 class Log:
-    """File in the format of RMM's ``LoggingResourceAdaptor``, with more columns for names and the line of the program.
+    """CSV file in the format of RMM's ``LoggingResourceAdaptor``, with further columns for names and the program's
+    line.
 
-    Nothing is buffered, so that the lines of :meth:`write` are in the file however the process ends. Mappings have no
-    stream, and get stream 0.
+    Writes are not buffered, so that the lines are in the file even if the process is killed. A mapping has no stream;
+    its column has stream 0.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        # os.fspath refuses a number: open() would take it as a file descriptor of the program, and close that
-        # descriptor at the end.
+        # os.fspath() refuses a number. open() would use the number as a file descriptor of the program, and close it at
+        # the end.
         self._file = open(os.fspath(path), "ab" if append else "wb", buffering=0)  # noqa: SIM115
         if not append:
             with undoing(self.close):
@@ -151,8 +158,8 @@ class Log:
             names = dict(of.names)
             words = (*(names.get(name, "") for name in _NAMES), *map(str, of.sites[:1]))
             writer.writerow([*numbers, *(" ".join(word.split()) for word in words)])
-        data = text.getvalue().encode(errors="backslashreplace")  # A path may have bytes that are no UTF-8.
-        while data:  # A disk that fills up may take a part of the data.
+        data = text.getvalue().encode(errors="backslashreplace")  # A path may contain bytes that are not UTF-8.
+        while data:  # If the disk becomes full, write() may write only a part of the data.
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
@@ -161,7 +168,7 @@ class Log:
 
 
 def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
-    """Write a history as a :class:`Log`. Raises ``OSError`` if the file cannot be written."""
+    """Write a history to a file in the format of :class:`Log`. Raises ``OSError`` if the file cannot be written."""
     with contextlib.closing(Log(path)) as log:
         log.write(history)
 
@@ -172,7 +179,8 @@ def save_rmm(path: str | Path, history: Iterable[Happening]) -> None:
 def save_chrome(
     path: str | Path, history: Sequence[Happening], live: Iterable[Allocation], phases: Iterable[Phase]
 ) -> None:
-    """Write a file in the trace-event format, with a counter for each source, a slice for each phase, and failures.
+    """Write a JSON file in Chrome's trace-event format, with a counter for each source, a slice for each phase, and
+    failures.
 
     Raises ``OSError`` if the file cannot be written.
     """
@@ -190,7 +198,7 @@ def save_chrome(
             size = {"requested": one.allocation.nbytes}
             events.append({"ph": "i", "s": "p", "name": "out of memory", "args": size} | common)
             continue
-        # A block of a cache may take the place of an allocation of its pool at the same address.
+        # A cache and its pool may both allocate this address, so the earlier allocation is replaced.
         gone = alive.pop(one.allocation.address, None)
         come = one.allocation if one.action == "allocate" else None
         if gone is not None:
@@ -214,7 +222,7 @@ def _counter(one: Allocation) -> str:
 
 
 def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[int, Allocation]:
-    """Return the allocations from before the first entry of the history, by address."""
+    """Return the allocations that were live before the first entry of the history, by address."""
     first: dict[int, Happening] = {}
     for one in history:
         if one.action != "failure":
@@ -249,10 +257,10 @@ class Profiler:
         self._sample: Any = None if make is None else make("allocated bytes", int).sample
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Return an NVTX range with this name, which lasts for its ``with`` block."""
+        """Return a context manager for an NVTX range with this name, which lasts for the ``with`` block."""
         return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:
-        """Set the NVTX counter to the bytes that are allocated now."""
+        """Set the NVTX counter to ``nbytes``, the bytes that are allocated now."""
         if self._sample is not None:
             self._sample(nbytes)

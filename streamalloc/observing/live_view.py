@@ -1,7 +1,7 @@
-"""Live view of the pools of this process, in a terminal, or in a notebook even while a cell runs.
+"""Live view of the pools of this process, in a terminal or a notebook.
 
-A thread reads the statistics of the pools. It frees no memory and invalidates no capture. The first bar of a pool is
-the used part of its reserved memory. The second bar is the reserved part of its capacity.
+A thread reads the statistics of the pools, which frees no memory and invalidates no capture. The first bar of a pool
+shows which part of its reserved memory is used. The second bar shows which part of its capacity is reserved.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 
 class PoolFigures(NamedTuple):
-    """Statistics of one pool at one moment. :meth:`LiveView.figures` returns them."""
+    """Statistics of one pool at one moment. Item of the result of :meth:`LiveView.figures`."""
 
     name: str
     """Name of the pool. Without a name, its location and handle."""
     now: PoolStatistics
     capacity: int
-    """Limit for the bytes that the pool reserves: ``max_size``, or all memory of its location."""
+    """Largest number of bytes that the pool can reserve: its ``max_size``, or all memory of its location."""
 
 
 def _name(pool: MemoryPool) -> str:
@@ -49,7 +49,7 @@ def _capacity(pool: MemoryPool) -> int:
 
 
 def _figures(pool: MemoryPool) -> PoolFigures | None:
-    """Return the statistics of a pool; None if it was closed, or a stream is being captured."""
+    """Return the statistics of a pool; None if the pool was closed, or if a stream is being captured."""
     session = session_of(pool)
     if not session.usable or deferred_queue(session).paused:
         return None
@@ -71,7 +71,9 @@ class _Screen(NamedTuple):
 
 
 def _rows(figures: list[PoolFigures], shown: Callable[[int, int], str]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table. ``shown`` formats a value as a part of a total."""
+    """Yield the rows of the table, with a text for each column of ``_HEAD``. ``shown`` formats a value and its total as
+    a bar.
+    """
     for name, now, capacity in figures:
         shares = shown(now.used, now.reserved), shown(now.reserved, capacity)
         yield name, *shares, mib(now.used_high), mib(now.reserved_high)
@@ -93,7 +95,7 @@ def _terminal() -> _Screen:
     def renderable(figures: list[PoolFigures]) -> Any:
         made = rich_table.Table(*_HEAD)
         for row in _rows(figures, _bar):
-            made.add_row(*map(rich_text.Text, row))  # In a str, rich takes brackets as markup.
+            made.add_row(*map(rich_text.Text, row))  # rich would read brackets in a str as markup.
         return made
 
     view = rich_live.Live(renderable([]), auto_refresh=False)
@@ -120,7 +122,7 @@ def _in_notebook() -> bool:
 
 
 class LiveView(Closes):
-    """View of pools that updates itself until :meth:`stop`. :func:`live` makes it."""
+    """View of pools that a thread updates until :meth:`stop`. :func:`live` returns it."""
 
     def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
         self._pools = pools
@@ -129,17 +131,17 @@ class LiveView(Closes):
         self._running: tuple[threading.Thread, _Screen] | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """Return the current figures of the pools that are not closed."""
+        """Return the current statistics of the pools that are not closed."""
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
     @property
     def running(self) -> bool:
-        """Whether the view updates itself now."""
+        """Whether the view is being updated now."""
         return self._running is not None and self._running[0].is_alive()
 
     def start(self) -> LiveView:
-        """Show the view, and update it from a thread until :meth:`stop`. Returns the view; idempotent.
+        """Show the view, and update it from a thread until :meth:`stop`. Returns the view. A second call does nothing.
 
         Raises ``ModuleNotFoundError`` in a terminal without ``rich``.
         """
@@ -157,7 +159,9 @@ class LiveView(Closes):
             self._over.wait(self._every)
 
     def stop(self) -> None:
-        """Update the view a last time, and leave it on the screen; idempotent. :meth:`start` can show it again."""
+        """Update the view a last time, and leave it on the screen. :meth:`start` can show the view again. A second call
+        does nothing.
+        """
         running, self._running = self._running, None
         if running is not None:
             thread, screen = running
@@ -169,7 +173,7 @@ class LiveView(Closes):
                 screen.end()
 
     def close(self) -> None:
-        """Stop the view as :meth:`stop` does."""
+        """Stop the view (:meth:`stop`)."""
         self.stop()
 
     def __enter__(self) -> LiveView:
@@ -180,11 +184,12 @@ class LiveView(Closes):
 
 
 def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
-    """Make a view of pools that updates itself in a ``with`` block, or from ``start()`` to ``stop()``.
+    """Return a view of pools that is updated within its ``with`` block, or from ``start()`` to ``stop()``.
 
     :doc:`/docs/guides/observe` has a program.
 
-    In Jupyter the view is an output, which is updated even while a cell runs. In a terminal ``rich`` draws a table.
+    In Jupyter the view is an output of the cell, and is updated even while a cell runs. In a terminal ``rich`` draws a
+    table.
 
     Parameters
     ----------
@@ -196,9 +201,9 @@ def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
     Raises
     ------
     TypeError, ValueError
-        An argument is not a pool, or ``every`` is not positive or longer than a thread can wait.
+        An argument is not a pool, or ``every`` is not positive, or is longer than a thread can wait.
     ModuleNotFoundError
-        In a terminal, by ``start()``: ``rich`` is not installed.
+        Raised by ``start()`` in a terminal: ``rich`` is not installed.
     """
     for one in pools:
         if not isinstance(one, MemoryPool):

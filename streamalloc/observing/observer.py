@@ -1,7 +1,7 @@
-"""Observers (:func:`observe`, :class:`Observer`), and the account of live allocations behind each.
+"""Observers (:func:`observe`, :class:`Observer`), and the account of live allocations of each observer.
 
-A thread that allocates or frees appends a note to a deque, without a lock: a finaliser may free on a thread that holds
-the lock. Afterwards the thread takes the lock and enters all notes into the account.
+A thread that allocates or frees appends a note to a deque. This takes no lock, because a finaliser may free memory on a
+thread that holds the lock. Afterwards the thread takes the lock and enters all notes, which updates the account.
 """
 
 from __future__ import annotations
@@ -39,43 +39,45 @@ Hook = Callable[[Allocation], object]
 
 
 class Counters(NamedTuple):
-    """Numbers of allocations and bytes while an observer recorded. :meth:`Observer.counters` returns it."""
+    """Numbers of allocations and bytes while an observer recorded. Result of :meth:`Observer.counters`."""
 
     nbytes: int
     """Bytes allocated now."""
     peak: int
     """Most bytes allocated at once."""
     live: int
-    """Allocations that live now."""
+    """Number of allocations that are live now."""
     allocations: int
-    """Allocations in total."""
+    """Number of allocations in total."""
     total: int
     """Bytes allocated in total."""
     live_high: int
-    """Most allocations that lived at once."""
+    """Largest number of allocations that were live at once."""
     largest: int
-    """Bytes of the largest allocation."""
+    """Size of the largest allocation in bytes."""
     failures: int
-    """Refusals by the driver. An allocation may have succeeded at another attempt, after memory was released."""
+    """Number of allocation calls that the driver refused. Such an allocation may have succeeded at a second attempt,
+    after memory was released.
+    """
 
 
-# Kinds of notes.
+# Kinds of notes (first item of each note in ``Account._notes``).
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
-# Number of latest frees to remember. A free is noted before the driver call, because another thread may get the memory
-# during the call. If the driver refuses the free, the allocation is live again.
+# Number of latest frees to keep. A free is noted before the driver call, because another thread may get the memory
+# during the call. If the driver then refuses the free, the allocation is put back.
 _REMEMBERED = 256
 
 
 @dataclass(eq=False, repr=False)
 class Account:
-    """Account of one observer: live allocations, history, limits and hooks. Allocators call it."""
+    """Account of one observer: live allocations, history, limits and hooks. Allocators call its methods."""
 
     sessions: dict[Session, None]
     targets: InitVar[Sequence[object]]
     limit: int
-    """Limit for the bytes allocated at once; 0 for no limit."""
+    """Largest number of bytes that may be allocated at once; 0 for no limit."""
     depth: int
-    """Stack frames to record for each allocation."""
+    """Number of stack frames to record for each allocation."""
     history: InitVar[int | None]
     on_allocate: Hook | None
     on_free: Hook | None
@@ -90,17 +92,17 @@ class Account:
     counts: list[int] = field(default_factory=lambda: [0] * 5)
     """The last five fields of :class:`Counters`."""
     open: tuple[Phase, ...] = ()
-    """Phases that have not ended."""
+    """Phases (:meth:`Observer.phase`) that have not ended."""
     _log: export.Log | None = None
     _logged: bool = False
-    """Whether the file of the log exists, so that a new start appends to it."""
+    """Whether the log file was created, so that a later start appends to it."""
     _entering: int | None = None
-    """Thread that enters notes into the account now; None if no thread does."""
+    """Identifier of the thread that enters notes now (``threading.get_ident``); None if no thread does."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
         self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
-        """Innermost phase of the thread or task."""
+        """Innermost phase of the current thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
         self._lock = RLock()
         """Held while notes are entered, and while phases or the log change."""
@@ -108,23 +110,25 @@ class Account:
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
-        # Weak reference to an object, and start and end of a range of addresses in which it maps memory.
+        # Weak reference to an object, with the start and end address of a range in which the object maps memory.
         self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets
-        """Objects to observe, until the start has recorded their mappings."""
+        """Objects to observe. Emptied once :meth:`start` has recorded their mappings."""
         self._notes: deque[tuple[int, Any, int, int, int]] = deque()
-        """Notes that are not entered yet: kind, allocation or address, stream, thread, time."""
+        """Notes that are not entered yet, as tuples: kind, allocation or address, stream handle, thread,
+        nanoseconds.
+        """
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
-        """Allocations that were freed last. One is live again if the driver then refuses its free."""
+        """Allocations that were freed last. If the driver refuses a free, its allocation is put back into ``live``."""
         self._unreported: deque[Allocation] = deque()
-        """Freed allocations for which ``on_free`` was not called yet."""
+        """Freed allocations for which ``on_free`` has not been called yet."""
         for session in self.sessions:
             session.shut_with_me(self)
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
-        """Begin to record, with the mappings that the objects have now; idempotent."""
+        """Begin to record, and add the mappings that the observed objects have now. A second call does nothing."""
         if not self.started:
             before = [one for target in self._targets for one in _mapped_in(target)]
             if self.log_path is not None:
@@ -139,7 +143,7 @@ class Account:
                 watch_mappings(session, self)
 
     def stop(self) -> None:
-        """Stop recording, and bring the account up to date; idempotent."""
+        """Stop recording, and bring the account up to date (:meth:`settle`). A second call does nothing."""
         if self.started:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._end)
@@ -150,7 +154,7 @@ class Account:
 
     def _end(self) -> None:
         self.started = False
-        while self._notes:  # The watching has ended, so no thread adds any.
+        while self._notes:  # Allocators no longer call this account, so no thread adds notes.
             self._enter_notes()
         self._close_log()
 
@@ -161,31 +165,34 @@ class Account:
                 log.close()
 
     def _shut_after_fork(self) -> None:
-        """Reset what a forked child must not use: a lock that another thread may hold, and the parent's log."""
+        """Reset what a forked child must not use: a lock that a thread of the parent may have held, and the parent's
+        log.
+        """
         self.started, self._entering, self._lock = False, None, RLock()
         self._close_log()
 
     def begin(self, phase: Phase) -> None:
-        """Add a phase that begins to the open ones, whose peaks and limits count."""
+        """Add a phase to the open phases. Its peak is then updated, and its limit applies."""
         with self._lock:
             self.open = (*self.open, phase)
 
     def end(self, phase: Phase) -> None:
-        """Remove a phase that ends from the open ones."""
+        """Remove a phase from the open phases, because its block has ended."""
         with self._lock:
             self.open = tuple([one for one in self.open if one is not phase])
 
     # -- notifications ---------------------------------------------------------------------------------------
 
     def wants(self, allocator: Allocator) -> bool:
-        """Whether allocations of this allocator are to be recorded."""
+        """Return whether allocations of this allocator are to be recorded."""
         if self._everything:
             return True
         at = allocator.location
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Raise :class:`OutOfMemoryError` if a limit leaves no room for an allocation. Called before the driver is.
+        """Raise :class:`OutOfMemoryError` if an allocation of ``nbytes`` would exceed a limit. Called before the
+        driver.
 
         ``allocator``: None for memory that is to be mapped.
         """
@@ -206,9 +213,9 @@ class Account:
         return refused(OutOfMemoryError, call, why, **figures, holders=tuple(largest(self.live.values())))
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
-        """Return the lines of the program that hold memory in a location, most bytes first.
+        """Return a text for each line of the program that holds memory in a location, most bytes first.
 
-        Only memory of ``allocators`` counts; None: of all allocators.
+        Only memory of ``allocators`` counts; None: memory of all allocators, and mappings.
         """
         self._enter_notes()
         live = [one for one in tuple(self.live.values()) if one.source.location == location]
@@ -219,7 +226,7 @@ class Account:
         return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
-        """Record an allocation. Called after the driver. ``stream``: its driver handle."""
+        """Record an allocation. Called after the driver. ``stream``: driver handle of the stream."""
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
@@ -231,18 +238,18 @@ class Account:
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Note a free, before the driver is called; None as stream: that of the allocation.
+        """Note a free. Called before the driver. ``stream``: driver handle; None for the stream of the allocation.
 
-        Finalisers call this, too, so it takes no lock.
+        Finalisers also call this, so it takes no lock.
         """
         self._note(_FREED, address, -1 if stream is None else int(stream))
 
     def free_failed(self, address: int) -> None:
-        """Note that the driver has refused a free. Finalisers call this, too."""
+        """Note that the driver has refused a free. Finalisers also call this, so it takes no lock."""
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Raise :class:`OutOfMemoryError` if a limit leaves no room for a mapping.
+        """Raise :class:`OutOfMemoryError` if a mapping of ``nbytes`` would exceed a limit.
 
         Called before the memory is mapped.
         """
@@ -250,7 +257,7 @@ class Account:
             self.asked(None, nbytes)
 
     def mapped(self, address: int, memory: MappedMemory) -> None:
-        """Record a mapping that was made, if this observer watches its addresses or the location of its memory."""
+        """Record a new mapping if this observer observes its addresses or the location of its memory."""
         where = getattr(memory, "location", MemLocation.none())
         wanted = self._everything or any(where == one.location for one in self._devices)
         if self._spanned(address) or (wanted and is_counted(memory)):
@@ -263,11 +270,11 @@ class Account:
             self.on_allocate(one)
 
     def unmapped(self, address: int) -> None:
-        """Note the end of a mapping, before it is unmapped."""
+        """Note the end of a mapping. Called before the driver unmaps the memory."""
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
-        # Skip the addresses of a closed object, because another object may have them now.
+        # The addresses of a closed object do not count, because another object may have reserved them.
         return any(start <= address < stop and not getattr(of(), "closed", True) for of, start, stop in self._spans)
 
     def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
@@ -298,17 +305,17 @@ class Account:
         self._notes.append((kind, what, stream, threading.get_ident(), now))
 
     def look(self) -> None:
-        """Enter the notes, and call the hook of frees."""
+        """Enter the notes into the account, and call ``on_free`` for the allocations that were freed."""
         self._enter_notes()
         while self._unreported and self.on_free is not None:
             try:
                 one = self._unreported.popleft()
             except IndexError:
-                return  # Another thread has taken the last unreported free.
+                return  # Another thread has removed the last unreported free.
             self.on_free(one)
 
     def settle(self) -> None:
-        """Bring the account up to date: make the deferred frees that are possible now, then enter the notes."""
+        """Bring the account up to date: do the deferred frees that are possible now, then enter the notes."""
         for session in self.sessions if self.started and self._entering != threading.get_ident() else ():
             if session.usable:
                 work(session)
@@ -318,17 +325,17 @@ class Account:
         self.look()
 
     def _enter_notes(self) -> None:
-        """Enter the notes that are there now.
+        """Enter the notes that exist now into the account.
 
-        A signal handler may interrupt it and call it, too. The inner call then returns at once, and the handler reads
-        the account without the note that is being entered.
+        A signal handler may interrupt this method and call it again. The inner call then returns at once, and the
+        handler reads the account without the note that is being entered.
         """
         with self._lock:
             if self._entering is None:
                 self._entering = threading.get_ident()
                 try:
-                    # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back
-                    # skips "finally".
+                    # The loop is not inside "try": on Python 3.12 and 3.13, a signal handler that raises at the end of
+                    # a loop's round skips "finally".
                     self._enter_some(len(self._notes))
                 finally:
                     self._entering = None
@@ -348,7 +355,7 @@ class Account:
         added: Allocation | None = None
         freed: Allocation | None = None
         if kind == _ALLOCATED:
-            # Other code may have freed the earlier memory here by its address.
+            # Other code may have freed the earlier allocation at this address without a note.
             added, freed = what, self.live.pop(what.address, None)
         elif kind == _FREED:
             freed = self.live.pop(what, None)
@@ -387,7 +394,7 @@ class Account:
 
 
 def _spans(target: object) -> list[tuple[int, int]]:
-    """Return start and end of each range of addresses in which an object maps memory."""
+    """Return start and end of each address range in which an object maps memory."""
     if isinstance(target, (VirtualBuffer, AddressRange)):
         range = target if isinstance(target, AddressRange) else target.range
         return [(range.address, range.address + range.nbytes)]
@@ -400,12 +407,12 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
-    """Return address, bytes and source of each mapping that an object has now."""
+    """Return address, size in bytes, and source of each mapping that an object has now."""
     found: list[tuple[int, int, MemLocation]] = []
     if isinstance(target, (VirtualBuffer, AddressRange)):
         found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
     elif isinstance(target, PageSpace):
-        # Pages that share one physical page count once.
+        # Pages that are mapped to the same physical page count once.
         numbers, size = target.numbers, target.page_size
         pages = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
         found = [(target.address + page * size, size, target.location) for page in pages.values()]
@@ -416,9 +423,10 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
 
 
 class Observer(Drawn, Leaves):
-    """Record of allocations and frees, with time and source line. :func:`observe` makes it.
+    """Record of allocations and frees, with time and source line. :func:`observe` returns it.
 
-    It records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. The records may be read afterwards.
+    The observer records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. The records can also be read
+    after the stop.
     """
 
     def __init__(self, account: Account) -> None:
@@ -429,12 +437,16 @@ class Observer(Drawn, Leaves):
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to record. Returns the observer; idempotent. Raises ``OSError`` if the log cannot be opened."""
+        """Begin to record. Returns the observer. A second call does nothing. Raises ``OSError`` if the log cannot be
+        opened.
+        """
         self._account.start()
         return self
 
     def stop(self) -> None:
-        """End the recording; idempotent. Allocators without another observer are then as fast as before."""
+        """End the recording. Allocators without another observer then have no extra cost. A second call does
+        nothing.
+        """
         self._account.stop()
 
     def __enter__(self) -> Self:
@@ -445,12 +457,12 @@ class Observer(Drawn, Leaves):
 
     @property
     def started(self) -> bool:
-        """Whether it records now."""
+        """Whether the observer records now."""
         return self._account.started
 
     @property
     def limit(self) -> int:
-        """Limit for the bytes allocated at once; 0 for no limit. Assign to change it."""
+        """Largest number of bytes that may be allocated at once; 0 for no limit. Assign a size to change it."""
         return self._account.limit
 
     @limit.setter
@@ -467,7 +479,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now, in requested sizes."""
+        """Bytes allocated now, as the sum of the requested sizes."""
         self._account.settle()
         return self._account.nbytes
 
@@ -478,43 +490,44 @@ class Observer(Drawn, Leaves):
         return self._account.peak
 
     def counters(self) -> Counters:
-        """Return the allocations and bytes of now, at most and in total, and the number of refusals."""
+        """Return the numbers of allocations and bytes (now, at most, in total) and of refusals by the driver."""
         account = self._account
         account.settle()
         return Counters(account.nbytes, account.peak, len(account.live), *account.counts)
 
     @property
     def history(self) -> tuple[Happening, ...]:
-        """Allocations, frees and failures, oldest first. With ``observe(history=n)``, only the last n."""
+        """Allocations, frees and failures, oldest first: the last n of them with ``observe(history=n)``."""
         self._account.settle()
         return tuple(self._account.happened)
 
     def leaks(self) -> LeakReport:
-        """Return a report of the live allocations, by the line that allocated them."""
+        """Return a report of the live allocations, grouped by the line that allocated the memory."""
         return LeakReport(self.live)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`LeakError`, with the bytes and the lines, if memory is still allocated."""
+        """Raise :class:`LeakError`, which lists the bytes and the lines, if memory is still allocated."""
         self.leaks().raise_if_any()
 
     @contextlib.contextmanager
     def phase(self, name: str, limit: int | str = 0) -> Iterator[Phase]:
-        """Record the peak of allocated bytes of the ``with`` block, under a name.
+        """Return a context manager that records the peak of allocated bytes of its ``with`` block, under a name.
 
-        Phases may nest, and each thread may be in another phase. Every phase counts the memory of all threads.
+        Phases may be nested, and each thread may be in a different phase. Every phase counts the memory of all threads.
+        The block gets the :class:`Phase`.
 
         Parameters
         ----------
         name
             Name of the phase. Several phases may have the same name.
         limit
-            Limit for the bytes allocated at once during the phase; 0 for no limit. A larger allocation raises
-            :class:`OutOfMemoryError`.
+            Largest number of bytes that may be allocated at once during the phase; 0 for no limit. An allocation that
+            would exceed the limit raises :class:`OutOfMemoryError`.
 
         Raises
         ------
         TypeError, ValueError
-            ``name`` is no text, or ``limit`` no size.
+            ``name`` is not a ``str``, or ``limit`` is not a size.
         """
         checked_type("name", name, str)
         most = checked_size("limit", limit)
@@ -537,9 +550,9 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """Give the allocations of this thread or task within the ``with`` block a tag.
+        """Return a context manager that tags the allocations of this thread or task within the ``with`` block.
 
-        Raises ``TypeError`` if it is no text.
+        Raises ``TypeError`` if ``tag`` is not a ``str``.
         """
         token = self._account.tag.set(checked_type("tag", tag, str))
         try:
@@ -559,13 +572,13 @@ class Observer(Drawn, Leaves):
     def save_rmm(self, path: str | Path) -> None:
         """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.load` reads.
 
-        After RMM's columns come the names of pool and stream, tag, phase, and the line of the program. Raises
+        After RMM's columns follow the names of pool and stream, the tag, the phase, and the line of the program. Raises
         ``OSError`` if the file cannot be written.
         """
         export.save_rmm(path, self.history)
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write a trace for Perfetto and Chrome (JSON): bytes of each source over time, and phases.
+        """Write a trace for Perfetto and Chrome (JSON): the allocated bytes of each source over time, and the phases.
 
         Raises ``OSError`` if the file cannot be written.
         """
@@ -593,53 +606,56 @@ def observe(
     log: str | Path | None = None,
     driver: Driver | None = None,
 ) -> Observer:
-    """Make an observer of memory for a ``with`` block: who allocates, how much, and what is left.
+    """Return an observer of memory for a ``with`` block: who allocates, how much, and what is still allocated.
 
-    It records every allocation and free, also those of finalisers and deferred frees. Meanwhile an
-    :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the same
-    memory, and start and stop in any order.
+    The observer records every allocation and free, including frees by finalisers and deferred frees. While it records,
+    an :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
+    same memory, and may start and stop in any order.
 
     Not recorded are:
 
-    * memory from before the start, except the mappings that the objects passed have at that time;
+    * memory from before the start, except the mappings that the objects in ``what`` have at that time;
     * memory that belongs to the graph of a capture;
-    * memory that another library allocates by a pool's handle.
+    * memory that another library allocates through a pool's handle.
 
     Parameters
     ----------
     what
-        Pools, caches (with their pool), growable and striped buffers, address ranges, spaces of pages (the committed
-        ones), symmetric memory; or devices, for all of these in the memory of the device, also later ones. Default:
+        Pools, caches (with their pool), growable and striped buffers, address ranges, page spaces (their committed
+        pages), symmetric memory; or devices, for all memory on the device, also of objects created later. Default:
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
 
-        In a range or buffer that is passed, each mapping counts. For a device, and by default, memory counts from
-        its first mapping until that ends, and memory of another process does not count.
+        In a range or buffer that is passed, each mapping counts. For a device, and by default, physical memory counts
+        from its first mapping until that mapping ends, and memory of another process does not count.
     limit
-        Limit for the bytes allocated at once; 0 for no limit. A larger allocation raises :class:`OutOfMemoryError`
-        before the driver is called. Threads that allocate at the same moment may together exceed the limit.
+        Largest number of bytes that may be allocated at once; 0 for no limit. An allocation that would exceed the limit
+        raises :class:`OutOfMemoryError` before the driver is called. Threads that allocate at the same moment may
+        together exceed the limit.
     depth
-        Stack frames to record for each allocation. 1: only the line that called the library. 0: none.
+        Number of stack frames to record for each allocation. 1: only the line that called the library. 0: no frames.
     history
-        Number of allocations and frees to keep; None: all.
+        Number of allocations and frees to keep in the history; None: all.
     on_allocate, on_free
         Functions that are called with the :class:`Allocation`. If ``on_allocate`` raises, the memory is freed, and the
-        caller of the allocation gets the error. If ``on_free`` raises, the memory is freed, too, and the caller of the
+        caller of the allocation gets the error. If ``on_free`` raises, the memory is also freed, and the caller of the
         free gets the error. For a free by a finaliser, ``on_free`` is called at the next allocation, free, or read of
         the observer.
     nvtx
-        True: phases are NVTX ranges, and the allocated bytes an NVTX counter (needs ``nvtx``).
+        True: phases become NVTX ranges, and the allocated bytes become an NVTX counter. Needs the package ``nvtx``.
     log
-        A file to which each allocation, free and failure is written at once, so that it is complete even if the process
-        is killed. The format is that of :meth:`Observer.save_rmm`. A free by a finaliser is written with the next line.
+        Path of a file to which each allocation, free and failure is written at once, so that the file is complete even
+        if the process is killed. The format is the same as for :meth:`Observer.save_rmm`. A free by a finaliser is
+        written with the next line.
     driver
-        The driver to observe if ``what`` is empty.
+        The driver to observe if ``what`` is empty. Default: the process's default driver.
 
     Raises
     ------
     TypeError, ValueError
-        An object cannot be observed, a hook is not a function, or a number is out of range.
+        An object cannot be observed, a hook is not callable, a number is out of range, or both ``what`` and ``driver``
+        are given.
     ClosedError
-        An object was closed.
+        An object in ``what`` was closed.
 
     Examples
     --------

@@ -20,14 +20,14 @@ Action = Literal["allocate", "free", "failure"]
 
 
 class Site(NamedTuple):
-    """Line of a program. The line number is looked up when it is asked for, because that is slow.
+    """Line of a program. The line number is computed only when :attr:`line` is read, because that is slow.
 
-    The field ``sites`` of :class:`Allocation` and ``site`` of :class:`ProgramPlace`.
+    Used in ``sites`` of :class:`Allocation`, and as ``site`` of :class:`ProgramPlace`.
     """
 
     code: CodeType
     at: int
-    """Index of the instruction (``frame.f_lasti``)."""
+    """Index of the instruction in the byte code (``frame.f_lasti``)."""
 
     @property
     def file(self) -> str:
@@ -55,56 +55,62 @@ class Site(NamedTuple):
 
 
 def _loaded_site(code: bytes, at: int) -> Site:
-    """Return a site from its pickle, in which the code object is marshalled bytes."""
+    """Return a site from its pickled form. ``code``: the code object, as bytes of ``marshal``, because code objects
+    cannot be pickled.
+    """
     return Site(marshal.loads(code), at)
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """Return the ``depth`` innermost frames of the program, without those of this package; innermost first."""
+    """Return the ``depth`` innermost frames of the program, innermost first. Frames of this package are left out."""
     return tuple(map(Site._make, here(depth)))
 
 
 class Source(NamedTuple):
-    """Pool, cache or mapping that an allocation is from.
+    """Kind, location and name of what an allocation came from: a pool, a cache or a mapping.
 
-    The field ``source`` of :class:`Allocation`.
+    Type of :attr:`Allocation.source`.
     """
 
     kind: Kind
     """``"pool"``, ``"cache"``, or ``"mapping"`` for physical memory that is mapped in a range of addresses."""
     location: MemLocation
     name: str
-    """Name of the pool (``MemoryPool(name=)``); ``""`` without one."""
+    """Name of the pool (``MemoryPool(name=)``); ``""`` without a name."""
 
 
 class Allocation(NamedTuple):
     """Memory that was allocated while an observer recorded.
 
-    :attr:`Observer.live` returns them.
+    Item of :attr:`Observer.live`.
     """
 
     address: int
     nbytes: int
     """Bytes that were requested."""
     stream: int
-    """Handle of the stream of the allocation; 0 for a mapping, which has none."""
+    """Driver handle of the stream of the allocation; 0 for a mapping, which has no stream."""
     thread: int
-    """Thread of the allocation (``threading.get_ident``)."""
+    """Identifier of the thread that allocated (``threading.get_ident``)."""
     tag: str
-    """Tag set by :meth:`Observer.tag`; ``""`` without one."""
+    """Tag that :meth:`Observer.tag` had set; ``""`` without a tag."""
     phase: str
-    """Path of the phase, such as ``"epoch/forward"``; ``""`` without one."""
+    """Path of the phase, such as ``"epoch/forward"``; ``""`` outside phases."""
     time: int
-    """Nanoseconds since the epoch (``time.time_ns``)."""
+    """Time of the allocation in nanoseconds (``time.time_ns``)."""
     sites: tuple[Site, ...]
-    """Lines that allocated it, innermost first. Empty for memory from before the start, or with ``depth=0``."""
+    """Lines of the program that made the allocation, innermost first. Empty for memory from before the start, or with
+    ``depth=0``.
+    """
     source: Source
     stream_name: str = ""
-    """Name of the stream (``Device.create_stream(name=)``); ``""`` without one."""
+    """Name of the stream (``Device.create_stream(name=)``); ``""`` without a name."""
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of a kind (``"pool"``, ``"stream"``, ``"tag"``, ``"phase"``) and a name; without a name, no pair."""
+        """Pairs of a kind (``"pool"``, ``"stream"``, ``"tag"``, ``"phase"``) and a name. Kinds without a name are left
+        out.
+        """
         all_of = ("pool", self.source.name), ("stream", self.stream_name), ("tag", self.tag), ("phase", self.phase)
         return tuple([one for one in all_of if one[1]])
 
@@ -117,47 +123,47 @@ class Allocation(NamedTuple):
 class Happening(NamedTuple):
     """Entry of the history: an allocation, a free, or an allocation that failed.
 
-    :attr:`Observer.history` returns them.
+    Item of :attr:`Observer.history`.
     """
 
     action: Action
     allocation: Allocation
-    """The allocation; address 0 if it failed."""
+    """The memory that was allocated or freed; its ``address`` is 0 if the allocation failed."""
     time: int
-    """Nanoseconds (``time.time_ns``)."""
+    """Time in nanoseconds (``time.time_ns``)."""
     stream: int
-    """Handle of the stream of the allocation or free."""
+    """Driver handle of the stream of the allocation or free."""
     thread: int
 
 
 class Phase:
     """Named block of a program, with the peak of allocated bytes.
 
-    :meth:`Observer.phase` makes it.
+    A ``with`` block of :meth:`Observer.phase` gets it.
     """
 
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
         self.name: str = name
         self.path: str = name if parent is None else f"{parent.path}/{name}"
-        """Names of the enclosing phases and its own, such as ``"epoch/forward"``."""
+        """Names of the enclosing phases and of this phase, such as ``"epoch/forward"``."""
         self.limit: int = limit
-        """Limit for the bytes allocated at once; 0 for no limit."""
+        """Largest number of bytes that may be allocated at once; 0 for no limit."""
         self.began: int = time.time_ns()
-        """Nanoseconds (``time.time_ns``)."""
+        """Time in nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None
         """Nanoseconds (``time.time_ns``); None before the end."""
         self.thread: int = threading.get_ident()
-        """Thread that began it (``threading.get_ident``)."""
+        """Identifier of the thread that began the phase (``threading.get_ident``)."""
         self.before: int = nbytes
-        """Bytes allocated at the beginning."""
+        """Bytes allocated at the beginning of the phase."""
         self.after: int | None = None
-        """Bytes allocated at the end; None before the end."""
+        """Bytes allocated at the end of the phase; None before the end."""
         self.peak: int = nbytes
-        """Most bytes allocated at once during the phase, with those from before it."""
+        """Most bytes allocated at once during the phase. Bytes allocated before the phase are included."""
 
     @property
     def grown(self) -> int:
-        """Bytes by which the peak is above :attr:`before`."""
+        """Bytes by which :attr:`peak` exceeds :attr:`before`."""
         return self.peak - self.before
 
     def __repr__(self) -> str:
@@ -168,7 +174,7 @@ class Phase:
 class LeakError(AssertionError):
     """Memory is still allocated; ``report`` lists the bytes and lines.
 
-    :meth:`Observer.assert_nothing_left` raises it.
+    Raised by :meth:`Observer.assert_nothing_left`.
     """
 
     def __init__(self, report: LeakReport) -> None:
@@ -177,20 +183,20 @@ class LeakError(AssertionError):
 
 
 class ProgramPlace(NamedTuple):
-    """Live allocations of one line of the program, with the same names.
+    """Live allocations that one line of the program made under the same names.
 
-    A :class:`LeakReport` lists them.
+    Item of :attr:`LeakReport.places`.
     """
 
     site: Site | None
-    """The line; None if none was recorded (:attr:`Allocation.sites`)."""
+    """The line; None if no line was recorded (:attr:`Allocation.sites`)."""
     tag: str
     phase: str
     allocations: tuple[Allocation, ...]
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Names of their pool, stream, tag and phase (:attr:`Allocation.names`)."""
+        """Names of the allocations' pool, stream, tag and phase (:attr:`Allocation.names`)."""
         return self.allocations[0].names
 
     @property
@@ -204,7 +210,7 @@ class ProgramPlace(NamedTuple):
 
 
 def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
-    """Return the allocations in groups of equal line and names, most bytes first."""
+    """Return groups of the allocations with equal line and names, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
@@ -217,7 +223,9 @@ def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
 
 
 def largest(allocations: Iterable[Allocation]) -> list[str]:
-    """Return a text for each of the five places with most bytes, and one for all others together."""
+    """Return a text for each of the five lines of the program with most bytes, and one text for all other lines
+    together.
+    """
     found = places(allocations)
     rest = tuple(one for place in found[5:] for one in place.allocations)
     lines = [str(place) for place in found[:5]]
@@ -229,15 +237,16 @@ def _amount(allocations: Sequence[Allocation]) -> str:
 
 
 class LeakReport:
-    """Report of memory that is still allocated, by line. True as a condition if there is any.
+    """Report of memory that is still allocated, by line of the program. ``bool(report)`` is True if there is such
+    memory.
 
-    :meth:`Observer.leaks` returns it.
+    Result of :meth:`Observer.leaks`.
     """
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         self.allocations: tuple[Allocation, ...] = tuple(allocations)
         self.places: list[ProgramPlace] = places(self.allocations)
-        """Groups by line and names, most bytes first."""
+        """The allocations in groups of equal line and names, most bytes first."""
 
     @property
     def nbytes(self) -> int:
