@@ -1,7 +1,7 @@
 """Figures of pools, observed memory, reuse and mappings, drawn with matplotlib.
 
 Pools, ranges, growable buffers and observers have a method ``plot()``. :func:`reuse` draws the calls of a traced
-driver. Each function makes a figure, or draws into axes ``ax``, and returns the figure.
+driver. The functions that draw return the figure: a new figure, or the figure of the axes ``ax`` that are passed.
 """
 
 import importlib

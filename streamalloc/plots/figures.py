@@ -27,19 +27,19 @@ from streamalloc.vmm.internal import rights_text
 
 MiB = 1 << 20
 WIDTH = 9.4
-"""Inches: the width of a figure in a notebook."""
+"""Width of a figure in inches, which fits into a notebook."""
 
-# A colour has one meaning in all figures. Those of locations are in streamalloc.formats.html.
+# A colour has the same meaning in all figures. The colours of locations are in streamalloc.formats.html.
 INK, GREY = "#24292f", "#6e7781"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"
 """Colour of failures, and of reuse that depends on timing."""
 USES = (USED, "#93b1d6", "#4c74a8", "#7599c6", "#2c548a", "#5f87bb")
-"""Colours of allocated memory, by tag or pool."""
+"""Colours of allocated memory; each tag or pool gets the next colour."""
 STREAMS = ("#9fd3c7", "#f4d58d", "#d8b4e2", "#b7d58f", "#f2b5a7", "#c8c2b4", "#e6a4c4", "#aeb9c7")
-"""Colours of streams."""
+"""Colours of streams, in the order in which the streams appear."""
 PHASES = ("#d5dae0", "#e4e7eb", "#eef0f3")
-"""Colours of phases: one for outermost phases, and two by turns for inner phases."""
+"""Colours of phases: one colour for outermost phases, and two alternating colours for inner phases."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), "white"),
@@ -53,14 +53,15 @@ STYLE: dict[str, Any] = {
     "font.size": 10,
     "hatch.linewidth": 1.2,
 }
-"""``rcParams`` of matplotlib that are set while a figure is drawn."""
+"""Settings (``rcParams``) of matplotlib while a figure is drawn."""
 
 
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
-    """Set the style of figures within the ``with`` block.
+    """Return a context manager that sets the style of figures within its ``with`` block.
 
-    Not by ``plt.rc_context``: it would also reset the settings that a notebook's backend makes with its first figure.
+    ``plt.rc_context`` is not used, because it would also undo the settings that a notebook's backend makes with its
+    first figure.
     """
     before = {name: plt.rcParams[name] for name in STYLE}
     plt.rcParams.update(STYLE)
@@ -71,10 +72,10 @@ def styled() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """Figure that a cell of a notebook shows once, also as the value of its last line.
+    """Figure that a notebook cell shows only once, even if the figure is the value of the cell's last line.
 
-    The notebook's backend shows all open figures at the end of a cell. A figure that is the value of the last line
-    would be shown twice, so it is closed before.
+    The notebook's backend shows all open figures at the end of a cell. The value of the last line would be shown a
+    second time, so the figure is closed when it is displayed as a value.
     """
 
     def _ipython_display_(self) -> None:
@@ -84,7 +85,7 @@ class Picture(Figure):
 
 
 class Unit(NamedTuple):
-    """Unit of the values of an axis. ``scale``: the bytes or nanoseconds in one unit."""
+    """Unit of the values of an axis. ``scale``: number of bytes or nanoseconds in one unit."""
 
     name: str
     scale: int
@@ -100,7 +101,7 @@ def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
 
 
 def whole_numbers(axis: Axis, most: float) -> None:
-    """Scale an axis from 0 to a little above ``most``, with six labels at most, all of whole numbers."""
+    """Scale an axis from 0 to a little above ``most``, with at most six labels, which are whole numbers."""
     axis.set_view_interval(0, 1.08 * max(most, 1), ignore=True)
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 4, 5, 8, 10], integer=True))
     axis.set_major_formatter("{x:,.0f}")
@@ -109,9 +110,9 @@ def whole_numbers(axis: Axis, most: float) -> None:
 def figure(
     nrows: int = 1, ncols: int = 1, *, height: float = 2.9, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """Make a figure in the style. Returns it, and its axes as a 2-D array.
+    """Create a figure in the package's style. Returns the figure, and its axes as a 2-D array.
 
-    ``height``, ``width``: inches. ``options`` are passed to ``plt.subplots``.
+    ``height`` and ``width`` are in inches. ``options`` are passed to ``plt.subplots``.
 
     Examples
     --------
@@ -128,9 +129,10 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """Set the style for the ``with`` block, which gets figure and axes: those of ``ax``, or new ones.
+    """Return a context manager that sets the style. Its block gets ``ax`` with its figure, or a new figure with new
+    axes.
 
-    ``options``: arguments of :func:`figure` for new axes. :func:`figure` makes several axes at once.
+    ``options``: arguments of :func:`figure` for a new figure, which is used if ``ax`` is None.
     """
     with styled():
         if ax is None:
@@ -142,14 +144,14 @@ def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
 
 
 def bare(ax: Axes) -> None:
-    """Remove the frame and the ticks of axes."""
+    """Remove the frame and the tick marks of axes, where they mean nothing."""
     ax.spines[:].set_visible(False)
     ax.set_yticks([])
     ax.tick_params(length=0)
 
 
 def rows(ax: Axes, names: Sequence[str]) -> None:
-    """Label the rows of a plot with names, the first one on top. A row is one unit high."""
+    """Label the rows of a plot with names, the first name on top. A row is one unit high."""
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.6)
     ax.tick_params(axis="y", length=0)
@@ -157,7 +159,7 @@ def rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def legend(made: Figure, **options: Any) -> None:
-    """Write the legend of a figure below its axes. Dollar signs in names do not begin formulas."""
+    """Write the legend of a figure below its axes. Dollar signs in names are not read as formulas."""
     for text in made.legend(loc="outside lower left", **options).get_texts():
         text.set_parse_math(False)
 
@@ -168,17 +170,18 @@ def inside(
     texts: Iterable[tuple[float, float, float, str, str]],
     heights: Iterable[float] = itertools.repeat(1),
 ) -> None:
-    """Write a text into each bar that has room for it, or only its first line.
+    """Write a text into each bar: the whole text, or its first line, or nothing, depending on the size of the bar.
 
-    ``texts`` has for each bar: start, stop, row, text, and colour of the text. ``heights`` are those of the bars.
+    ``texts`` has for each bar: start, stop, row, text, and colour of the text. ``heights``: heights of the bars in
+    rows.
     """
     made.draw_without_rendering()
     zero = ax.transData.transform((0, 0))
     for (start, stop, row, text, ink), height in zip(texts, heights, strict=False):
         width, tall = map(abs, ax.transData.transform((stop - start, height)) - zero)
         for shown in (text.replace("\n", ": "), text.partition("\n")[0]) if text else ():
-            # A character is at least 3 pixels wide. A text that cannot fit is skipped before it is made and measured,
-            # which is slow.
+            # A character is at least 3 pixels wide. To measure a text is slow, so a text that cannot fit is skipped
+            # before.
             if 3 * len(shown) > width:
                 continue
             label = ax.text((start + stop) / 2, row, shown, color=ink, ha="center", va="center", weight="bold")
@@ -190,10 +193,10 @@ def inside(
 
 
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
-    """Draw the current statistics of a pool: reserved memory light, used memory dark, and the peaks as lines.
+    """Draw the current statistics of a pool: reserved and used memory as bars, and their peaks as lines.
 
-    Returns the figure. Raises :class:`ClosedError` for a closed pool. :meth:`MemoryPool.plot` draws it into new axes;
-    :doc:`/01-memory-pools` shows such pictures.
+    Returns the figure. Raises :class:`ClosedError` for a closed pool. :meth:`MemoryPool.plot` draws the same into a new
+    figure. :doc:`/01-memory-pools` shows examples.
     """
     now = of.statistics()
     unit, scale = unit_of(now.reserved_high)
@@ -205,7 +208,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
             axes.plot([peak / scale] * 2, [row - 0.4, row + 0.4], color=INK, lw=1.6)
             text, end = f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row)
             axes.annotate(text, end, (7, 0), textcoords="offset points", va="center")
-        # The texts stand right of the bars, so the axis goes beyond the peak.
+        # The texts are to the right of the bars, so the axis must extend beyond the peak.
         whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
         axes.set_xlabel(unit)
         axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}", parse_math=False)
@@ -213,10 +216,10 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
 
 
 def memory(of: Observer) -> Figure:
-    """Draw the allocated bytes of an observer over time, by tag or pool, below its phases. Returns the figure.
+    """Draw the allocated bytes of an observer over time, by tag or pool, and its phases above. Returns the figure.
 
-    :meth:`observing.Observer.plot` draws it too; :doc:`/05-one-pool` has an example. The figure begins with the first
-    entry of the history (``history=`` of :func:`streamalloc.observing.observe`).
+    :meth:`observing.Observer.plot` draws the same figure; :doc:`/05-one-pool` has an example. The figure begins with
+    the first entry of the history (``history=`` of :func:`streamalloc.observing.observe`).
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
@@ -238,7 +241,7 @@ def memory(of: Observer) -> Figure:
             labels = [str(name or "other") for name in amounts]
             ax.stackplot(x, stacked, labels=labels, step="post", colors=USES, lw=0.5)
         failures = [(one.time - zero) / tick for one in happened if one.action == "failure"]
-        if failures:  # A plot without points would change the limits.
+        if failures:  # A plot without points would change the limits of the axes.
             ax.plot(failures, [0] * len(failures), "x", color=RED, ms=7, mew=2, clip_on=False, label="out of memory")
         ax.set_xlim(0, end / tick or 1)
         whole_numbers(ax.yaxis, highest / scale)
@@ -257,9 +260,10 @@ def memory(of: Observer) -> Figure:
 
 
 def _by_name(happened: Sequence[Happening], live: Iterable[Allocation]) -> tuple[list[int], dict[str, list[int]], int]:
-    """Return the times of the changes; for each tag or pool, the bytes from each time on; and the most bytes in all.
+    """Return three results: the times of the changes in nanoseconds, the bytes after each change by tag or pool, and
+    the most bytes of all together.
 
-    Tags and pools with few bytes are summed up under ``""``.
+    Tags and pools beyond the first five, in order of peak bytes, are added up under ``""``.
     """
     sign = {"allocate": 1, "free": -1}
     changes = [(one.time, _name(one.allocation), sign[one.action] * one.allocation.nbytes)
@@ -305,9 +309,10 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
 
 
 class Life(NamedTuple):
-    """Allocation from the call that allocates to the call that frees. ``start`` and ``stop`` are numbers of calls.
+    """Allocation, from the call that allocates to the call that frees. ``start`` and ``stop`` are indices of these
+    calls.
 
-    :func:`lives` makes them.
+    Item of the result of :func:`lives`.
     """
 
     address: int
@@ -316,31 +321,33 @@ class Life(NamedTuple):
     stop: int | None
     stream: int
     why: str
-    """Why the driver could reuse freed memory, one of ``WHY``; empty for new memory."""
+    """Why the driver could reuse freed memory: a key of ``WHY``; empty for memory that was not used before."""
 
 
 SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
 OTHER = "the free had run, or the driver waits for it"
 WHY = {SAME: (GREY, "-"), SYNCHRONISED: (INK, (0, (1, 0.6))), EVENT: (INK, "-"), OTHER: (RED, "-")}
-"""Colour and style of the line for each reason."""
+"""Colour and style of the line for each reason why freed memory could be reused. Later reasons are weaker."""
 
 
 class _Freed(NamedTuple):
-    """Memory that a call has freed in ``stream`` and that the driver may reuse."""
+    """Memory that a call has freed on ``stream``, and that the driver may reuse."""
 
     address: int
     nbytes: int
     stream: int
     after: dict[int, str]
-    """Reason for each stream that is ordered after the free; under -1 for all streams."""
+    """By handle of each stream that is ordered after the free: the reason, a key of ``WHY``. The key -1 is for all
+    streams.
+    """
 
 
 _Step = tuple[str, tuple[int, ...]]
-"""Kind of a call, and its numbers: (address, size, stream), (stream, event), (stream,), (event,) or ()."""
+"""Kind of a call, and its handles or numbers: (address, bytes, stream), (stream, event), (stream,), (event,) or ()."""
 
 
 _ALLOCATIONS = {"cuMemAllocAsync": 1, "cuMemAllocFromPoolAsync": 2}
-"""Functions that allocate, with the position of the stream in their arguments."""
+"""Driver functions that allocate, with the position of the stream in their arguments."""
 _ORDERINGS = {
     "cuEventRecord": ("record", (1, 0)),
     "cuStreamWaitEvent": ("wait", (0, 1)),
@@ -348,7 +355,7 @@ _ORDERINGS = {
     "cuEventSynchronize": ("synchronise event", (0,)),
     "cuCtxSynchronize": ("synchronise", ()),
 }
-"""Functions that order, with the kind of the step and the positions of its numbers in the arguments."""
+"""Driver functions that order work, with the kind for ``_Step`` and the positions of its handles in the arguments."""
 
 
 def _steps(calls: Iterable[Call]) -> Iterator[_Step]:
@@ -369,17 +376,17 @@ def _steps(calls: Iterable[Call]) -> Iterator[_Step]:
 
 
 def lives(of: Iterable[Call]) -> list[Life]:
-    """Return the allocations of a traced driver, each with the reason why it could reuse freed memory.
+    """Return the allocations of a traced driver, each with the reason why the driver could reuse freed memory for it.
 
     Parameters
     ----------
     of
-        Calls of :func:`streamalloc.driver.traced`.
+        Calls that a driver of :func:`streamalloc.driver.traced` has recorded (``driver.calls``).
     """
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
-    # Freed memory whose free comes before the last record of an event, by event.
+    # By event: the freed memory whose free is ordered before the last record of the event.
     marks: dict[int, list[_Freed]] = {}
     for number, (kind, args) in enumerate(_steps(of)):
         if kind == "allocate":
@@ -410,10 +417,11 @@ def lives(of: Iterable[Call]) -> list[Life]:
 
 
 def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
-    """Draw allocations as boxes over calls (horizontal) and addresses (vertical). Returns the figure.
+    """Draw allocations as boxes: calls on the horizontal axis, addresses on the vertical axis. Returns the figure.
 
-    The height of a box is the size, and its colour the stream. The colour of the left edge tells why the driver could
-    reuse freed memory. Addresses that nobody uses are left out. ``of`` is as for :func:`lives`.
+    The height of a box is the size of the allocation, and the colour shows its stream. The colour of the left edge
+    shows why the driver could reuse freed memory. Unused addresses are left out. ``of``: the calls, as for
+    :func:`lives`.
     """
     found = lives(of)
     places = _packed(found)
@@ -451,7 +459,7 @@ def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
 
 
 def _packed(found: Iterable[Life]) -> dict[int, int]:
-    """Return the vertical position of each address in bytes. Unused addresses take no room."""
+    """Return the vertical position of each address in bytes. Gaps of unused addresses are left out."""
     places: dict[int, int] = {}
     low = start = stop = 0
     for begin, end in sorted({(one.address, one.address + one.nbytes) for one in found}):
@@ -467,9 +475,10 @@ def _packed(found: Iterable[Life]) -> dict[int, int]:
 
 
 def _box(ax: Axes, left: float, width: float, y: float, name: str, location: MemLocation, total: float) -> None:
-    """Draw memory as a box from ``left`` on, ``width`` wide, at height ``y``, with its name if there is room.
+    """Draw memory as a box from ``left`` on, ``width`` wide, at height ``y``. Its name is written if the box is wide
+    enough.
 
-    ``total``: width of the whole range.
+    ``total``: width of the whole address range. All widths are in MiB.
     """
     ax.add_patch(Rectangle((left, y), width, 1, fc=color_of(location), ec="white", lw=1.5))
     if width > total / 60:
@@ -479,18 +488,18 @@ def _box(ax: Axes, left: float, width: float, y: float, name: str, location: Mem
 def address_range(
     of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
 ) -> Figure:
-    """Draw the addresses of a range above physical memory, with a band for each mapping, and the rights.
+    """Draw the addresses of a range above physical memory, with a band for each mapping, and the access rights.
 
-    Returns the figure. :meth:`vmm.AddressRange.plot` draws it, too; :doc:`/02-virtual-memory` shows such pictures.
+    Returns the figure. :meth:`vmm.AddressRange.plot` draws the same figure. :doc:`/02-virtual-memory` shows examples.
 
     Parameters
     ----------
     of
         An address range, or a growable or striped buffer.
     names
-        Labels of the physical memory; default: A, B, C.
+        The physical memory to draw, by its label. Default: all mapped memory, with the labels A, B, C and so on.
     ax
-        Axes to draw on; default: those of a new figure.
+        Axes to draw into. Default: the axes of a new figure.
     """
     addresses = of.range if isinstance(of, VirtualBuffer) else of
     mappings = addresses.mappings
@@ -510,7 +519,7 @@ def address_range(
         above = []
         for one in mappings:
             name, left, width = labels.get(id(one.memory), ""), one.offset / MiB, one.nbytes / MiB
-            # A small mapping is drawn wide enough to be seen.
+            # A small mapping would be invisible to scale, so a minimum width is used.
             _box(axes, left, max(width, total / 300), 3, name, one.memory.location, total)
             if name in places:
                 start, size = places[name]
@@ -531,12 +540,14 @@ def address_range(
 
 
 def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str, tuple[float, float]]:
-    """Return position and width of each physical memory: to scale, and with room for the labels if there is some."""
+    """Return position and width in MiB of each physical memory, by label. The boxes are to scale, and spaced for their
+    texts if the range is wide enough.
+    """
     sizes = [max(memory.nbytes / MiB, total / 300) for memory in names.values()]
     rooms = [max(size, _width(_size_of(memory)) * total) for size, memory in zip(sizes, names.values(), strict=True)]
     gap = total / 40
     if sum(rooms) + gap * len(rooms) > total:
-        # There is no room for all labels. Unmapped memory may even be larger than the range.
+        # The texts do not all fit. Unmapped memory may even be larger than the range, so the boxes are made smaller.
         shrunk = min(1.0, 0.8 * total / sum(sizes))
         sizes = rooms = [size * shrunk for size in sizes]
         gap = (total - sum(rooms)) / len(rooms)
@@ -549,7 +560,7 @@ def _side_by_side(names: Mapping[str, PhysicalMemory], total: float) -> dict[str
 
 
 def _width(text: str) -> float:
-    """Return the width of a text as a part of the width of the range."""
+    """Return the approximate width of a text, as a fraction of the width of the range."""
     return 0.0115 * max(map(len, text.splitlines()))
 
 
@@ -558,7 +569,7 @@ def _size_of(memory: PhysicalMemory) -> str:
 
 
 def _labels(ax: Axes, labels: Iterable[tuple[float, str]], y: float, va: str, total: float) -> None:
-    """Write a row of labels. One that would overlap the label before it is left out."""
+    """Write a row of labels. A label that would overlap the label before it is left out."""
     end = -total
     for x, text in labels:
         half = 0.5 * _width(text) * total
@@ -577,7 +588,7 @@ _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
 def draw(thing: object, **options: Any) -> Figure:
     """Draw a pool, an address range, a virtual buffer or an observer. Returns the figure.
 
-    The methods ``plot`` of these objects call it, such as :meth:`MemoryPool.plot`.
+    The ``plot`` methods of these objects, such as :meth:`MemoryPool.plot`, call this function.
 
     Raises
     ------
