@@ -2,8 +2,8 @@
 
 A :class:`Trace` comes from a file of this library, RMM or PyTorch (:func:`load`), from the calls of
 :func:`streamalloc.driver.traced` (:func:`from_calls`), or from a generator (:func:`training`, :func:`checkpointing`,
-:func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` makes its calls on a pool, or on an allocator of
-another library.
+:func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` repeats the allocations and frees of a trace on a pool,
+or on an allocator of another library.
 """
 
 from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, replay

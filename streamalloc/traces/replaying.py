@@ -1,8 +1,9 @@
-"""Replays of a trace on an allocator, as fast as possible, with measurements; and the allocators to replay on.
+"""Replays of a trace on an allocator, with measurements of time and memory, and the allocators to replay on.
 
-One thread makes all calls in recorded order and queues no other work. So the time is that of the allocator alone. If
-memory is freed on another stream than that of its allocation, this stream first waits for the allocation's stream. An
-allocator that frees on the allocation's stream only makes that stream wait for the other one instead.
+One thread makes all calls in recorded order, without pauses, and queues no other work, so that only the allocator's
+time is measured. If memory is freed on another stream than its allocation's stream, the freeing stream first waits for
+the allocation's stream. Some allocators can free only on the allocation's stream. That stream then waits for the
+freeing stream instead.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ from streamalloc.vmm import ExpandableCache
 
 _KEEP_ALL = 2**64 - 1
 _RMM_BEGINS = 32 << 20
-"""Bytes with which RMM's pool begins. Its default is half of the device's memory."""
+"""Initial size of RMM's pool in bytes. RMM's default would be half of the device's memory."""
 
 
 @dataclass
 class Subject:
-    """Allocator as plain functions, because these add the least time to a replay."""
+    """Allocator as plain functions, because calls of functions add the least time to a replay."""
 
     streams: Sequence[Any]
-    """Streams of the allocator's library, one for each stream of the trace."""
+    """Stream objects of the allocator's library, one for each stream of the trace."""
     allocate: Callable[[int, Any], Any]
-    """Allocates bytes on a stream."""
+    """Function (bytes, stream) that allocates memory on a stream and returns the allocation."""
     free: Callable[[Any], object]
-    """Frees an allocation on its own stream. It gets the last reference."""
+    """Function (allocation) that frees on the allocation's stream. The caller passes its last reference."""
     free_on: Callable[[Any, Any, Any], object]
-    """Frees an allocation on another stream. It takes the allocation, its stream, and the other stream."""
+    """Function (allocation, its stream, other stream) that frees an allocation on another stream."""
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
-    """The library's error for a lack of memory."""
+    """The exception that the library raises if there is not enough memory."""
     reserved: Callable[[], int] | None = None
-    """Returns the bytes reserved from the driver; None if unknown."""
+    """Function that returns the bytes reserved from the driver; None if the library does not tell."""
     calls: Callable[[], int] | None = None
-    """Returns the number of driver calls so far; None if they are not counted."""
+    """Function that returns the number of driver calls so far; None if calls are not counted."""
     begin: Callable[[], object] = lambda: None
-    """Called before each replay."""
+    """Function that is called before each replay."""
 
 
 def of_allocator(allocator: Allocator, device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the functions of an allocator of streamalloc: a pool, or an object with the same ``allocate``.
+    """Return an allocator of streamalloc as a ``Subject``: a pool, or an object with the same ``allocate``.
 
-    ``streams``: how many streams to make. ``resources`` closes them.
+    ``streams``: number of streams to create. ``resources`` closes the streams at its end.
     """
     driver = device.driver
     ours = [resources.enter_context(device.create_stream()) for _ in range(streams)]
@@ -74,7 +75,9 @@ def of_allocator(allocator: Allocator, device: Device, streams: int, resources: 
 
 
 def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.ExitStack) -> Callable[[Any, Any], object]:
-    """Return a function of two streams that makes the second wait for the first, by two raw driver calls."""
+    """Return a function (first stream, second stream) that makes the second stream wait for the first, by two raw
+    driver calls.
+    """
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
@@ -91,7 +94,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
 
 
 def _reserved_by(allocator: Any) -> Callable[[], int] | None:
-    """Return a function that returns the reserved bytes of an allocator's pool; None without a pool."""
+    """Return a function that returns the bytes that an allocator has reserved; None if the allocator has no pool."""
     if isinstance(allocator, ExpandableCache):
         return lambda: allocator.statistics().reserved
     pool = getattr(allocator, "pool", allocator)
@@ -114,7 +117,9 @@ def _pool(
 
 
 def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return ``cuMemAllocFromPoolAsync`` and ``cuMemFreeAsync`` on a pool of the driver, with checked results."""
+    """Return a ``Subject`` that calls ``cuMemAllocFromPoolAsync`` and ``cuMemFreeAsync`` directly, and checks the
+    results.
+    """
     pool_object = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     found = of_allocator(pool_object, device, streams, resources)
     driver = cast(Any, device.driver)
@@ -149,7 +154,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
     core = importlib.import_module("cuda.core")
     theirs = core.Device(device.ordinal)
     theirs.set_current()
-    # Only with options does it make a pool of its own.
+    # Without options, the resource would use the device's current pool, which other code may also use.
     resource = core.DeviceMemoryResource(theirs, core.DeviceMemoryResourceOptions())
     allocate = resource.allocate
     close = core.Buffer.close
@@ -159,7 +164,7 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
         try:
             return allocate(nbytes, stream=stream)
         except Exception as error:
-            # A CUDAError has no attribute with the name of the error.
+            # A CUDAError has no attribute for the error code, so its text is searched.
             raise MemoryError(str(error)) if "OUT_OF_MEMORY" in str(error) else error  # noqa: B904
 
     def free_on(buffer: Any, own: Any, other: Any) -> None:
@@ -171,11 +176,11 @@ def _cuda_core(device: Device, streams: int, resources: contextlib.ExitStack) ->
 
 
 def _drop(thing: object) -> None:
-    """Do nothing: the caller passes the last reference, and its end frees the allocation."""
+    """Do nothing: the caller passes its last reference, and the allocation is freed when the reference ends."""
 
 
 def _cupy(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the functions of a pool of CuPy. It allocates on CuPy's current stream, and a free takes no stream."""
+    """Return a pool of CuPy as a ``Subject``. CuPy allocates on its current stream, and its frees take no stream."""
     cupy = importlib.import_module("cupy")
     resources.enter_context(cupy.cuda.Device(device.ordinal))
     theirs = [cupy.cuda.Stream(non_blocking=True) for _ in range(streams)]
@@ -205,7 +210,7 @@ def _cupy(device: Device, streams: int, resources: contextlib.ExitStack) -> Subj
 
 
 def _rmm(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return the functions of a pool of RMM over ``cudaMalloc``."""
+    """Return a pool of RMM that gets its memory from ``cudaMalloc``, as a ``Subject``."""
     mr = importlib.import_module("rmm.mr")
     stream = importlib.import_module("rmm.pylibrmm.stream").Stream
     pool = mr.PoolMemoryResource(mr.CudaMemoryResource(), initial_pool_size=_RMM_BEGINS)
@@ -215,7 +220,7 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
         return take(nbytes, stream), nbytes, stream
 
     theirs = [stream() for _ in range(streams)]
-    order = _ordering(device, theirs, resources)  # RMM has no events of its own.
+    order = _ordering(device, theirs, resources)  # RMM has no event class.
 
     def free_on(thing: tuple[int, int, Any], own: Any, other: Any) -> None:
         order(own, other)
@@ -225,7 +230,9 @@ def _rmm(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
 
 
 def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Subject:
-    """Return PyTorch's caching allocator as its two C functions, which ``caching_allocator_alloc`` calls."""
+    """Return PyTorch's caching allocator as a ``Subject``: the two C functions behind ``caching_allocator_alloc`` and
+    ``caching_allocator_delete``.
+    """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise ImportError("torch without CUDA")
@@ -255,9 +262,11 @@ class Entry(NamedTuple):
 
     title: str
     make: Callable[[Device, int, contextlib.ExitStack], Subject]
-    """Makes it for a device and a number of streams. Raises ``ImportError`` if the library is not installed."""
+    """Function (device, number of streams, exit stack) that creates the allocator. Raises ``ImportError`` if the
+    library is not installed.
+    """
     other: bool = False
-    """Whether it is of another library, and needs a GPU."""
+    """Whether the allocator belongs to another library, and so needs a GPU."""
 
 
 ALLOCATORS: dict[str, Entry] = {
@@ -278,40 +287,40 @@ ALLOCATORS: dict[str, Entry] = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of a replay. :func:`replay` returns it."""
+    """Measurements of a replay. Result of :func:`replay`."""
 
     allocator: str
-    """Title of the allocator."""
+    """Title of the allocator, such as ``"RMM PoolMemoryResource"``."""
     events: int
     """Number of allocations and frees in the trace."""
     seconds: float
-    """Seconds of one replay: median of the rounds after the first."""
+    """Seconds that one replay took: the median of all timed replays but the first."""
     first_seconds: float
-    """Seconds of the first replay, in which the allocator reserves its memory."""
+    """Seconds that the first timed replay took, in which the allocator reserves its memory."""
     failures: int
-    """Failed allocations of the first replay; their frees are skipped."""
+    """Number of allocations that failed in the measured replay. Their frees are skipped."""
     peak_used: int
-    """Most bytes allocated at once, in requested sizes."""
+    """Most bytes allocated at once, as a sum of requested sizes."""
     peak_reserved: int | None
     """Most bytes reserved from the driver; None if unknown."""
     driver_calls: int | None
-    """Driver calls of the first replay; None if not counted."""
+    """Number of driver calls of one replay; None if calls are not counted."""
 
     @property
     def microseconds_per_event(self) -> float:
-        """Mean microseconds of an allocation or free."""
+        """Mean time of one allocation or free in microseconds."""
         return self.seconds * 1e6 / max(self.events, 1)
 
     @property
     def reserved_over_used(self) -> float | None:
-        """Ratio of :attr:`peak_reserved` to :attr:`peak_used`; None if the former is unknown."""
+        """Ratio of :attr:`peak_reserved` to :attr:`peak_used`; None if ``peak_reserved`` is unknown."""
         return None if self.peak_reserved is None else self.peak_reserved / max(self.peak_used, 1)
 
 
 class Replay:
-    """Trace that is prepared for an allocator, so that the timed loop does little beside the allocator's calls.
+    """Trace that is prepared for an allocator, so that the timed loop does little except the allocator's calls.
 
-    :func:`prepare` makes it; :func:`replay` runs it.
+    The ``with`` block of :func:`prepare` gets it.
     """
 
     def __init__(self, trace: Trace, subject: Subject) -> None:
@@ -326,18 +335,20 @@ class Replay:
                 steps.append((event.nbytes, event.id, streams[event.stream]))
             else:
                 # A size of -1 marks a free. The third item is the pair of the allocation's and the free's stream, or
-                # None if both are equal: then no wait belongs to the free.
+                # None if both are equal and no wait is needed.
                 both = streams[own[event.id]], streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else both))
-        # Slots of a list in place of numbers, which need not be consecutive.
+        # Indices of a list replace the numbers of allocations, which need not be consecutive.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)
         self._steps = [(nbytes, slots[number], stream) for nbytes, number, stream in steps]
         self.failures: int = 0
-        """Failed allocations of the last run."""
+        """Number of allocations that failed in the last run."""
 
     def run(self) -> float:
-        """Replay the trace once, then free what is left. Returns the seconds of the replay alone."""
+        """Replay the trace once, then free the memory that is left. Returns the seconds of the replay without these
+        frees.
+        """
         self.failures = 0
         self._subject.begin()
         collecting = gc.isenabled()
@@ -369,7 +380,8 @@ class Replay:
                     free(thing)
                 else:
                     free_on(thing, *stream)
-                # The drop of the last reference is a part of the measured free; for some libraries it is the free.
+                # The end of the last reference is a part of the measured free. In some libraries only this frees the
+                # memory.
                 thing = None
         return clock() - start
 
@@ -381,7 +393,9 @@ class Replay:
                 free(thing)
 
     def measure(self) -> dict[str, Any]:
-        """Replay the trace once, and ask the allocator after each call. Returns fields of :class:`Replayed`."""
+        """Replay the trace once, and read the allocator's numbers after each call. Returns four fields of
+        :class:`Replayed`, by name.
+        """
         subject, live = self._subject, self._live
         self.failures = 0
         subject.begin()
@@ -414,26 +428,26 @@ class Replay:
 
 @contextlib.contextmanager
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
-    """Prepare a trace for replays on an allocator within the ``with`` block. For a name, a new allocator is made.
+    """Return a context manager whose block gets a trace prepared for replays. A name creates a new allocator.
 
-    :func:`replay` does this, and measures. The context of ``device`` is current in the block. Raises ``KeyError`` for
-    an unknown name, and ``ImportError`` if the library is not installed.
+    The context of ``device`` is current in the block. Raises ``KeyError`` for an unknown name, and ``ImportError`` if
+    the library is not installed. :func:`replay` also measures.
     """
     make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
     with contextlib.ExitStack() as resources:
         resources.enter_context(device.current())
         resources.callback(device.synchronize)
         subject = make(device, trace.streams, resources)
-        # All frees must have run before the allocator is closed.
+        # All frees must have completed on the device before the allocator is closed.
         resources.callback(device.synchronize)
         yield Replay(trace, subject)
 
 
 def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, rounds: int = 3) -> Replayed:
-    """Replay a trace on an allocator, and return the time and the memory that it took.
+    """Replay a trace on an allocator, and return the time and the memory that the replay took.
 
-    One replay measures memory and driver calls, and further ones are timed. For a name, each of the two has a new
-    allocator. A pool of yours is timed with the memory that it has reserved before.
+    One replay measures memory and driver calls, and further replays are timed. If ``on`` is a name, the measured replay
+    and the timed replays each use a new allocator. A pool that you pass keeps the memory that it has reserved before.
 
     Parameters
     ----------
@@ -444,7 +458,7 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
     device
         Device of the memory and streams; default: device 0 of the default driver.
     rounds
-        Number of timed replays after the first replay.
+        Number of timed replays after the first timed replay.
 
     Raises
     ------
@@ -453,7 +467,7 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
     KeyError
         No allocator has this name.
     TypeError, ValueError
-        ``trace`` is no trace, or ``rounds`` is less than 1.
+        ``trace`` is not a :class:`Trace`, or ``rounds`` is less than 1.
 
     Examples
     --------
@@ -470,7 +484,7 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
     if isinstance(on, str):
         title = ALLOCATORS[on].title
         if not ALLOCATORS[on].other:
-            # The allocators of streamalloc call the driver of their device. A traced one counts the calls.
+            # The allocators of streamalloc call the driver of their device, so a traced driver counts the calls.
             counted = Device(device.ordinal, driver=traced(device.driver))
     with prepare(trace, on, counted) as prepared:
         found = prepared.measure()

@@ -1,15 +1,16 @@
 """Traces of allocations and frees: their file format, and readers of other recordings.
 
-A file has one JSON value in each line. The first line is an object with the format, its version, the source of the
-trace, and how many recorded calls cannot be replayed. Each other line is an event::
+A file has one JSON value in each line. The first line is an object with the format, the format's version, the source of
+the trace, and how many recorded calls cannot be replayed. Each other line is an event::
 
     {"format": "streamalloc trace", "version": 1, "source": "RMM log", "skipped": {"failed allocations": 1}}
     ["allocate", 0, 4096, 0, 0, 1500]
     ["free", 0, 4096, 1, 0, 2750]
 
-The fields of an event are those of :class:`Event`. A file whose name ends in ``.gz`` is compressed.
+The items of an event are the fields of :class:`Event`, in order. A file whose name ends in ``.gz`` is compressed.
 
-Traces are also made from the calls of :func:`streamalloc.driver.traced`, from RMM's log and from PyTorch's snapshots.
+Traces can also be made from the calls of :func:`streamalloc.driver.traced`, from RMM's logs and from PyTorch's
+snapshots.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ from streamalloc.driver import Call
 
 FORMAT = "streamalloc trace"
 VERSION = 1
-# An event as JSON. Its action and its numbers contain no character that JSON escapes.
+# An event as JSON, without the slower json.dumps(): an action and numbers need no escapes.
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
 _LEVEL = 6  # Level of gzip's compression.
 _GZIP = b"\x1f\x8b"
 _LONGEST = 1 << 20  # The most bytes that a line of text may have.
-# A compressed file may expand to 200 times its size, and 4 MiB more. A larger one could exhaust memory.
+# A compressed file may expand to 200 times its size plus 4 MiB. Without a limit, a small file could exhaust the memory.
 _RATIO = 200
 _BEYOND = 1 << 22
-_MOST = (1 << 63) - 1  # The largest size, number or time of an event.
+_MOST = (1 << 63) - 1  # The largest value of a number in an event.
 
 Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """File that is no trace, or is damaged. The message names the line. :func:`load` raises it."""
+    """A file is not a trace, or is damaged. The message names the line. Raised by :func:`load`."""
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
         where = ", ".join(filter(None, (file, at)))
         super().__init__(f"{where}: {why}" if where else why)
         self.line: int | None = line
-        """Line of the file, or number of the entry in a snapshot; from 1."""
+        """Number of the line in the file, or of the entry in a snapshot, counted from 1; None if unknown."""
 
 
 class Event(NamedTuple):
     """Allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance.
 
-    The field ``events`` of :class:`Trace`.
+    Item of :attr:`Trace.events`.
     """
 
     action: Action
@@ -71,30 +72,30 @@ class Event(NamedTuple):
     id: int
     """Number of the allocation, unique in a trace."""
     nbytes: int
-    """Bytes, as requested; a free repeats them."""
+    """Size in bytes, as requested; a free repeats the size of its allocation."""
     stream: int
-    """Number of the stream; a free may use another stream than its allocation."""
+    """Number of the stream. A free may be on another stream than its allocation."""
     thread: int
     """Number of the host thread that made the call."""
     time: int
-    """Nanoseconds since the recording began."""
+    """Nanoseconds since the first event of the recording."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Allocations and frees of a run, in the order in which they were made.
+    """Allocations and frees of a program's run, in the order of the calls.
 
-    :func:`load`, :func:`from_calls` and :func:`serving` make traces.
+    :func:`load`, :func:`from_calls` and generators such as :func:`serving` return traces.
 
     Parameters
     ----------
     events
         All allocations and frees.
     source
-        Description of the recording.
+        Description of where the trace comes from, such as ``"RMM log"``.
     skipped
-        Number of recorded calls that are not events, by kind: failed allocations, and frees of memory from before the
-        recording.
+        Number of recorded calls that are not events, by kind: failed allocations, frees of memory that was allocated
+        before the recording, and frees that were not recorded.
 
     Raises
     ------
@@ -132,7 +133,7 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Most bytes allocated at once, in requested sizes."""
+        """Most bytes allocated at once, as a sum of requested sizes."""
         now = most = 0
         for event in self.events:
             now += event.nbytes if event.action == "allocate" else -event.nbytes
@@ -145,7 +146,7 @@ class Trace:
         return (self.events[-1].time - self.events[0].time) / 1e9 if self.events else 0.0
 
     def save(self, path: str | Path) -> None:
-        """Write the trace to a file, compressed if its name ends in ``.gz``. Equal traces make equal files.
+        """Write the trace to a file, compressed if the name ends in ``.gz``. Equal traces give equal files.
 
         Raises ``OSError`` if the file cannot be written.
         """
@@ -154,7 +155,7 @@ class Trace:
         header = {"format": FORMAT, "version": VERSION, "source": self.source, "skipped": skipped}
         lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
         content = "".join(lines).encode("ascii")
-        # Without mtime=0, gzip stores the time, and equal traces would make different files.
+        # Without mtime=0, gzip would store the current time, and equal traces would give different files.
         path.write_bytes(gzip.compress(content, _LEVEL, mtime=0) if path.suffix == ".gz" else content)
 
     def __repr__(self) -> str:
@@ -163,7 +164,7 @@ class Trace:
 
 
 def _checked(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events. Raise ``ValueError`` at one that does not fit those before."""
+    """Yield the events. Raise ``ValueError`` at an event that contradicts earlier events, such as a second free."""
     alive: dict[int, int] = {}
     seen: set[int] = set()
     for event in events:
@@ -192,7 +193,9 @@ def _check_fields(event: Event) -> None:
 
 
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
-    """Return the trace in the lines of a file."""
+    """Return the trace that the lines of a file contain. ``file``: its name, for errors. Raises
+    :class:`TraceFormatError`.
+    """
     lines = iter(lines)
     header = _header(next(lines, ""), file)
     events: list[Event] = []
@@ -203,7 +206,7 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
         raise
     except (ValueError, RecursionError) as error:
         raise TraceFormatError(str(error), file, len(events) + 2) from None
-    trace = Trace.__new__(Trace)  # Not by the constructor, which would check all events a second time.
+    trace = Trace.__new__(Trace)  # The constructor is not called, because it would check all events a second time.
     vars(trace).update(events=tuple(events), **header)
     return trace
 
@@ -233,12 +236,12 @@ def _header(line: str, file: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading within the ``with`` block. A compressed one is known by its content, and decompressed.
+    """Return a context manager that opens a file for reading. A file compressed by gzip is recognised by its content.
 
     Raises ``OSError`` if the file cannot be read, and :class:`TraceFormatError` if its compressed data is damaged.
     """
     try:
-        # Opened once and not for a look first, because the file may be a pipe.
+        # The file is opened only once, because it may be a pipe, which can be read only once.
         with open(path, "rb") as file:
             if file.peek(2)[:2] == _GZIP:
                 file = io.BufferedReader(gzip.GzipFile(fileobj=file))
@@ -248,9 +251,9 @@ def opened(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def content(file: IO[bytes], name: str) -> bytes:
-    """Return the bytes of a file from :func:`opened`. ``name``: the file in the error.
+    """Return all bytes of a file from :func:`opened`. ``name``: name of the file, for the error.
 
-    Raises :class:`TraceFormatError` if a compressed file expands to more than 200 times its size and 4 MiB.
+    Raises :class:`TraceFormatError` if a compressed file expands to more than 200 times its size plus 4 MiB.
     """
     compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
     most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
@@ -264,9 +267,9 @@ def content(file: IO[bytes], name: str) -> bytes:
 
 
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a text file. ``name``: the file in the error.
+    """Yield the lines of a text file. ``name``: name of the file, for the error.
 
-    Raises :class:`TraceFormatError` for a line that is no UTF-8, or longer than 1 MiB.
+    Raises :class:`TraceFormatError` for a line that is not UTF-8, or is longer than 1 MiB.
     """
     number = 0
     try:
@@ -288,24 +291,24 @@ _UNSEEN = "frees that were not recorded"
 
 
 class _Recording:
-    """Builder of a trace from the addresses and handles of a recording, which it replaces by numbers."""
+    """Builder of a trace from a recording, whose addresses and handles are replaced by numbers from 0."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._numbers = itertools.count()
         self._alive: dict[object, tuple[int, int]] = {}
-        """Number and bytes of each live allocation, by address."""
+        """Number and size in bytes of each live allocation, by address."""
         self._streams: dict[object, int] = {}
         """Number of each stream, by handle."""
         self._threads: dict[object, int] = {}
-        """Number of each thread, by its name in the recording."""
+        """Number of each thread, by the thread's name in the recording."""
         self._began: int | None = None
-        """Time of the first event, from which the times of all events are counted; None before the first event."""
+        """Time of the first event in nanoseconds, which is subtracted from all times; None before the first event."""
         self.skipped: Counter[str] = Counter()
-        """Number of calls that are no events, by kind."""
+        """Number of recorded calls that are not events, by kind."""
 
     def is_alive(self, address: object) -> bool:
-        """Whether memory at this address is allocated."""
+        """Return whether memory at this address is allocated."""
         return address in self._alive
 
     def allocate(self, address: object, nbytes: int, stream: object, thread: object, time: int) -> None:
@@ -342,16 +345,17 @@ def _shown(address: object) -> str:
 
 # --- recorded driver calls ------------------------------------------------------------------------------------------
 
-# Argument indices of size and stream for each call; None: the legacy default stream.
+# Indices of the arguments size and stream, by driver function; None: no such argument, the legacy default stream is
+# used.
 _MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
 _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 
 
 def from_calls(calls: Iterable[Call]) -> Trace:
-    """Make a trace of the calls that a driver of :func:`streamalloc.driver.traced` has recorded (``driver.calls``).
+    """Return a trace of the calls that a driver of :func:`streamalloc.driver.traced` has recorded (``driver.calls``).
 
-    It has the allocations and frees of pools and of ``cuMemAlloc``. What a caching allocator gives from its cache makes
-    no driver call, and is not in the trace.
+    The trace has the allocations and frees of pools and of ``cuMemAlloc``. Memory that a caching allocator takes from
+    its cache needs no driver call, and is not in the trace.
     """
     recording = _Recording()
     for call in calls:
@@ -363,10 +367,10 @@ def from_calls(calls: Iterable[Call]) -> Trace:
             size, at = _MAKERS[call.name]
             address, stream = int(call.answer[1]), _handle(call.args, at)
             if address and recording.is_alive(address):
-                # A graph or the end of its pool has freed the earlier memory here, without a call.
+                # The earlier memory at this address was freed without a recorded call: by a graph, or with its pool.
                 recording.skipped[_UNSEEN] += 1
                 recording.free(address, stream, call.thread, call.time)
-            # An allocation of 0 bytes has no address, and is not freed by a call.
+            # An allocation of 0 bytes has no address, and no call frees it.
             if address:
                 recording.allocate(address, int(call.args[size]), stream, call.thread, call.time)
         elif call.name in _ENDERS and not failed and int(call.args[0]):
@@ -384,13 +388,14 @@ def _handle(args: Sequence[Any], at: int | None) -> int:
 _RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
 _DAY = 24 * 3600 * 10**9
-_LATE = 60 * 10**9  # Nanoseconds by which a line from before midnight may come late.
+_LATE = 60 * 10**9  # Nanoseconds after midnight within which a line from before midnight may still follow.
 
 
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
-    """Return the trace of a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored.
+    """Return the trace that a log of RMM's ``LoggingResourceAdaptor`` contains. Columns after the first six are
+    ignored.
 
-    Raises :class:`TraceFormatError` at the first line that is no allocation or free.
+    Raises :class:`TraceFormatError` at the first line that is no allocation, failed allocation or free.
     """
     if not next(lines, "").startswith(_RMM_HEADER):
         raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
@@ -404,8 +409,8 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
             # A line has the time of day without the date, and lines of several threads may be slightly out of order. A
-            # step of half a day back means midnight. After it, a step of nearly a day forward means a late line from
-            # before midnight.
+            # step of half a day back means midnight. A later step of nearly a day forward means a late line from before
+            # midnight.
             if days and time > before + _DAY - _LATE:
                 time -= _DAY
             else:
@@ -490,7 +495,7 @@ def _take_entry(recording: _Recording, entry: Any) -> None:
         if action == "alloc":
             recording.allocate(address, _of_type(entry, "size", int), stream, 0, time)
         elif action != "free_completed" or recording.is_alive(address):
-            # A free_completed counts only if the history does not have the free_requested.
+            # A free has two entries. The second, free_completed, counts only if the first is missing in the history.
             recording.free(address, stream, 0, time)
 
 
@@ -501,10 +506,10 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
     return value
 
 
-# A snapshot may come from anybody. The standard library's reader calls functions that a pickle names, and its variant
-# in C allocates as much memory as a pickle asks for. So this reader is the variant in Python, without the opcodes for
-# classes and functions. Its memory grows with the length of the data only: values are slices of the data, and the memo
-# is a dictionary.
+# A snapshot may come from an untrusted person. The standard library's reader calls functions that a pickle names, and
+# its variant in C allocates as much memory as a pickle requests. Therefore this reader is the variant in Python,
+# without the opcodes for classes and functions. Its memory use grows only with the length of the data, because values
+# are slices of the data, and the memo is a dictionary.
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 _PLAIN_OPCODES = frozenset(
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905
@@ -513,16 +518,18 @@ _PLAIN_OPCODES = frozenset(
     "MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE".split()
 )
 _WITH_KEY_TYPES = {"DICT": slice(None, None, 2), "SETITEM": slice(-2, -1), "SETITEMS": slice(None, None, 2)}
-"""Opcodes that fill dictionaries, with the positions of the keys on the stack."""
+"""Opcodes that fill dictionaries, with the positions of the keys on the reader's stack."""
 
 
 def _opcode(name: str, load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the function of an opcode; for an opcode that plain data does not need, one that refuses it."""
+    """Return the reader's function for an opcode. If plain data does not need the opcode, the function raises an
+    error.
+    """
     keys = _WITH_KEY_TYPES.get(name)
 
     def load_with_keys(reader: Any) -> None:
         for key in reader.stack[keys]:
-            # Not tuples: the hash of nested ones can take exponential time.
+            # Tuples are refused as keys, because the hash of nested tuples can take exponential time.
             if type(key) not in _KEY_TYPES:
                 raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
         load(reader)
@@ -544,12 +551,12 @@ class _Reader(_reader):  # type: ignore[misc]
 
 
 def plain(data: bytes) -> Any:
-    """Return the value of a pickle that has only plain data.
+    """Return the value of a pickle that contains only dictionaries, lists, tuples, text, bytes and numbers.
 
     Raises
     ------
     Exception
-        The pickle is damaged, or has more than plain data (``UnpicklingError``).
+        The pickle is damaged, or contains other objects (``UnpicklingError``).
     """
     return _Reader(io.BytesIO(data)).load()
 
@@ -560,21 +567,21 @@ def plain(data: bytes) -> Any:
 def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
     """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
 
-    :doc:`/docs/guides/traces` says how to record each. A log has the columns of RMM's ``LoggingResourceAdaptor``;
-    further ones are ignored. A snapshot is a pickle, of which only plain data is read. PyTorch records no threads, and
-    no streams of frees: a free has the time of its request, and the stream of the allocation.
+    :doc:`/docs/guides/traces` says how to record each kind. A log has the columns of RMM's ``LoggingResourceAdaptor``;
+    further columns are ignored. A snapshot is a pickle; classes and functions in it are refused. PyTorch records no
+    threads, and no streams of frees. A free gets the time of its request, and the stream of the allocation.
 
     Parameters
     ----------
     source
         The path of a file, or the result of ``torch.cuda.memory._snapshot()``.
     device
-        Ordinal of the device in a snapshot in which several devices have a history.
+        Ordinal of the device, if several devices have a history in the snapshot.
 
     Raises
     ------
     TraceFormatError
-        The file has none of these formats, or is damaged; the error names the line.
+        The file has none of these formats, or is damaged. The error names the line.
     OSError
         The file cannot be read.
     ValueError

@@ -1,6 +1,6 @@
-"""Generators of traces: training, checkpointing, serving of a language model, data loading, mixed sizes.
+"""Generators of traces for typical programs: training, checkpointing, serving, data loading, and mixed sizes.
 
-A seed gives the same trace on every machine. ``training().save("training.trace")`` writes one.
+The same seed gives the same trace on every machine. ``training().save("training.trace")`` writes a trace to a file.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ class _Script:
         self._add("free", number, self._streams[number] if stream is None else stream)
 
     def _add(self, action: Action, number: int, stream: int) -> None:
-        # The times have no meaning: a call every 10 us.
+        # The times have no meaning, because replays ignore them: one call every 10 us.
         self._events.append(Event(action, number, self._sizes[number], stream, 0, len(self._events) * 10_000))
 
     def below(self, limit: int) -> int:
         """Return a random integer from 0 to ``limit - 1``.
 
-        Not ``randrange``: only ``random()`` gives the same numbers in all versions of Python.
+        ``randrange`` is not used, because only ``random()`` gives the same numbers in all versions of Python.
         """
         return int(self._random.random() * limit)
 
     def between(self, least: int, most: int) -> int:
-        """Return a random size in bytes from ``least`` to ``most``, whose logarithm is uniform."""
+        """Return a random size in bytes from ``least`` to ``most``. The logarithm of the size is uniformly
+        distributed.
+        """
         return int(least * (most / least) ** self._random.random())
 
     def trace(self, source: str) -> Trace:
@@ -54,11 +56,12 @@ class _Script:
 
 
 def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
-    """Make a trace like that of training a transformer: 2 streams, some 7,000 events, 1.3 GiB at most at once.
+    """Return a trace that imitates the training of a transformer: by default 2 streams, about 7,000 events, 1.3 GiB.
 
-    Parameters and optimizer state stay allocated. Each iteration allocates the activations of all layers, and frees
-    them in reverse order while it allocates gradients, which are freed after the step. Batches grow and have odd
-    shapes. For every second layer another stream sends the gradients in a bucket, and frees the bucket.
+    Parameters and optimizer state stay allocated. Each iteration allocates the activations of all layers. It frees the
+    activations in reverse order while it allocates gradients, and frees the gradients after the optimizer step. Batches
+    grow and have odd shapes. For every second layer, a bucket of gradients is freed on another stream, as if that
+    stream sent it.
 
     Examples
     --------
@@ -104,7 +107,9 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
 
 
 def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
-    """Allocate the activations of one layer. Returns those that the gradients need; the others are freed."""
+    """Allocate the activations of one layer. Returns the numbers of the activations that the gradients need; other
+    memory is freed.
+    """
     normed = script.allocate(tokens * hidden * 2)
     projected = script.allocate(tokens * hidden * 6)
     workspace = script.allocate(script.between(512, 8 * _MiB))
@@ -119,10 +124,11 @@ def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
 
 
 def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Trace:
-    """Make a trace like that of activation checkpointing with 7 B parameters: 1 stream, 17,000 events, 25 GiB.
+    """Return a trace that imitates activation checkpointing with 7 B parameters: by default 1 stream, 17,000 events, 25
+    GiB.
 
     The parameters stay allocated. Each layer keeps only its input, and computes its activations again for the
-    gradients. These are freed after the step. The number of tokens changes with each iteration.
+    gradients. The gradients are freed after the optimizer step. The number of tokens changes with each iteration.
 
     Examples
     --------
@@ -176,7 +182,9 @@ def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Tr
 
 
 def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[int, list[int]]:
-    """Allocate the output of one layer, and the activations that the gradients need. Returns both."""
+    """Allocate the output of one layer, and the activations that the gradients need. Returns the number of the output,
+    and the numbers of the activations.
+    """
     activations = [script.allocate(nbytes) for nbytes in (narrow, tokens * 4, *[narrow] * 6, 32 * tokens * 4)]
     projected = script.allocate(narrow)
     activations.append(script.allocate(narrow))
@@ -189,11 +197,11 @@ def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[i
 
 
 def serving(seed: int = 0, *, requests: int = 280) -> Trace:
-    """Make a trace like that of serving a language model: 4 streams, some 20,000 events, many sizes.
+    """Return a trace that imitates the serving of a language model: by default 4 streams, about 20,000 events.
 
-    Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and its blocks of the
-    KV cache. Each token allocates short-lived memory, and sometimes another block. The end of the request frees the
-    blocks. Some answers are freed on another stream, which sends them.
+    Each request runs on one of four streams. Its prompt allocates temporary memory of many sizes, and blocks of the KV
+    cache. Each generation step allocates short-lived memory, and sometimes another block. The end of the request frees
+    the blocks. Some answers are freed on another stream, as if that stream sent the answer.
 
     Examples
     --------
@@ -240,10 +248,10 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
 
 
 def loading(seed: int = 0, *, batches: int = 200) -> Trace:
-    """Make a trace like that of a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
+    """Return a trace that imitates a data loader: by default 2 streams, about 4,400 events.
 
-    One stream allocates batches of varying size, four steps in advance. The other stream computes with the batches and
-    frees them.
+    One stream allocates batches of 14 to 38 MB, four steps in advance. The other stream computes with the batches and
+    frees the batches.
 
     Examples
     --------
@@ -267,7 +275,7 @@ def loading(seed: int = 0, *, batches: int = 200) -> Trace:
 
 
 def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace:
-    """Make a trace on 1 stream with at most 24 live allocations, whose sizes are random.
+    """Return a trace on 1 stream with at most 24 live allocations of random size.
 
     Parameters
     ----------
@@ -276,7 +284,7 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
     events
         Number of allocations and frees.
     most
-        Largest size in bytes; the smallest is 256. The logarithm of the size is uniform.
+        Largest size in bytes; the smallest size is 256. The logarithm of the size is uniformly distributed.
 
     Examples
     --------
@@ -296,4 +304,4 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
 WORKLOADS: dict[str, Callable[..., Trace]] = {
     made.__name__: made for made in (training, checkpointing, serving, loading, mixed)
 }
-"""Generators of traces, by name."""
+"""Generators of traces, by the name of the function."""
