@@ -124,11 +124,11 @@ def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
 
 
 def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Trace:
-    """Return a trace that imitates activation checkpointing with 7 B parameters: by default 1 stream, 17,000 events, 25
-    GiB.
+    """Return a trace that imitates activation checkpointing with 7 B parameters: 1 stream, by default 25 GiB.
 
-    The parameters stay allocated. Each layer keeps only its input, and computes its activations again for the
-    gradients. The gradients are freed after the optimizer step. The number of tokens changes with each iteration.
+    By default it has about 16,000 events. The parameters stay allocated. Each layer keeps only its input, and computes
+    its activations again for the gradients. The gradients are freed after the optimizer step. The number of tokens
+    changes with each iteration.
 
     Examples
     --------
