@@ -273,8 +273,11 @@ class TestOwners:
     def test_pool(self, device: sa.Device, stream: sa.Stream, where: str) -> None:
         location = device.location if where == "device" else sa.MemLocation.host()
         raw = device.driver.cuMemPoolCreate(sa.MemPoolProps(location=location).to_driver())[1]
-        pool = sa.MemoryPool.from_handle(raw, owner=None, driver=device.driver)
-        assert (pool.location, pool.owned) == (location, False)
+        owner = _Owner()
+        kept = weakref.ref(owner)
+        pool = sa.MemoryPool.from_handle(raw, owner=owner, driver=device.driver)
+        del owner
+        assert (pool.location, pool.owned) == (location, False) and kept() is not None
         with pool.allocate(4096, stream) as buffer:
             assert buffer.owner is pool
         stream.synchronize()
@@ -282,7 +285,8 @@ class TestOwners:
         with pytest.raises(ValueError, match="memory is at"):
             elsewhere = sa.MemLocation.host() if where == "device" else device.location
             sa.MemoryPool.from_handle(raw, owner="this", location=elsewhere, driver=device.driver)
-        del pool
+        del pool, buffer
+        assert kept() is None
         ours = sa.MemoryPool.from_handle(raw, owner="this", driver=device.driver)
         assert ours.owned
         with pytest.raises(ValueError, match="owns this handle already"):
