@@ -45,7 +45,9 @@ class TestPools:
         buffer = pool.allocate(64, stream)
         address = buffer.address
         buffer.free()
-        assert pointer_attributes(address) == PointerAttributes(address, MemoryKind.UNKNOWN)
+        found = pointer_attributes(address)
+        assert found == PointerAttributes(address, MemoryKind.UNKNOWN)
+        assert not (found.shareable or found.gpu_direct_rdma)
 
     @pytest.mark.parametrize("where", [sa.MemLocation.host(), sa.MemLocation.host_numa(0)], ids=str)
     def test_host_memory(self, device: sa.Device, stream: sa.Stream, where: sa.MemLocation) -> None:

@@ -94,6 +94,17 @@ def test_every_thread_has_its_own_per_thread_stream_and_context(rig: Rig) -> Non
     assert seen[1] != mine
 
 
+def test_one_thread_runs_the_work_of_all_streams(rig: Rig) -> None:
+    streams, word = [rig.stream() for _ in range(8)], rig.word()
+    before = threading.active_count()
+    for stream in streams:
+        rig.hold(stream, word)
+    assert threading.active_count() <= before + 1
+    word.value = 1
+    for stream in streams:
+        ok(rig.raw.cuStreamSynchronize(stream))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_chance_keeps_the_order_that_cuda_promises(seed: int) -> None:
     rig = new_rig(seed=seed)
