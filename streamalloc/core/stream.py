@@ -113,10 +113,13 @@ _host_functions: dict[int, Any] = {}
 """Ctypes callbacks by address. Each is kept alive until the driver has called it."""
 
 
-def _host_function(function: Callable[[], object]) -> int:
-    """Return the address of a new C callback that calls ``function`` once. The driver also gets this address as the
-    callback's argument, by which the callback removes itself from ``_host_functions``.
+def _queue_host_function(stream: Stream, function: Callable[[], object]) -> None:
+    """Queue a new C callback that calls ``function`` once (``cuLaunchHostFunc``). The driver also gets its address as
+    its argument, by which it removes itself from ``_host_functions``.
     """
+    # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
+    launch = stream._session._function("cuLaunchHostFunc")
+    stream.checked_raw()
 
     def run(token: int | None) -> None:
         try:
@@ -127,7 +130,10 @@ def _host_function(function: Callable[[], object]) -> int:
     callback = _HOST_FUNCTION(run)
     pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
     _host_functions[pointer] = callback
-    return pointer
+    result = stream._result(launch, cuda.CUhostFn(pointer), pointer)
+    if result:
+        _host_functions.pop(pointer, None)
+        raise error_from(result, "cuLaunchHostFunc")
 
 
 class Stream(Closes, Shown):
@@ -141,7 +147,7 @@ class Stream(Closes, Shown):
 
     __slots__ = (
         "__weakref__", "_attempting", "_before_work", "_capture", "_closed", "_in_use", "_number", "_raw", "_session",
-        "_spare", "capturable", "device", "direct", "endings", "free_lists", "unlent", "usable",
+        "_spare", "capturable", "device", "direct", "endings", "free_lists", "thread", "unlent", "usable",
     )  # fmt: skip
 
     _inner = (
@@ -169,7 +175,7 @@ class Stream(Closes, Shown):
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
     """Whether nothing forbids now to make direct calls, and to use memory again in the order of the stream."""
-    thread: int | None = None
+    thread: int | None
     """Identifier (``get_ident``) of the one thread whose work a per-thread default stream orders; 0 after its end,
     because a new thread may get the identifier of an ended one. None for other streams: every thread may use them.
     """
@@ -197,6 +203,7 @@ class Stream(Closes, Shown):
         self._attempting: list[int] = []
         """Identifiers of threads that are attempting ``_before_work``."""
         self.free_lists = {}
+        self.thread = None
         self._forbid_direct()
         # Set last, because the finaliser does nothing for an object without a handle.
         self._raw = raw
@@ -233,9 +240,7 @@ class Stream(Closes, Shown):
         return self.direct
 
     def _ready_to_drop(self) -> Any | None:
-        """Return the ``CUstream`` or None as :meth:`ready` does, without a lock: finalisers that free memory call
-        it.
-        """
+        """Return what :meth:`ready` does, for finalisers that free memory, and so without a lock."""
         return self.direct or self.ready()
 
     def _forbid_direct(self) -> None:
@@ -476,14 +481,7 @@ class Stream(Closes, Shown):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         why = "the bindings let a Python function run once, and a graph may be launched more often"
         self.refuse_capture("cuLaunchHostFunc", why)
-        # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
-        launch = self._session._function("cuLaunchHostFunc")
-        self.checked_raw()
-        pointer = _host_function(function)
-        result = self._result(launch, cuda.CUhostFn(pointer), pointer)
-        if result:
-            _host_functions.pop(pointer, None)
-            raise error_from(result, "cuLaunchHostFunc")
+        _queue_host_function(self, function)
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
@@ -757,11 +755,7 @@ class PerThreadStream(DefaultStream):
     per-thread streams of all threads.
     """
 
-    __slots__ = ("thread",)
-
-    def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
-        self.thread = get_ident()
-        super()._prepare(device, raw, capturable=capturable)
+    __slots__ = ()
 
     def of_this_thread(self) -> Stream:
         return per_thread_stream(self.device)
@@ -786,6 +780,7 @@ class _OfThread:
 
     def __init__(self, device: Device) -> None:
         self.stream: PerThreadStream = PerThreadStream._make(device, PER_THREAD)
+        self.stream.thread = get_ident()
 
     def __del__(self) -> None:
         stream = getattr(self, "stream", None)  # The attribute is missing if __init__ has raised.
