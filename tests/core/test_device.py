@@ -115,10 +115,10 @@ class TestCapabilities:
         assert device.supports.managed_memory_pools is (every and version >= 13000)
 
     def test_unknown_is_none(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        import streamalloc.cli.info as info
         import streamalloc.core.capabilities as module
+        import streamalloc.driver.internal as door
 
-        for one in (module, info):
+        for one in (module, door):
             monkeypatch.setattr(one, "enum_member", lambda enum, name: None)
         found = device.supports
         assert found.memory_pools is None and found.pool_handle_types is None and found.managed_memory_pools is None
