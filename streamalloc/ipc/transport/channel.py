@@ -70,9 +70,10 @@ def to_kernel(address: Address) -> str | bytes:
     processes with the same value can connect.
     """
     name = os.fsdecode(address)
-    host = os.environ.get("STREAMALLOC_HOST")
-    abstract = os.fsencode(f"\0{host}/{name[1:]}" if host else f"\0{name[1:]}")
-    found = abstract if name.startswith(("@", "\0")) else name
+    found: str | bytes = name
+    if name.startswith(("@", "\0")):
+        host = os.environ.get("STREAMALLOC_HOST")
+        found = os.fsencode(f"\0{host}/{name[1:]}" if host else f"\0{name[1:]}")
     if len(os.fsencode(found)) > _LONGEST_PATH or len(found) < 2:
         raise ValueError(f"{shown(address)!r} is no address: one has 2 to {_LONGEST_PATH} bytes")
     return found
@@ -227,9 +228,10 @@ def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
         The file can still change, or has more than ``limit`` bytes.
     """
     try:
-        size = os.fstat(fd.fileno()).st_size
-        sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        data = os.pread(fd.fileno(), min(size, limit + 1), 0)
+        number = fd.fileno()
+        size = os.fstat(number).st_size
+        sealed = fcntl.fcntl(number, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        data = os.pread(number, min(size, limit + 1), 0)
     except OSError as error:
         raise ProtocolError(f"a file cannot be read: {error}") from None
     if not sealed or len(data) > limit or len(data) != size:
@@ -239,15 +241,14 @@ def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
 
 def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
     """Return file descriptors as ancillary data for ``sendmsg`` (``SCM_RIGHTS``)."""
-    if not handles:
-        return []
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", map(number_of, handles)))]
+    numbers = [one.fileno() if isinstance(one, Fd) else operator.index(one) for one in handles]
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
 
 
 def as_bytes(data: BytesLike) -> bytes:
     """Return ``data`` as bytes. Raises ``TypeError`` if it is not bytes-like."""
     try:
-        return data if type(data) is bytes else bytes(memoryview(data))
+        return bytes(memoryview(data))
     except (TypeError, BufferError):
         raise TypeError(
             f"data must be bytes, not {type(data).__name__} ({data!r}); memory, pools and events are sent with "
@@ -325,6 +326,10 @@ class _Socket(socket.socket):
         super(socket.socket, self).close()
 
 
+def _owned(connection: socket.socket) -> _Socket:
+    return _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, connection.detach())
+
+
 class _SocketOwner(Closes):
     """Base of objects that own one socket."""
 
@@ -396,15 +401,13 @@ class Channel(_SocketOwner):
 
     __slots__ = ("_misses", "_ready", "_receive", "_send_with", "_sent", "peer", "timeout")
 
-    def __init__(self, connection: socket.socket, peer: Peer) -> None:
+    def __init__(self, connection: _Socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._sent: set[bytes] = set()
         """Ids of the handles that were already sent over this channel."""
         self._misses = 0
         """Number of waits in a row in which no message came while the receiver polled."""
-        # The constants are written out, because the properties ``family`` and ``type`` of a socket make an enum member
-        # at each call.
-        self._socket = connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, connection.detach())
+        self._socket = connection
         self.peer: Peer = peer
         """The process that made the other end of the connection."""
         # Methods are looked up once here, because a look-up at each call takes a tenth of the time of a hand-off.
@@ -420,7 +423,7 @@ class Channel(_SocketOwner):
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Make both ends of a new connection (``socketpair``). Returns them as a tuple."""
-        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        first, second = map(_owned, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         return cls(first, peer_of(first)), cls(second, peer_of(second))
 
     @classmethod
@@ -464,7 +467,7 @@ class Channel(_SocketOwner):
             The listener's queue stayed full.
         """
         end = deadline_after(timeout)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
             # While the listener's queue is full, connect() fails with EAGAIN, and poll() has no event for it.
             connection.setblocking(False)
@@ -506,7 +509,7 @@ class Channel(_SocketOwner):
                 raise ValueError(f"descriptor {number} is no connected socket: {error}") from None
             peer = admitted(connection)
             os.set_inheritable(number, False)
-            channel = cls(connection, peer)
+            channel = cls(_owned(connection), peer)
         if isinstance(fd, Fd):
             fd.detach()
         return channel
@@ -537,7 +540,8 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        end, given = deadline_after(wait), as_bytes(data)
+        end = None if wait is None else deadline_after(wait)
+        given = data if type(data) is bytes else as_bytes(data)
         if len(given) > MAX_DATA or len(handles) > MAX_HANDLES:
             raise ValueError(
                 f"a message of {len(given)} bytes and {len(handles)} descriptors: at most {MAX_DATA} and {MAX_HANDLES} "
@@ -586,13 +590,13 @@ class Channel(_SocketOwner):
                 end = deadline_after(wait) if end is None else end
                 self._await(error, wait, end)
                 continue
-            return self._message(packet, _handles_in(extra), flags)
+            return self._message(packet, _handles_in(extra) if extra else (), flags)
 
     def _send_packet(self, packet: bytes, handles: Sequence[Fd | int], wait: float | None, end: float | None) -> None:
         """Send a packet with the descriptors ``handles``. ``end``: deadline; ``wait``: the timeout in seconds, for the
         error's text. Raises the errors of :meth:`send`.
         """
-        rights = rights_of(handles)
+        rights = rights_of(handles) if handles else ()
         while True:
             try:
                 self._send_with((packet,), rights, _SEND)
@@ -617,15 +621,13 @@ class Channel(_SocketOwner):
         """Wait until the socket may be readable, after a receive that failed with ``error``. Raises the errors of
         :meth:`receive`. ``end``: deadline; ``wait``: the timeout in seconds, for the error's text.
         """
-        if self.closed:
-            raise self._was_closed() from None
         if error.errno == errno.ECONNRESET:
             # The kernel reports this error once, if the peer ended with unread messages. Messages that the peer sent
             # can still be received.
             return
         if error.errno != errno.EAGAIN:
-            raise error
-        if left(end) == 0:
+            raise self._was_closed() if self.closed else error from None
+        if end is not None and left(end) == 0:
             raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
         ready, misses = self._ready, self._misses
         if misses < _MISSES_BEFORE_SLEEP or not misses % _POLL_EVERY:
@@ -760,7 +762,8 @@ class Listener(_SocketOwner):
         end = deadline_after(timeout)
         while True:
             try:
-                connection, _ = self._socket.accept()
+                # Not by accept(), whose sockets have no quiet finaliser. It also makes enum members at each call.
+                connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self._socket._accept()[0])  # type: ignore[attr-defined]
                 break
             except OSError as error:
                 if self.closed:
