@@ -380,8 +380,11 @@ class Buffer(Memory, Closes):
         # Python switches no threads within this line, so only one of two threads gets the pointer. A second free would
         # free the memory of the next owner of the address.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:  # The memory was shared or freed: the checked way finds out which.
-            return self._free_checked(stream, still_imported, timeout)
+        if ptr is None:
+            shared = self.shared
+            if shared is None or ordered.unlent is None:
+                return self._free_checked(stream, still_imported, timeout)
+            return shared.free(self, ordered, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
         except NOT_CALLED:

@@ -311,7 +311,7 @@ class Stream(Closes, Shown):
         """Raise :class:`CaptureError` if the stream is being captured. ``call``: the driver function that is not
         called; ``why``: the reason and the remedy, for the message.
         """
-        if self.is_captured():
+        if self.unlent is None and self.is_captured():
             raise refused(CaptureError, call, f"the stream is being captured; {why}")
 
     @property
@@ -925,6 +925,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     ClosedError
         The stream was closed.
     """
+    if isinstance(stream, Stream) and stream.direct is not None and stream._session is session:
+        return stream
     found = stream if isinstance(stream, Stream) else library_stream(stream, session)
     if found._session is not session:
         raise ValueError(

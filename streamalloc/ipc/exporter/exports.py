@@ -21,7 +21,6 @@ Finalisers take none of the locks of this file: the finaliser of a lease only pu
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import select
 import time
@@ -30,7 +29,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
 from streamalloc.core.internal import (
@@ -46,7 +45,6 @@ from streamalloc.core.internal import (
     deferred_queue,
     notify_freed,
     ordered_after,
-    work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
@@ -176,7 +174,9 @@ class Lease(SharedState):
         with self.lock:
             last = words.last_announced
             if self._announcer is not stream:
-                self._begin(stream, last)
+                if self._announcer is not None:  # If there was none, the slot was quiet: all values were written.
+                    self._follow(stream, self._announcer, last)
+                self._announcer = stream
             # The value is advanced before the write is queued, so that no value is used twice. An importer refuses to
             # wait for a value that was not announced, because nobody would write that value.
             words.last_announced = words.announced.value = value = (last + 1) % WORD
@@ -192,19 +192,17 @@ class Lease(SharedState):
                 raise
             return value
 
-    def _begin(self, stream: Stream, last: int) -> None:
-        """Make ``stream`` the stream that writes ``ready``. Its writes are ordered after those of the previous stream,
-        which has announced values up to ``last``. Raises CudaError.
+    def _follow(self, stream: Stream, announcer: Stream, last: int) -> None:
+        """Order the writes of ``stream`` after those of ``announcer``, which has announced values up to ``last``.
+        Raises CudaError.
         """
-        words, announcer = self.words, self._announcer
-        # If there was no announcer, the slot was quiet, so all values have been written.
-        if announcer is not None and not reached(words.ready.value, last):
+        words = self.words
+        if not reached(words.ready.value, last):
             if announcer.unlent is not None:
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:
                 self.block.wait(stream, words.ready, last)
-        self._announcer = stream
 
     def add_hold(self, hold: Hold, *, kept: bool = True) -> bool:
         """Add a hold for a descriptor in transit. Returns whether the lease is still valid (its generation is
@@ -290,17 +288,14 @@ class Lease(SharedState):
         """Free the memory of ``buffer`` on ``stream``, after the work of importers that have closed it
         (``cuMemFreeAsync``). ``still_imported``, ``timeout`` and errors as for :meth:`Buffer.free`.
         """
-        handle = stream.unlent
-        if handle is None:
-            stream.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
+        stream.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
         elif not self.end(stream, for_good=True):
             self._defer(buffer, stream)
             return
         try:
-            with contextlib.nullcontext() if handle is not None else stream.device.current():
-                buffer.free_on(stream, stream.checked_raw() if handle is None else handle)
+            buffer.free_on(stream, stream.unlent or stream.checked_raw())
         finally:
             # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
             if buffer.freed:
@@ -486,13 +481,7 @@ class Exports:
 
     # -- slots and leases ------------------------------------------------------------------------------------
 
-    def new_lease(self) -> Lease:
-        """Return a lease on a free slot of any control block. If no block has a free slot, a new block is made. Raises
-        CudaError.
-        """
-        return self.new_leases(1)[0]
-
-    def new_leases(self, count: int) -> list[Lease]:
+    def new_leases(self, count: int = 1) -> list[Lease]:
         """Return ``count`` leases on free slots of one control block. If no block has so many free slots, a new block
         is made. Raises CudaError.
         """
@@ -535,17 +524,16 @@ class Exports:
         """
         buffer = buffer.past_caches()
         with self.lock:
-            lease = cast("Lease | None", buffer.shared)
+            lease: Any = buffer.shared
             if lease is None:
                 # A buffer made by ``Buffer.from_handle`` has no pool object, so the driver is asked for the pool.
                 known = buffer.owner if type(buffer) is PoolBuffer else None
-                owner = known or pointer_attributes(buffer.address, driver=self.session.driver).pool
-                pool = self.pool(cast("MemoryPool", owner))
-                lease = self.new_lease()
+                owner: Any = known or pointer_attributes(buffer.address, driver=self.session.driver).pool
+                pool, (lease,) = self.pool(owner), self.new_leases()
                 lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
                 self.with_memory.add(lease)
                 buffer.free_by(lease)
-        return lease
+        return lease  # type: ignore[no-any-return]
 
     def export_pointer(self, pointer: Any) -> bytes:
         """Return the driver's export data for the allocation at ``pointer``, 64 bytes (``cuMemPoolExportPointer``).
@@ -563,7 +551,8 @@ class Exports:
         with self.lock:
             lease = self._by_address.get(address)
             if lease is None or not lease.add_hold(hold, kept=False):
-                lease = self._by_address[address] = self.new_lease()
+                (lease,) = self.new_leases()
+                self._by_address[address] = lease
                 lease.add_hold(hold, kept=False)
             return lease
 
@@ -621,5 +610,7 @@ def exports_for(session: Session) -> Exports:
     releases are attempted first. Raises ForkedProcessError in a forked child.
     """
     session.check_process()
-    work(session)
-    return exports_of(session)
+    exports = exports_of(session)
+    if exports.deferred.has_work():
+        exports.deferred.work()
+    return exports

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import (
@@ -427,7 +427,7 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     if lease is not None:
         added["flags"] = thing.described.flags | Flags.LEASED
     elif hold is not None or thing.stream is not None:
-        lease = exports.new_lease()
+        (lease,) = exports.new_leases()
     if hold is not None and lease is not None and not thing.allocation:
         lease.add_hold(hold, kept=False)
     block = None if lease is None else lease.block
@@ -478,7 +478,7 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
     ordered = _announcing_stream(buffer.stream if options.stream is None else options.stream, exports.session)
     lease = exports.lease(buffer)
-    pool = cast("ExportedPool", lease.pool)
+    pool: Any = lease.pool
     offset, size = part or (0, nbytes)
     described = Descriptor(Mechanism.POOL_POINTER, offset=offset, size=size, base_size=nbytes, payload=lease.payload)
     return _Thing(described, pool.device, ordered, address + offset, lease, pool)

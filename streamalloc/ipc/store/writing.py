@@ -344,7 +344,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         stream = self.device.create_stream()
         for event in events:
             stream.wait(event)
-        lease = exports_of(session_of(self.device)).new_lease()
+        (lease,) = exports_of(session_of(self.device)).new_leases()
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:

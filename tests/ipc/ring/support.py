@@ -199,7 +199,7 @@ def end(partner: Partner, how: str) -> None:
 
 def words(leases: Any) -> int:
     """Number of free slots of boards."""
-    leases.new_lease().release()
+    leases.new_leases()[0].release()
     free = sum(len(block.free_slots) for block in leases.blocks)
     return int(free + sum(lease.quiet() for lease in leases.leaving))
 
