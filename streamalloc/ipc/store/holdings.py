@@ -433,9 +433,10 @@ class Holdings:
         """Check all announced contents, and record which are complete and which are lost. Returns whether some are
         still awaited.
         """
-        for entry in list(self.entries.values()):
+        pending = [one for one in self.entries.values() if one.current is not None and one.current.ready]
+        for entry in pending:
             self._settle(entry)
-        return any(entry.current is not None and entry.current.ready for entry in self.entries.values())
+        return any([entry.current is not None and entry.current.ready for entry in pending])
 
     def _settled(self, key: str) -> HeldEntry | None:
         if key in self.entries:

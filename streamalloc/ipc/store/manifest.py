@@ -141,12 +141,14 @@ class TensorLayout(Mapping[str, Tensor]):
             The bytes are not a layout.
         """
         if self._found is None:
-            with _reading():
+            try:
                 rows = read_json(self._data.decode())
                 if type(rows) is not dict:
                     raise ValueError("its layout is no JSON object")
                 if len(rows) > _MOST_TENSORS or any(type(row) is not list or len(row) != 4 for row in rows.values()):
                     raise ValueError("it has a tensor without type, shape, strides and offset, or too many tensors")
+            except _UNREADABLE as error:
+                raise _unreadable(error) from None
             self._found = rows
         return self._found
 
@@ -273,22 +275,22 @@ class Manifest(NamedTuple):
         ProtocolError
             The bytes are not a manifest.
         """
-        with _reading():
+        try:
             version, fabric, metadata = read_json(data.decode())
             if version != _VERSION or [type(fabric), type(metadata)] != [list, dict]:
                 raise ValueError("it is of another version, or has no such form")
             if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
                 raise ValueError("it has a wrong fabric handle")
+        except _UNREADABLE as error:
+            raise _unreadable(error) from None
         return cls(layout, metadata, fabric)
 
 
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Convert errors of the ``with`` block, which reads a manifest, to ``ProtocolError``."""
-    try:
-        yield
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"the manifest cannot be read: {error}"[:500]) from None
+_UNREADABLE = ValueError, TypeError, RecursionError
+
+
+def _unreadable(error: Exception) -> ProtocolError:
+    return ProtocolError(f"the manifest cannot be read: {error}"[:500])
 
 
 def _are_sizes(values: object) -> bool:
