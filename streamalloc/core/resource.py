@@ -244,7 +244,7 @@ class Fd(Closes):
             os.close(number)
 
     def __del__(self) -> None:
-        if hasattr(self, "_number"):  # The attribute is missing if __init__ has raised.
+        if getattr(self, "_number", -1) >= 0:  # The attribute is missing if __init__ has raised.
             self.close()
 
     def _text(self) -> str:

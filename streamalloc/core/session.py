@@ -185,7 +185,9 @@ class Session(_Direct):
         ForkedProcessError
             This process is a forked child of the one that opened the driver.
         """
-        function = self._function(name)
+        function = None if self.forked else getattr(self.driver, name, None)
+        if function is None:
+            function = self._function(name)
         try:
             with self.beside_captures():
                 answer = function(*args)
@@ -276,7 +278,7 @@ class Session(_Direct):
         """Return a context manager that makes a device's primary context current on this thread, and restores the
         caller's context at its end (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
         """
-        return _Current(self, self.context(ordinal))
+        return _Current(self, self._contexts.get(ordinal) or self.context(ordinal))
 
     @property
     def ordinals(self) -> list[int]:
@@ -375,8 +377,10 @@ class _Current:
 
     def __enter__(self) -> None:
         # The driver is called without Session.call, which is slower: each checked call on a default stream enters here.
-        self._session.check_process()
-        driver = self._session.driver
+        session = self._session
+        if session.forked:
+            session.check_process()
+        driver = session.driver
         try:
             result = driver.cuCtxPushCurrent(self._context)[0]
         except BaseException:

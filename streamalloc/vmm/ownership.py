@@ -106,7 +106,7 @@ class Node:
 
     def preceding(self, kind: Kind) -> list[Any]:
         """Return a list of the nodes of ``kind`` that must be released before this node and are not yet released."""
-        return [node for node in list(self.first) if node.kind is kind and not node.gone]
+        return [node for node in list(self.first) if node.kind is kind and not node.gone] if self.first else []
 
     @property
     def waits(self) -> bool:
@@ -237,7 +237,7 @@ class OwnsNode(Closes, Drawn):
 
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
-        if node is not None and node.raw is not None and not node.given_up and node.allocations.session.usable:
+        if node is not None and node._raw is not None and not node.given_up and node.allocations.session.usable:
             node.allocations.drop(node)
 
 
@@ -525,7 +525,8 @@ class GenericAllocation(OwnsNode, Shareable):
         self._session = session
         self.nbytes = nbytes
         self._node = AllocationHandle(allocations_of(session), kind)
-        self._node.allocations.work()
+        if self._node.allocations.deferred.has_work():
+            self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Create the handle by driver function ``name``. Raises CudaError with ``hint``."""

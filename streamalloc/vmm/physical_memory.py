@@ -519,16 +519,22 @@ class PhysicalMemory(GenericAllocation):
         return f" of {size_text(self.nbytes)}, {self.location}, {self._handle_text()}"
 
 
-def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> PhysicalMemory:
+def import_memory(
+    session: Session, handle: Fd | int | bytes, nbytes: int, *, alike: PhysicalMemory | None = None
+) -> PhysicalMemory:
     """Import physical memory of another process (``cuMemImportFromShareableHandle``). Raises TypeError, ValueError,
     CudaError.
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
-    ``nbytes`` is not checked here: see :func:`streamalloc.vmm.internal.check_mappable`.
+    ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``alike``: memory with the same
+    properties, which the driver is then not asked for; None to ask.
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
     memory._import(handle)
+    if alike is not None:
+        memory._set_spec(alike._spec)
+        return memory
     with undoing(memory.close):
         struct, allocations = memory._queried(), memory._node.allocations
         read, known = prop_bytes(struct), allocations.imported

@@ -468,7 +468,8 @@ class TestEnds:
         with owner.pool.allocate(64, owner.stream) as buffer, contextlib.closing(buffer.handles()) as given:
 
             def import_it(_: object = None) -> imports.PoolHandle:
-                found.append(importer.import_pool(given.fds[0].fileno()))
+                with importer.lock:
+                    found.append(importer.import_pool(given.fds[0].fileno()))
                 return found[-1]
 
             def make() -> imports.PoolHandle:

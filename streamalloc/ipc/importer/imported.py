@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, attach, size_text
@@ -53,19 +52,16 @@ class Announcement(NamedTuple):
     """
 
     block: ControlBlock
-    slot: int
+    words: SlotWords
+    """The words of the announcement's slot that the exporter writes (``ready``, ``announced``, ``generation``)."""
     generation: int
     ready: int
 
     @property
-    def words(self) -> SlotWords:
-        """The words of the announcement's slot that the exporter writes (``ready``, ``announced``, ``generation``)."""
-        return self.block.slot_words(self.slot)
-
-    @property
     def written(self) -> bool:
         """Whether the word ``ready`` has reached the value: the contents are complete, or lost (:attr:`lost`)."""
-        return reached(self.words.ready.value, self.ready)
+        value = self.words.ready.value
+        return value == self.ready or reached(value, self.ready)
 
     @property
     def lost(self) -> bool:
@@ -81,7 +77,7 @@ class Announcement(NamedTuple):
             return
         if not reached(self.words.announced.value, self.ready):
             raise ValueError("the descriptor waits for contents that its exporter has not announced")
-        self.block.expect(self.slot, self.ready)
+        self.block.expect(self.words, self.ready)
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
@@ -93,7 +89,8 @@ class Announcement(NamedTuple):
                 self.precede(stream)
                 return
         if not self.written:
-            self.block.expect(self.slot, self.ready)  # The wait ends with the exporter's death.
+            # The host's wait ends at the latest when the exporter dies: a thread of this process then writes the value.
+            self.block.expect(self.words, self.ready)
             while not self.written:
                 time.sleep(_PAUSE)
 
@@ -128,7 +125,7 @@ class Announcement(NamedTuple):
         listener = self.block.session.listener
         if listener is None:
             return
-        name = self.block.announcement(self.slot, self.generation, self.ready)
+        name = self.block.announcement(self.words.slot, self.generation, self.ready)
         with contextlib.nullcontext() if stream is None else stream.device.current():
             raw = None if stream is None else stream.checked_raw()
             listener.opened(memory._at, memory.nbytes, raw, name, int(self.words.ready.pointer))
@@ -397,18 +394,16 @@ class ImportedBuffer(ForeignMemory, Closes):
             The stream is being captured.
         """
         if not self._use.over:
-            in_order_of(self.stream if stream is None else as_stream(stream, self._session), self._close_on)
+            in_order_of(self._use.stream if stream is None else as_stream(stream, self._session), self._close_on)
 
     def _close_on(self, ordered: Stream) -> None:
-        session, imports = self._session, self._new.imports
-        beside: AbstractContextManager[None] = contextlib.nullcontext()
+        use, imports = self._use, self._new.imports
         if ordered.unlent is None:
             ordered.checked_raw()
             ordered.refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
-            beside = session.relaxed()
-        with beside:
+        if self._contents:
             self._await_on(ordered)
-            self._use.release(ordered)
+        use.release(ordered)
         if imports.deferred.has_work():
             imports.deferred.work()
 

@@ -66,7 +66,7 @@ class ReceivedHandles:
         # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
         # the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
-        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
+        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles] if handles else []
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
@@ -226,7 +226,8 @@ class Import:
         """Prepare an import that :meth:`begin` makes. ``new``: the descriptor of the memory; ``block``: its control
         block.
         """
-        imports.start_thread()
+        if imports.thread is None:
+            imports.start_thread()
         self.imports: Imports = imports
         self.from_pool: PoolHandle | None = pool
         """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
@@ -332,11 +333,11 @@ class Import:
                 words.opened.value, self.counted = (number - 1) % WORD, False
             raise
 
-    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
+    def end(self, stream: Stream, handle: Any) -> None:
         """Free the import after the work of ``stream`` (``cuMemFreeAsync``, or ``cuIpcCloseMemHandle``). Then write
         ``closed`` and ``closing``, which count the close. Raises CudaError; the import then stays.
 
-        ``handle``: the stream's ``CUstream``. ``sees_all``: as for :meth:`ControlBlock.write_by`.
+        ``handle``: the stream's ``CUstream``.
         """
         if self._raw is not None and self.from_pool is None:
             with self.device.current():
@@ -368,7 +369,7 @@ class Import:
             # Another stream will still write the end of an earlier import. This stream waits for that write, because
             # the word may only rise.
             block.wait(stream, words.closed, before)
-        block.write_by(handle, sees_all, words.closed, self.number)
+        block.write_by(stream, handle, words.closed, self.number)
         words.closing.value = self.number
 
 
@@ -427,12 +428,12 @@ class ImportUse(Deferred):
                 return
             for event in imported.passed:
                 stream.wait(event)
-            handle, sees_all = stream.unlent, stream.sees_all_work
+            handle = stream.unlent
             if handle is not None:
-                imported.end(stream, handle, sees_all)
+                imported.end(stream, handle)
             else:
-                with stream.device.current():
-                    imported.end(stream, stream.checked_raw(), sees_all)
+                with session.relaxed(), stream.device.current():
+                    imported.end(stream, stream.checked_raw())
             self.over = True
 
     def attempt(self) -> bool:
@@ -473,17 +474,17 @@ class Imports:
         """Each value put into this queue wakes the thread. It is a ``SimpleQueue``, because a finaliser may put a value
         at any time.
         """
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def start_thread(self) -> None:
         """Start the thread that attempts queued items after an object was dropped. Idempotent. Called before each
         import, because a finaliser could not start a thread.
         """
-        if self._thread is None:
+        if self.thread is None:
             args = (self._dropped, weakref.ref(self.session))
             thread = threading.Thread(target=_release_dropped, args=args, name="streamalloc drops", daemon=True)
             thread.start()
-            self._thread = thread
+            self.thread = thread
             weakref.finalize(self, self._dropped.put, False).atexit = False
 
     def drop(self, item: Deferred) -> None:
@@ -493,20 +494,16 @@ class Imports:
         self.deferred.submit(item)
         self._dropped.put(True)
 
-    def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device that owns the memory of ``described``. For memory of another machine, return the device of
-        ``stream``. Raises ValueError if this process cannot use the device.
+    def other_device(self, described: Descriptor, stream: StreamLike | None) -> Device:
+        """Return the device of ``stream`` for memory of another machine. Raises ValueError for other memory, which is
+        on a device that this process does not see.
         """
-        uuid = described.device
-        found = self.device_of(uuid)
-        if found is not None:
-            return found
         if described.handle_type == FABRIC and stream is not None:
             return as_stream(stream, self.session).device
         why = "this process does not see: is it hidden by CUDA_VISIBLE_DEVICES?"
         if described.handle_type == FABRIC:
             why = "is not of this machine, or hidden from this process: pass stream=, whose device is to have access"
-        raise ValueError(f"the memory is on device {uuid.hex()}, which {why}")
+        raise ValueError(f"the memory is on device {described.device.hex()}, which {why}")
 
     def device_of(self, uuid: bytes) -> Device | None:
         """Return the device with a UUID of 16 bytes; None if it is not visible to this process."""
@@ -514,16 +511,15 @@ class Imports:
             self._devices.update((device.uuid.bytes, device) for device in Device.all(self.session.driver))
         return self._devices.get(uuid)
 
-    def check_version(self, version: int) -> None:
-        """Warn (:class:`DriverVersionWarning`) if ``version``, the exporter's driver version, differs from the version
-        of this process's driver.
+    def warn_of_version(self, version: int) -> None:
+        """Warn (:class:`DriverVersionWarning`) that ``version``, the exporter's driver version, differs from that of
+        this process's driver.
         """
-        if version != self.version:
-            warn(
-                f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
-                f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
-                DriverVersionWarning,
-            )
+        warn(
+            f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
+            f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
+            DriverVersionWarning,
+        )
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
         """Return the exporter's control block, which is mapped at the first call. None if the descriptor names no
@@ -573,13 +569,12 @@ class Imports:
 
     def import_pool(self, fd: int) -> PoolHandle:
         """Import the pool of the file descriptor ``fd`` (``cuMemPoolImportFromShareableHandle``). ``fd`` stays open.
-        Raises ValueError, CudaError.
+        The caller holds :attr:`lock`: without it, another thread's destruction of the same pool could make the driver's
+        handle invalid. Raises ValueError, CudaError.
         """
-        # Without the lock, another thread's destruction of the same pool could make the driver's handle invalid.
-        with self.lock:
-            new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
-            new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
-            return self.handles.setdefault(int(new._raw), new)
+        new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
+        new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+        return self.handles.setdefault(int(new._raw), new)
 
     def release_ended(self) -> None:
         """Release what nothing in this process uses: pools that their owners have closed, pools and control blocks of

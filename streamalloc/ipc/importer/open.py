@@ -177,24 +177,28 @@ def _open(
     if kind is not None and not issubclass(result, kind):
         raise TypeError(f"kind={kind.__name__}: what was shared is opened as {result.__name__}")
     handles.identify(described)
-    device = imports.device(described, stream)
-    imports.check_version(described.driver_version)
+    device = imports.device_of(described.device) or imports.other_device(described, stream)
+    if described.driver_version != imports.version:
+        imports.warn_of_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
     ordered = None if stream is None else _waiting_stream(stream, session)
     with session.beside_captures():
         announced = None
-        block = imports.block_of(described, handles)
+        block = imports.blocks.get(described.control_block) or imports.block_of(described, handles)
+        hold = None
         if block is not None:
-            announced = Announcement(block, described.slot, described.generation, described.ready)
-            block.marked("hold", described.hold)  # A number that is not that of a mark is refused before the import.
+            words = block.slots.get(described.slot) or block.slot_words(described.slot)
+            announced = Announcement(block, words, described.generation, described.ready)
+            if described.hold:
+                hold = block.mark("hold", described.hold)  # A number without a mark is refused before the import.
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
             # The hold also ends after an error: otherwise the exporter would keep the memory for a hold that nobody
-            # ends (exports.Hold).
-            if block is not None:
-                block.end_hold(described.hold)
+            # ends (exports.Hold). By now the mark may be that of another descriptor.
+            if hold is not None and hold.value == described.hold >> 32:
+                hold.value = 0
     if not is_array:
         return opened
     if not isinstance(opened, (ImportedBuffer, ImportedRange)):

@@ -83,7 +83,7 @@ class RingItem(SlotMemory):
 
     def _wait_on(self, stream: Stream | None) -> None:
         if self._any_stream:
-            Announcement(self._block, self._number, 0, self._ready).wait(stream)
+            Announcement(self._block, self._words, 0, self._ready).wait(stream)
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Release the slot after the work of ``stream``, by default the ring's stream (``cuStreamWriteValue32``).
@@ -224,7 +224,7 @@ class RingConsumer(RingEnd):
             self._refuse(data)
         words = item._words
         if words.ready.value != ready and not reached(words.ready.value, ready):
-            item._block.expect(item._number, ready)
+            item._block.expect(item._words, ready)
             item._block.wait(item._stream, words.ready, ready)
         if self.closed:
             self._check_open()

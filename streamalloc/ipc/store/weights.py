@@ -133,6 +133,8 @@ class OpenEpoch:
     address: int
     """Device address of the range in the writer's process."""
     manifest: Manifest
+    nbytes: int
+    """Size of the memory in bytes."""
     chunks: list[PhysicalMemory] = field(default_factory=list)
     """Chunks of physical memory in the order of addresses."""
     ready: Announcement | None = None
@@ -158,9 +160,10 @@ class OpenEpoch:
                 device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
                 if device is None:
                     raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
-                opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
+                sizes = answer["chunks"]
+                opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest, sum(sizes))
                 with undoing(opened.close), session.relaxed():
-                    opened._import(session, answer["chunks"], answer["ready"], received[2:])
+                    opened._import(session, sizes, answer["ready"], received[2:])
             finally:
                 close_all(received)
         return opened
@@ -169,18 +172,13 @@ class OpenEpoch:
         if ready:
             self._find_block(session, handles[0], *ready.split())
         for fd, nbytes in zip(handles[bool(ready) :], sizes, strict=True):
-            self.chunks.append(import_memory(session, fd, nbytes))
+            self.chunks.append(import_memory(session, fd, nbytes, alike=self.chunks[0] if self.chunks else None))
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
         slot, generation, value = map(int, numbers)
         block = imports_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
-        self.ready = Announcement(block, slot, generation, value)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory in bytes."""
-        return sum(memory.nbytes for memory in self.chunks)
+        self.ready = Announcement(block, block.slot_words(slot), generation, value)
 
     def close(self) -> None:
         """Release the handles of the memory (``cuMemRelease``), and end the connection. The server then no longer
@@ -212,7 +210,9 @@ class Weights(Tensors, Closes):
         self.device: Device = device
         self.range: AddressRange = range
         self._adopt(opened)
-        self._rights = {opened.device.location: MemAccess.READ, device.location: MemAccess.READ}
+        self._rights = {opened.device.location: MemAccess.READ}
+        if device is not opened.device:
+            self._rights[device.location] = MemAccess.READ
         self._any_stream = stream is None
         """Whether every stream waits for the contents before it uses them; if False, only :attr:`stream` waits."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))

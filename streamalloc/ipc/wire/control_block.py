@@ -125,9 +125,12 @@ class Word(ctypes.c_uint32):
 class SlotWords:
     """The words of one slot that the exporter writes."""
 
-    __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready")
+    __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready", "slot")
 
     def __init__(self, block: ControlBlock, slot: int) -> None:
+        if slot >= SLOTS:
+            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
+        self.slot: int = slot
         self.generation: Word = block.word("generation", slot)
         self.announced: Word = block.word("announced", slot)
         self.ready: Word = block.word("ready", slot)
@@ -220,8 +223,8 @@ class ControlBlock:
         """Column of this process in the words of importers, from 0; -1 in the exporter."""
         self._watched: set[int] = set()
         """Bytes of the file for whose locks threads wait. The exporter locks byte 0, an importer ``1 + index``."""
-        self._expected: dict[tuple[int, int], None] = {}
-        """Tuples of slot and value of each ``ready`` that streams of this process wait for."""
+        self._expected: dict[tuple[SlotWords, int], None] = {}
+        """Tuples of a slot's words and the value of ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
         """Indexes of the slots that the exporter may give to a lease."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
@@ -332,8 +335,6 @@ class ControlBlock:
         ValueError
             There is no such slot.
         """
-        if slot >= SLOTS:
-            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
         key = slot, importer
         return self.importers.get(key) or self.importers.setdefault(key, ImporterWords(self, slot, importer))
 
@@ -353,13 +354,6 @@ class ControlBlock:
             There is no such mark.
         """
         return not number or self.mark(kind, number).value == number >> 32
-
-    def end_hold(self, number: int) -> None:
-        """End the hold of an opened descriptor. ``number``: the hold's mark; 0 if there is none. Nothing happens if the
-        mark's word has another value by now, for another descriptor. Raises ValueError if there is no such mark.
-        """
-        if number and self.marked("hold", number):
-            self.mark("hold", number).value = 0
 
     def mark(self, kind: str, number: int) -> Word:
         """Return the word of the mark ``number``. ``kind``: ``"pool"`` or ``"hold"``. Raises ValueError if there is no
@@ -389,37 +383,31 @@ class ControlBlock:
         """
         handle = stream.unlent
         if handle is not None:
-            self.write_by(handle, stream.sees_all_work, word, value)
+            self.write_by(stream, handle, word, value)
             return
         stream.refuse_capture("cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
         with stream.device.current():
-            self.write_by(stream.checked_raw(), stream.sees_all_work, word, value)
+            self.write_by(stream, stream.checked_raw(), word, value)
 
-    def write_by(self, handle: Any, sees_all: bool, word: Word, value: int) -> None:
-        """Write ``value`` to ``word`` after the queued work of the stream whose ``CUstream`` is ``handle``. Raises
+    def write_by(self, stream: Stream, handle: Any, word: Word, value: int) -> None:
+        """Write ``value`` to ``word`` after the queued work of ``stream``, whose ``CUstream`` is ``handle``. Raises
         CudaError.
 
         If the stream is idle (``cuStreamQuery``), the host writes, because a device write takes as long as a read and a
-        write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``). ``sees_all``: a query of the stream
-        covers all work that the stream waits for; if not, the stream writes. The context of a default stream must be
-        current.
+        write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``), also if a query does not cover all
+        work that the stream waits for. The context of a default stream must be current.
         """
-        if sees_all and self._idle(handle):
-            word.value = value
-        else:
-            result = self.session.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
-            if result:
-                raise error_from(result, "cuStreamWriteValue32")
-
-    def _idle(self, handle: Any) -> bool:
-        """Whether the stream with this ``CUstream`` has no unfinished work (``cuStreamQuery``). The query is made in
-        relaxed mode, which leaves captures of other streams valid. Raises CudaError.
-        """
-        with self.session.relaxed():
-            result = self.session.cuStreamQuery(handle)[0]
-        if result and result != _NOT_READY:
-            raise error_from(result, "cuStreamQuery")
-        return not result
+        if stream.sees_all_work:
+            with self.session.relaxed():  # A query in the thread's own mode could end a capture of another stream.
+                result = self.session.cuStreamQuery(handle)[0]
+            if not result:
+                word.value = value
+                return
+            if result != _NOT_READY:
+                raise error_from(result, "cuStreamQuery")
+        result = self.session.cuStreamWriteValue32(handle, word.pointer, value, 0)[0]
+        if result:
+            raise error_from(result, "cuStreamWriteValue32")
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
@@ -470,9 +458,9 @@ class ControlBlock:
         return not self._expected and bool((self.opened[:, me] == self.closed[:, me]).all())
 
     def _drop_reached(self) -> None:
-        for slot, wanted in list(self._expected):
-            if reached(self.slot_words(slot).ready.value, wanted):
-                self._expected.pop((slot, wanted), None)
+        for words, wanted in list(self._expected):
+            if reached(words.ready.value, wanted):
+                self._expected.pop((words, wanted), None)
 
     def watch_importer(self, importer: int) -> None:
         """Start a thread that waits for an importer's death, and then counts the importer's uses as ended. So no stream
@@ -480,16 +468,16 @@ class ControlBlock:
         """
         self._watch(1 + importer)
 
-    def expect(self, slot: int, wanted: int) -> None:
-        """Start a thread that waits for the exporter's death, and then sets ``ready`` of the slot to ``wanted`` unless
-        ``ready`` has reached it. Call this before a stream waits for ``wanted``.
+    def expect(self, words: SlotWords, wanted: int) -> None:
+        """Start a thread that waits for the exporter's death, and then sets ``ready`` of ``words`` to ``wanted`` unless
+        it has reached it. Call this before a stream waits for ``wanted``.
 
         The thread sets ``ready`` even if the memory was closed in this process meanwhile, because a stream may still
         wait for the value.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()
-        self._expected[slot, wanted] = None
+        self._expected[words, wanted] = None
         self._watch(0)
 
     def _watch(self, byte: int) -> None:
@@ -507,15 +495,14 @@ class ControlBlock:
             self._end(byte - 1)
         else:
             self._map[_DEAD] = 1
-            for slot, wanted in list(self._expected):
-                words = self.slot_words(slot)
+            for words, wanted in list(self._expected):
                 missing = (wanted - words.ready.value) % WORD
                 if missing < WORD // 2:
                     # ``lost`` is written first: whoever reads the new ``ready`` must also find that the contents never
                     # came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
-                self._expected.pop((slot, wanted), None)
+                self._expected.pop((words, wanted), None)
 
     def _shut_after_fork(self) -> None:
         # If a forked child kept the lock, the exporter would count as alive after its death.

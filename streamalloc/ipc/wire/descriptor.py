@@ -33,6 +33,7 @@ class Mechanism(enum.IntEnum):
     """An event: ``cuIpcGetEventHandle``."""
 
 
+_MECHANISMS = {int(one): one for one in Mechanism}  # A call of the class takes ten times as long.
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 MAGIC = b"SAipc"
 VERSION = 5
@@ -209,13 +210,12 @@ class Descriptor(NamedTuple):
         hold
             The number of a hold's mark, or 0 for a pipe in the same message. None: the present :attr:`hold`.
         """
-        if hold is not None:
-            return self._replace(flags=self.flags | Flags.HELD, hold=hold).to_bytes()
+        fields = self if hold is None else self._replace(flags=self.flags | Flags.HELD, hold=hold)
         form, length = (_FABRIC_CHUNK, 3) if self.handle_type == FABRIC else (_CHUNK, 2)
-        chunks = b"".join(form.pack(*chunk[:length]) for chunk in self.chunks)
+        chunks = b"".join(form.pack(*chunk[:length]) for chunk in self.chunks) if self.chunks else b""
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
-        head = _HEAD.pack(MAGIC, VERSION, total, *self[:_FIELDS], len(payload), len(self.chunks))
+        head = _HEAD.pack(MAGIC, VERSION, total, *fields[:_FIELDS], len(payload), len(self.chunks))
         body = head + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
@@ -242,12 +242,15 @@ class Descriptor(NamedTuple):
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        form = _FABRIC_CHUNK if fields[cls._fields.index("handle_type")] == FABRIC else _CHUNK
+        form = _FABRIC_CHUNK if fields[_HANDLE_TYPE] == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
         end = _HEAD.size + extra
         chunks = tuple(ChunkHandle(*parts) for parts in form.iter_unpack(data[end : -_CHECK.size])) if count else ()
-        found = cls._make((Mechanism(fields[0]), *fields[1:], data[_HEAD.size : end], chunks, "", ()))
+        mechanism = _MECHANISMS.get(fields[0])
+        if mechanism is None:
+            raise ValueError(f"a descriptor of the unknown mechanism {fields[0]}")
+        found = cls(mechanism, *fields[1:], data[_HEAD.size : end], chunks)  # type: ignore[call-arg]
         found._check()
         if found.flags & Flags.ARRAY:
             payload, dtype, shape = _split_array(found.payload, found.size)
@@ -267,5 +270,9 @@ class Descriptor(NamedTuple):
             raise ValueError("the descriptor has a lease or a hold, but names no control block")
         if self.mechanism in _WITHOUT_MEMORY and (self.chunks or self.base_size or self.flags & ~Flags.HELD):
             raise ValueError(f"a descriptor of a {self.mechanism.name} has fields for memory")
-        if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in self.chunks):
-            raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
+        for chunk in self.chunks:
+            if not 0 < chunk.nbytes <= _MOST_BYTES:
+                raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
+
+
+_HANDLE_TYPE = Descriptor._fields.index("handle_type")
