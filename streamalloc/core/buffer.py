@@ -1,4 +1,4 @@
-"""Buffers: allocations of pools, their frees, and the support for sharing them.
+"""Buffers: allocations of pools, their frees, and what is needed to share them with other processes.
 
 The way of an allocation (:meth:`Allocator.allocate`):
 
@@ -113,7 +113,7 @@ class BufferSource:
     location: MemLocation
     """Location of the memory."""
     managed: bool
-    """Whether the memory migrates between devices and host."""
+    """Whether the memory is managed: the driver migrates it between devices and host."""
     free_function: Any
     """Function that frees memory. It takes a pointer and a ``CUstream``, and returns a tuple with the ``CUresult``."""
     _ordinal: int | None
@@ -357,9 +357,10 @@ class Buffer(Memory, Closes):
             all uses before the free: the driver does not check that. If the default would be the per-thread stream of
             another thread, it is the legacy stream (:attr:`Device.per_thread_stream`).
         still_imported
-            What to do if another process has the shared buffer open, or may still open it because a descriptor is held.
-            ``"defer"`` frees once that has ended. ``"wait"`` blocks the host until then. ``"raise"`` raises.
-            ``"ignore"`` frees at once: importers then read whatever the memory is reused for.
+            Policy if another process has the shared buffer open, or may still open it with a descriptor that was shared
+            with ``hold=True``. ``"defer"`` frees the memory later, after the last use. ``"wait"`` blocks the host until
+            then. ``"raise"`` raises StillImportedError. ``"ignore"`` frees at once: importers then read whatever the
+            memory is reused for.
         timeout
             The longest time in seconds that ``"wait"`` waits; None for no limit.
 
@@ -368,10 +369,10 @@ class Buffer(Memory, Closes):
         ClosedError
             The buffer was freed already, or its stream was closed: name another stream.
         CaptureError
-            The stream is being captured and the memory was not allocated in that capture. The capture stays valid.
+            The stream is being captured, and the memory was not allocated in this capture. The capture stays valid.
         StillImportedError
-            Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
-            valid.
+            Another process has the buffer open, with ``"raise"`` at once, with ``"wait"`` after ``timeout`` seconds.
+            The buffer stays valid.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
@@ -474,9 +475,7 @@ class Buffer(Memory, Closes):
         return self
 
     def free_by(self, state: SharedState) -> None:
-        """Have ``state`` free the buffer from now on. The pointer leaves ``_ptr``, so that a free takes the checked
-        way.
-        """
+        """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared."""
         state.pointer = self._live()
         self.shared = state
         self._ptr = None
@@ -731,7 +730,7 @@ class GraphBuffer(Buffer):
             self._ptr = pointer
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: SharedState | None) -> CudaError:
-        self._ptr = ptr  # No launch has allocated it now, but the next launch will, at the same address.
+        self._ptr = ptr  # The next launch allocates memory at the same address.
         return free_refused(result, ordered, "no launch has allocated the memory since its last free")
 
     def _belongs_to(self, graph: object) -> bool:
@@ -741,7 +740,7 @@ class GraphBuffer(Buffer):
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    if not isinstance(error, LOST):  # A lost context has ended all of its memory, so there is nothing to warn of.
+    if not isinstance(error, LOST):  # A lost context has no memory left, so nothing leaks.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 

@@ -271,7 +271,7 @@ class DeferredQueue:
         reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
-            with contextlib.suppress(AttributeError):  # Another thread has ended the item, too.
+            with contextlib.suppress(AttributeError):  # Another thread has removed the attribute.
                 del item._dropped_with
 
     def _leave_if_empty(self) -> None:
@@ -293,7 +293,7 @@ class DeferredQueue:
             try:
                 done = item.attempt()
             except CudaError as error:
-                done = is_gone(error)  # The item is attempted again later. The caller is not concerned.
+                done = is_gone(error)  # The caller's own call has succeeded, so nothing is raised.
                 if done:
                     item.forget()
             if done and self._let_go(me, now):
@@ -337,7 +337,7 @@ class DeferredQueue:
 
     def _add(self, item: Deferred) -> None:
         if item in self._working.values():
-            item._round = -1  # The current attempt may not see why the item was submitted again: repeat it.
+            item._round = -1  # The running attempt may be too early for the new reason: repeat it.
         elif item not in self._waiting:
             self._new[item] = None
 

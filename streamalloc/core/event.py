@@ -381,4 +381,4 @@ async def finished(event: Event) -> None:
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        several.pop()  # Not from `waits[loop]`: the loop may be gone, and `waits` then has no list for it.
+        several.pop()  # `waits[loop]` may be missing by now: the loop may be gone.

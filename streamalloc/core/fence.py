@@ -1,4 +1,5 @@
-"""Fences, and calls that come after the work of streams. Code that has to come after work chooses by what it may do:
+"""Fences, and calls that come after the work of streams. Code that must run after queued work chooses by what it may
+do:
 
 ===============================  ===================================================================================
 may                              takes
@@ -12,9 +13,9 @@ queue work after one stream      :func:`ordered_after`, even if the stream is cl
 record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
 ===============================  ===================================================================================
 
-None of these invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code of
-streams that this package does not know. :func:`queue_behind` is the opposite: an item is attempted before a stream gets
-more work.
+None of these calls invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code,
+on streams that this package does not know. :func:`queue_behind` does the opposite: it has a deferred item attempted
+before a stream gets more work.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ Where: TypeAlias = "Device | MemLocation"
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
 _INT = 4  # Bytes of a C int. The value of each attribute is one C int, or a list of C ints.
-_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no place).
+_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no device).
 
 
 class MemRangeAttributes(NamedTuple):

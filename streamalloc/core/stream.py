@@ -14,14 +14,14 @@ per-thread default    the driver, for the current context; the thread's id   the
 another library's     the library's object, if its users can close it        the driver, for a capture
 ====================  =====================================================  ==========================================
 
-* *The current context and the thread:* the handle of a default stream names a stream of the current context, and that
-  of the per-thread stream another one on each thread. On the wrong one, a free does not come after the work that uses
-  the memory.
+* *The current context and the thread:* the handle of a default stream names a stream of the current context, and the
+  handle of the per-thread stream names another stream on each thread. On the wrong stream, a free would not come after
+  the work that uses the memory.
 * *The library's object:* the driver crashes on the handle of a destroyed stream.
-* *A capture by other code:* memory allocated in it belongs to the graph, and each launch writes it again. If it were
-  handed out as memory of a pool, each launch would overwrite the bytes of a later owner. ``cuStreamIsCapturing`` is the
-  only question that tells of a capture and leaves it valid (``cuStreamGetId`` and ``cuStreamGetFlags`` end it). A free
-  need not ask: in a capture the driver refuses to free other memory, and the capture goes on.
+* *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
+  again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
+  ``cuStreamIsCapturing`` tells of a capture and leaves the capture valid (``cuStreamGetId`` and ``cuStreamGetFlags``
+  end it). A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
 Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
 allocation. So callers write ``stream.direct or stream.ready()``. An allocation first takes ``unlent``; without it, and
@@ -42,10 +42,11 @@ closed, or captured by this package              None        None        False
 with an item to attempt before more work         None        None        False
 ===============================================  ==========  ==========  ==========
 
-If the result is None, callers take the checked way, which repairs what it can, and raises otherwise:
+If the result is None, callers make a checked call, which repairs what it can, and raises an error otherwise:
 
 * :meth:`Stream.checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
-* :meth:`Stream.of_this_thread` replaces a per-thread default stream of another thread by that of this thread.
+* :meth:`Stream.of_this_thread` replaces a per-thread default stream of another thread by the per-thread stream of this
+  thread.
 * :meth:`Stream.in_context` makes the context current, and protects captures of other threads.
 * :meth:`Stream.is_captured` asks for a capture: memory is then allocated for the graph, and other calls raise
   :class:`CaptureError`.
@@ -105,7 +106,9 @@ LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
 NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-"""Status of a stream that is not being captured. In place of a status, a refused question gives None."""
+"""Status of a stream that is not being captured. If the driver refuses the query, it returns None in place of a
+status.
+"""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -197,7 +200,7 @@ class Stream(Closes, Shown):
         self._in_use = RLock()
         """Lock held while the stream is being closed, a capture begins, or a deferred item uses the stream."""
         self.endings: list[Deferred] = []
-        """Items that end before the stream is closed."""
+        """Deferred releases that are attempted right before the stream is closed."""
         self._before_work: list[Deferred] = []
         """Deferred releases to attempt before more work is queued, see :func:`queue_behind`."""
         self._attempting: list[int] = []
@@ -308,8 +311,8 @@ class Stream(Closes, Shown):
         return self._capture is not None or (self.capturable and self.capturing)
 
     def refuse_capture(self, call: str, why: str) -> None:
-        """Raise :class:`CaptureError` if the stream is being captured. ``call``: the driver function that is not
-        called; ``why``: the reason and the remedy, for the message.
+        """Raise :class:`CaptureError` if the stream is being captured. ``call`` is the name of the driver function that
+        is not called. ``why`` is a text with the reason and the remedy for the message.
         """
         if self.unlent is None and self.is_captured():
             raise refused(CaptureError, call, f"the stream is being captured; {why}")
@@ -732,7 +735,7 @@ class LegacyStream(DefaultStream):
     sees_all_work = True
 
     def ready(self) -> Any | None:
-        current = self._session.cuCtxGetCurrent  # A function in a slot is called faster by a local name.
+        current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
         return self._raw if current() == self._current else None
 
     def _ready_to_drop(self) -> Any | None:

@@ -83,7 +83,7 @@ class PoolEnd(HandleEnd):
         try:
             return super().attempt()
         except CudaError:
-            if self._raw is not None:  # None: the pool is gone, and a new pool may get its handle.
+            if self._raw is not None:  # With None, a new pool may have the handle.
                 closed.add(int(raw))
             raise
 

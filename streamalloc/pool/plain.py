@@ -207,7 +207,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # The call waits, which an attempt must not. So a thread makes it once the devices are idle.
+        if self._call:  # The call waits, but an attempt must not.
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:

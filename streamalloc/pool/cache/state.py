@@ -146,7 +146,7 @@ class StreamCache(Deferred):
             if free:
                 try:
                     block = free.pop()
-                except IndexError:  # Another thread has taken it.
+                except IndexError:  # Another thread has taken the block.
                     continue
                 served_from = free
                 break
@@ -372,7 +372,7 @@ class CacheState(Deferred):
         ``before`` is the stream cache of an ended stream that had the same ``id`` as a new stream, or None.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-            if one.ended and one.free_bytes:  # A buffer was freed after the end, so the item releases its block.
+            if one.ended and one.free_bytes:  # A buffer was freed after the end.
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
@@ -401,7 +401,7 @@ class CacheState(Deferred):
 
         try:
             result = stream.in_context(buy_here, stream.checked_raw())
-        except OutOfMemoryError:  # A watcher of the pool refused, because its limit was reached.
+        except OutOfMemoryError:  # A watcher, such as an observer with a limit, refused.
             return None
         except CudaError:
             # If the memory was allocated, and then the context could not be restored, the block is kept as a free one.
@@ -455,7 +455,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # A later point of work tries again with this block.
+                except CudaError:  # A later call tries again with this block.
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:

@@ -312,7 +312,7 @@ class SwapSpace(SpaceMemory):
         places = self._places
         others = listed(after)
         ends = [*ends_or_all(others, self.device)]
-        Fence(self._session, ends).done()  # For work of a capture this raises, before a page is changed.
+        Fence(self._session, ends).done()  # Raises for a captured stream, before a page is changed.
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
         # No lock is held, because it takes long to allocate host memory or disk space.
@@ -366,7 +366,7 @@ class SwapSpace(SpaceMemory):
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the other places, so their parking can end.
+        if len(mine) < len(kept):  # Another thread has released the other places.
             parking.fence.queueing = 0
             parking.begin()
         return mine
@@ -395,7 +395,7 @@ class SwapSpace(SpaceMemory):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = [*self._swapped(self._unique(pages))]  # The call must not wait for work on pages in memory.
+        chosen = [*self._swapped(self._unique(pages))]  # Only these, so that the call waits for no work on other pages.
         ordered = copying_stream(stream, self)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):

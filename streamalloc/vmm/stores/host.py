@@ -321,7 +321,7 @@ class HostTier(BlockTier):
         """Futures of :meth:`prepare` that are not done."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Reserve room for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. Threads begin to
+        """Reserve room for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. Threads begin to
         pin the memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
@@ -586,7 +586,7 @@ class PoolTier(Tier):
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return a
-        :class:`Saved` for each buffer. ``name`` has no effect.
+        ``Saved`` for each buffer. ``name`` has no effect.
 
         Raises
         ------
