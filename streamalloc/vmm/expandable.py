@@ -515,7 +515,10 @@ class _State(CacheState):
 
     def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
-        self.peak = max(self.peak, self.used - sum(one.listed for one in self.live()) + nbytes)
+        needed = self.used - sum(one.listed for one in self.live()) + nbytes
+        if self.limit and needed > self.limit:
+            return None  # No move of chunks can help, and memory that is mapped for the request would stay.
+        self.peak = max(self.peak, needed)
         # The first attempt merges no small blocks and stays within the allowance. The second merges small blocks, and
         # the third exceeds the allowance.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
@@ -920,10 +923,12 @@ class ExpandableCache(CachingAllocator):
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
         if self.limit and not captured and self._caches(nbytes, ordered):
             raise self._over_limit(nbytes, self._state.segment.reserved)
-        return self.pool.allocate(nbytes, ordered)
+        return super()._allocate_past(nbytes, ordered, captured)
 
     def _limit_allows(self, nbytes: int) -> bool:
-        return True  # `_plan` keeps the limit instead, because it can move chunks.
+        # `_plan` keeps the limit instead, because it can move chunks. Under a checked driver the pool serves all
+        # requests, and the limit is one of the pool's memory.
+        return self._state.session.listener is None or super()._limit_allows(nbytes)
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
         """Move a buffer's block to a new buffer, whose stream can be assigned, and return the new buffer. The free of

@@ -269,6 +269,35 @@ class TestLimits:
         with cache.allocate(100 * MiB, stream):
             pass
 
+    def test_refuses_without_taking_memory(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        """Memory that was mapped in some of the gaps for a request that cannot fit would stay."""
+        cache.limit, chance, live = 512 * MiB, random.Random(3), []
+        for _ in range(80):
+            if live and chance.random() < 0.48:
+                live.pop(chance.randrange(len(live))).free()
+            else:
+                live.append(cache.allocate(16 + 4 * int(2 ** chance.uniform(3, 23)), stream))
+        for buffer in live:
+            buffer.free()
+        stream.synchronize()
+        before = cache.statistics().reserved
+        with pytest.raises(sa.OutOfMemoryError, match="the limit of 512 MiB"):
+            cache.allocate(513 * MiB, stream)
+        assert cache.statistics().reserved == before
+
+    @pytest.mark.simulated_only("a checked machine is made")
+    @pytest.mark.parametrize("kind", [sa.CachingAllocator, vmm.ExpandableCache])
+    def test_holds_under_a_checker(self, kind: Any) -> None:
+        device = sa.Device(0, driver=sd.checked(sd.simulated()))
+        with (
+            device.create_stream() as stream,
+            sa.MemoryPool(device) as pool,
+            kind(pool, limit=64 * MiB) as cache,
+            cache.allocate(40 * MiB, stream),
+            pytest.raises(sa.OutOfMemoryError, match="the limit of 64 MiB"),
+        ):
+            cache.allocate(25 * MiB, stream)
+
     def test_leaves_no_room_for_whole_chunks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Chunks are 8 MiB then: 16 MiB would exceed the limit, 10 MiB do not."""
         cache.limit = 1034 * MiB
