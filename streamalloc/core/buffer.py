@@ -71,7 +71,7 @@ _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
 
 _FOREIGN_IN_CAPTURE = (
-    "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
+    "the stream is being captured, where only memory that the capture allocated can be freed; free it after the capture"
 )
 
 
@@ -232,8 +232,8 @@ class Buffer(Memory, Closes):
         ------
         TypeError, ValueError
             ``address`` is not an address or not in CUDA memory, or the memory has fewer than ``nbytes`` bytes there. Or
-            ``owner="this"`` is given, and ``address`` is not the beginning of an allocation, another buffer owns the
-            memory, or the memory is mapped.
+            ``owner="this"`` is given, and ``address`` is not the beginning of an allocation, the memory is mapped, or a
+            buffer with ``owner="this"`` owns it already. A buffer of a pool is not recognised as the owner.
 
         Examples
         --------

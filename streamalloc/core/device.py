@@ -193,7 +193,9 @@ class Device:
             ``peer`` belongs to another driver.
         """
         if peer._session is not self._session:
-            raise ValueError(f"{peer!r} belongs to another driver than {self!r}")
+            raise ValueError(
+                f"peer={peer!r} belongs to another driver: {peer._session.driver!r}, not {self._session.driver!r}"
+            )
         return peer.ordinal == self.ordinal or bool(
             self._session.call("cuDeviceCanAccessPeer", self.ordinal, peer.ordinal)
         )

@@ -331,8 +331,9 @@ _HINTS = {
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device's primary context was released or reset by other code",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
         "this call is not allowed while this thread captures, or another one in the global mode, and that capture is "
-        "now invalid; capture again, with mode='thread_local' to let other threads work, or 'relaxed' to let this one "
-        "make calls that do not touch the captured streams"
+        "now invalid; capture again, and make the call before or after the capture. In mode='thread_local' other "
+        "threads may make it, and in mode='relaxed' this one, unless it touches captured streams or synchronises the "
+        "device"
     ),
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call broke the capture; end it and begin again",
     "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": (

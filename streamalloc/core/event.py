@@ -93,7 +93,7 @@ class Event(Closes, Shareable, Shown):
     __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
-    """True for an event that other processes can open."""
+    """True for an event that was made here for other processes to open; False for an opened one."""
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -222,7 +222,7 @@ class Event(Closes, Shareable, Shown):
             The work before one of the two events is not done.
         """
         checked_type("start", start, Event)
-        hint = "both events must be made with timing=True and recorded on the same device"
+        hint = "record both events with timing=True on one device, and synchronise with the later one before this call"
         return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:

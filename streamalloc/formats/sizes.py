@@ -21,7 +21,7 @@ def size_in(text: str) -> int:
 
     found = re.fullmatch(_SIZE, text, re.ASCII | re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{text!r} is no size: allowed are bytes, and numbers with KiB, MiB, GiB, KB or MB")
+        raise ValueError(f"{text!r} is no size: allowed are bytes, and numbers with KB to TB or KiB to TiB")
     power = _UNITS[(found[2] or "").lower()]
     unit = 1 << power if found[3] else 1000 ** (power // 10)
     exact = Fraction(found[1]) * unit

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from streamalloc.core.internal import Device, StreamLike
-from streamalloc.core.properties import MemHandleType
+from streamalloc.core.properties import MemHandleType, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver, default
@@ -199,7 +199,7 @@ class Store(Closes):
         home, key = self._device(device), checked_key(key)
         if like not in (None, "previous"):
             raise ValueError(f'like={like!r}: allowed are None and "previous"')
-        metadata_text(dict(metadata or {}))
+        metadata_text(checked_type("metadata", metadata or {}, dict))
         options = metadata, stream, group, handle_types, like is not None
         return WeightsWriter(self._connect(), key, home, replace or like is not None, *options)
 

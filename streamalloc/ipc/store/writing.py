@@ -202,6 +202,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Give the tensor ``to`` a second name, ``name``, for tied weights. Returns the view of the tensor. Raises
         KeyError if there is no tensor ``to``, ValueError for a name that is not allowed.
         """
+        if to not in self.layout:
+            raise KeyError(f"to={to!r}: there is no such tensor to be tied")
         return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
