@@ -521,8 +521,8 @@ class Observer(Drawn, Leaves):
         name
             Name of the phase. Several phases may have the same name.
         limit
-            Largest number of bytes that may be allocated at once during the phase; 0 for no limit. An allocation that
-            would exceed the limit raises :class:`OutOfMemoryError`.
+            Largest number of bytes that may be allocated at once during the phase, with the observed bytes from before
+            the phase; 0 for no limit. An allocation that would exceed the limit raises :class:`OutOfMemoryError`.
 
         Raises
         ------
@@ -624,6 +624,7 @@ def observe(
         Pools, caches (with their pool), growable and striped buffers, address ranges, page spaces (their committed
         pages), symmetric memory; or devices, for all memory on the device, also of objects created later. Default:
         everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
+        Of a pool below a cache, the cache's blocks count and not its buffers: pass the cache.
 
         In a range or buffer that is passed, each mapping counts. For a device, and by default, physical memory counts
         from its first mapping until that mapping ends, and memory of another process does not count.

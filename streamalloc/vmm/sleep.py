@@ -667,6 +667,8 @@ class _Backups(_Members):
         ValueError
             The buffer is awake or not in the group, ``source`` is too large, or it is smaller than a buffer whose bytes
             were not kept. Or a sleep and its undo failed, so that the buffer still has its memory: :meth:`wake` it.
+        InUseError
+            The buffer is frozen.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space to store the bytes.
         """

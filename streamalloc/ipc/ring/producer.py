@@ -389,7 +389,7 @@ class RingStatistics(NamedTuple):
     """
 
     handed_off: int
-    """Number of items handed to consumers so far."""
+    """Number of items handed to consumers so far. An item that was sent again counts once."""
     redelivered: int
     """Number of items sent again to another consumer, because the first consumer ended without opening them."""
     in_flight: int

@@ -173,7 +173,7 @@ class SpaceMemory(OwnsRange):
     def _access_hint(self, stream: Stream) -> str:
         if stream.device.ordinal != self.device.ordinal:
             return f"{stream.device!r} has no access to {self!r}"
-        return "only pages that are committed can be written: commit() them"
+        return "only committed pages can be written, and pages whose memory a call takes cannot be read meanwhile"
 
     def _about(self) -> Iterator[Row]:
         self._check_open()
@@ -482,8 +482,9 @@ class PageSpace(SwapSpace):
     :meth:`release`.
 
     A released page is cleared, and keeps its memory until another page of the arena needs the memory. So the next
-    commit of the page usually makes no mapping call. The driver does not refuse writes to a released page, but
-    :func:`streamalloc.driver.checked` reports them.
+    commit of the page usually makes no mapping call. While another page takes the memory, the released page is unmapped
+    for a moment, too. So work that reads released pages must be named in ``after`` of commits in the arena. The driver
+    does not refuse writes to a released page, but :func:`streamalloc.driver.checked` reports them.
 
     Each operation takes an index, a range or an array of indices. It changes all these pages; after an error it has
     changed none. Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
@@ -506,8 +507,8 @@ class PageSpace(SwapSpace):
         pages
             An index, a range or an array of indices. Committed pages are skipped.
         after
-            Events or streams whose work may still read the zeros of these pages; the host waits for this work. None
-            means all work of the device. Default: nothing.
+            Events or streams whose work may still read the zeros of these pages, or of released pages whose memory may
+            be taken; the host waits for this work. None means all work of the device. Default: nothing.
         zero
             Whether newly committed pages read as zeros, on every stream. Pages that have kept their memory are cleared
             already. For other pages the host waits until they are cleared (``cuMemsetD8Async``).
@@ -627,10 +628,13 @@ class PageSpace(SwapSpace):
         zeros.
 
         Other work may read a page once :attr:`parked` does not count it any more, or after a synchronisation of the
-        device. From then on, other pages may take the memory.
+        device. From then on a commit of another page, :meth:`PageArena.trim`, and an allocation that finds no device
+        memory may take the memory. They unmap the page for a moment, and work that reads the page at that moment breaks
+        the context.
 
-        If pages share memory, only the page that is released last is cleared. The other pages are unmapped after the
-        work of ``after``. If the driver refuses to clear pages, these pages are unmapped after the work, too.
+        If pages share memory, only the page that is released last is cleared. The other pages keep their bytes until
+        they are unmapped, after the work of ``after``. If the driver refuses to clear pages, these pages are unmapped
+        after the work, too.
 
         Parameters
         ----------
