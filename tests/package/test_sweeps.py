@@ -527,7 +527,7 @@ def members(classes: list[type], acts: dict[str, Any], inherited: bool = True) -
         properties, operations = [], dict[str, Act]()
         for name in dir(kind):
             member = inspect.getattr_static(kind, name)
-            if name.startswith("_") or inspect.ismemberdescriptor(member):
+            if name.startswith("_") or name in getattr(kind, "_inner", ()) or inspect.ismemberdescriptor(member):
                 continue
             act = _act_of(kind, name, {**ACTS, **acts})
             if not isinstance(member, (property, classmethod, staticmethod)) and act is not None:
