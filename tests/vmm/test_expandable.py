@@ -271,7 +271,7 @@ class TestLimits:
 
     def test_refuses_without_taking_memory(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Memory that was mapped in some of the gaps for a request that cannot fit would stay."""
-        cache.limit, chance, live = 512 * MiB, random.Random(3), []
+        cache.limit, chance, live = 512 * MiB, random.Random(3), list[sa.Buffer]()
         for _ in range(80):
             if live and chance.random() < 0.48:
                 live.pop(chance.randrange(len(live))).free()
