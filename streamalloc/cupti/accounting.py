@@ -213,7 +213,8 @@ class Memory:
         """
         name, result = call.function, int(call.answer[0])
         with self._lock:
-            self._contexts.add(call.context)
+            if not result:
+                self._contexts.add(call.context)
             if name == "cuStreamEndCapture":
                 self._capturing.pop(number_of(call.args[0]), None)
             elif result:
@@ -332,6 +333,11 @@ class Memory:
     def _context(self, call: DriverCall) -> None:
         self._contexts.add(number_of(call.answer[1]))
 
+    def _destroyed_context(self, call: DriverCall) -> None:
+        # To push a destroyed context crashes the driver.
+        self._contexts.discard(context := number_of(call.args[0]))
+        self._forget({context}, call.time)
+
     def _library_has(self, event: Event) -> None:
         """Add the memory of a block that CuPy's allocator gave out, or remove the memory of a block that was freed."""
         with self._lock:
@@ -371,7 +377,7 @@ class Memory:
         ask = _Asked(self._driver, contexts, pools)
         of_process = self._process.figures() if self._process is not None else {}
         with self._lock:
-            self._forget_lost(ask)
+            self._forget(ask.lost, 0)
             present = self._now(torch, ask, of_process)
             rest = tuple(row for row in present.rows if row.what.startswith(REST))
             span = self._peak_from, self._peak_to or sys.maxsize
@@ -459,11 +465,11 @@ class Memory:
         rows += ask.rows(sums)
         return Moment(name, tuple(row for row in rows if row.nbytes > 0), {})
 
-    def _forget_lost(self, ask: _Asked) -> None:
-        """Remove from the account the memory of the contexts that have been destroyed (``ask.lost``)."""
+    def _forget(self, contexts: set[int], time: int) -> None:
+        """Remove from the account the memory of contexts that ended at ``time`` in nanoseconds, 0 if not known."""
         for key, held in [*self._held.items()]:
-            if held.line.where in ask.lost:
-                self._end(key, 0)
+            if held.line.where in contexts:
+                self._end(key, time)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
@@ -493,7 +499,7 @@ class _Asked:
         self._graphs: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
         """Bytes reserved for graph memory nodes, with the same keys."""
         self.lost: set[int] = set()
-        """Handles of the contexts that have been destroyed."""
+        """Handles of the primary contexts that have been released or reset."""
         self.free: dict[int, tuple[int, int, str]] = {}
         """Free bytes, total bytes and UUID of each device, by ordinal."""
         current = driver.cuCtxGetCurrent()
@@ -579,6 +585,7 @@ _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
     "cuStreamBeginCaptureToGraph": Memory._began_capture,
     "cuDevicePrimaryCtxRetain": Memory._context,
     "cuCtxCreate": Memory._context,
+    "cuCtxDestroy": Memory._destroyed_context,
 }
 FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
 """Names of the driver functions whose calls change the account."""
