@@ -426,14 +426,7 @@ class ImportUse(Deferred):
                 imported.count -= 1
                 self.over = True
                 return
-            for event in imported.passed:
-                stream.wait(event)
-            handle = stream.unlent
-            if handle is not None:
-                imported.end(stream, handle)
-            else:
-                with session.relaxed(), stream.device.current():
-                    imported.end(stream, stream.checked_raw())
+            _end_after_all(imported, stream)
             self.over = True
 
     def attempt(self) -> bool:
@@ -447,6 +440,18 @@ class ImportUse(Deferred):
 
     def _close(self) -> None:
         ordered_after(self.stream, self.release)
+
+
+def _end_after_all(imported: Import, stream: Stream) -> None:
+    """End an import after the work of ``stream`` and of the uses that ended before. Raises CudaError."""
+    for event in imported.passed:
+        stream.wait(event)
+    handle = stream.unlent
+    if handle is not None:
+        imported.end(stream, handle)
+    else:
+        with imported.imports.session.relaxed(), stream.device.current():
+            imported.end(stream, stream.checked_raw())
 
 
 class Imports:
