@@ -22,7 +22,7 @@ EMPTY = [0] * PAGES
 
 class TestReads:
     def test_zeros_cannot_be_written(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        with pytest.raises(sa.InvalidValueError, match="only pages that are committed can be written"):
+        with pytest.raises(sa.InvalidValueError, match="only committed pages can be written"):
             page(space, 3).fill(1)
         space.commit(3)
         page(space, 3).fill(1)
