@@ -391,16 +391,14 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise ClosedError(f"{self!r} was committed or aborted")
 
     def _finish(self) -> None:
-        """Release the writer's mapping after the commit: at once, or by an item of the queue of deferred releases after
-        the queued copies.
+        """Release the writer's mapping by an item of the queue of deferred releases: at once, after the queued copies,
+        or later if the driver refuses a call, because the epoch is committed.
         """
         pending = self._pending
-        if pending is None:
-            self._release(())
-            return
-        item = _Ending(self, pending[0], pending[2])
+        item = _Ending(self) if pending is None else _Ending(self, pending[0], pending[2])
         _endings.add(item)
-        deferred_queue(session_of(self.device)).submit(item)
+        with contextlib.suppress(CudaError):
+            deferred_queue(session_of(self.device)).end(item)
 
     def _release(self, after: Any = None) -> None:
         """Unmap and release the memory after ``after`` (``cuMemUnmap``, ``cuMemRelease``), and end the connection. The
@@ -455,18 +453,18 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class _Ending(Deferred):
-    """Item of the queue of deferred releases: it releases the mapping of a writer whose copies were still queued at the
-    commit.
+    """Item of the queue of deferred releases: it releases the mapping of a writer after its commit. If copies were
+    still queued, ``lease`` announces their end, and ``event`` comes after them.
     """
 
-    def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
+    def __init__(self, writer: WeightsWriter, lease: Lease | None = None, event: Event | None = None) -> None:
         self._writer: WeightsWriter | None = writer
         self._lease = lease
         self._event = event
 
     def attempt(self) -> bool:
         writer = self._writer
-        if writer is not None and self._event.query():
+        if writer is not None and (self._event is None or self._event.query()):
             writer._release(())
             self._writer = None
             _endings.discard(self)
@@ -495,4 +493,5 @@ def _await_copies() -> None:
     """
     for item in list(_endings):
         with contextlib.suppress(CudaError, ForkedProcessError):  # A forked child has no copies to wait for.
-            item._event.synchronize()
+            if item._event is not None:
+                item._event.synchronize()
