@@ -47,11 +47,11 @@ _CUDA = 2  # kDLCUDA, DLPack's device type for device memory
 
 
 def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | None) -> TypedView[Any]:
-    """Return ``memory`` as a typed view. Without type and shape, a typed view is returned as it is, and other memory as
-    bytes.
+    """Return ``memory`` as a typed view. Without ``dtype``, a typed view keeps its type, and other memory is bytes.
+    Without ``shape``, a typed view that keeps its type keeps its shape, and other memory has one dimension.
     """
-    if dtype is None and shape is None and isinstance(memory, TypedView):
-        return memory
+    if dtype is None and isinstance(memory, TypedView):
+        return memory if shape is None else memory.view_as(memory.dtype, shape)
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
 
 
