@@ -265,7 +265,7 @@ class TrackedEvent:
     foreign: bool = False
     """Whether another library has the event, and may record it by calls that the checker is not told of."""
     mark: Obstacle | None = None
-    """Obstacle that ends when the recorded work is done; None if no record of the event is known to the checker."""
+    """End of the recorded work, as something that streams wait for; None if no record is known to the checker."""
     captured: tuple[TrackedCapture, Clock] | None = None
     """The capture with the latest record, and the clock of the record in it; None if the latest record is not in a
     capture.

@@ -440,8 +440,8 @@ class Interprocess:
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
     def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
-        """Return the allocation of ``piece``, or a write to ``piece``, that ``clock`` does not contain; None if
-        ``clock`` contains all of these.
+        """Return an operation that ``clock`` lacks: the allocation of ``piece``, if it is known, or one of the latest
+        writes to ``piece``. None if it lacks none.
         """
         range_, low, high = piece
         written, certain = range_.written(low, high), self._timeline.certain

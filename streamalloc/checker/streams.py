@@ -46,7 +46,7 @@ def beside_captures(driver: Any) -> Iterator[None]:
 
 
 class ForeignStreams:
-    """Streams that other libraries may use. The checker is told only of some calls on these streams."""
+    """Streams that other libraries may use. On a real driver the checker is not told of these libraries' calls."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver

@@ -163,7 +163,7 @@ class Recorder:
             try:
                 self._record_postponed()
                 result = step(*args)
-                # Not in a loop here: on Python 3.12 and 3.13, an exception of a signal handler in a loop can skip the
+                # Not in a loop here: on Python 3.12 and newer, an exception of a signal handler in a loop can skip the
                 # finally clause.
                 self._record_postponed()
                 return result
@@ -505,14 +505,14 @@ class Recorder:
 
 
 class RefusedCall:
-    """Second half of a rule whose first half raised ``error``, because of the arguments of the call."""
+    """Stands in for the rest of a rule that has refused the arguments of a call with ``error``. If the driver accepts
+    these arguments, the rule is wrong, and the object raises ``error``.
+    """
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self, answer: tuple[Any, ...]) -> None:
-        # The driver refuses wrong arguments. If the driver accepts these arguments, the rule is wrong, so the rule's
-        # error is raised.
         if not answer[0]:
             raise self._error
 

@@ -126,7 +126,7 @@ class Terminal:
 
         ``align`` has one letter for each column, ``l`` for left or ``r`` for right; default ``l``. A cell may have
         several lines. In a narrow terminal, titles and left-aligned columns are folded at words. If the table is still
-        too wide, the cells of a row are printed one below the other, each with its title.
+        too wide, the first cell of a row stands alone, and the other cells below it, each after its title.
         """
         rows = list(rows)
         every = [header, *rows] if header else rows

@@ -10,7 +10,7 @@ The way of an allocation (:meth:`Allocator.allocate`):
 
 The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out of the buffer frees it; nobody else does.
 
-1. *Ready.* :meth:`Stream.ready` gives the handle; without one, and for shared memory, step 4 follows.
+1. *Ready.* :meth:`Stream.ready` gives the handle; without one step 4 follows. :class:`SharedState` frees shared memory.
 2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
 3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
 4. *Checked way.* :meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
@@ -353,7 +353,7 @@ class Buffer(Memory, Closes):
         Parameters
         ----------
         stream
-            The stream after whose work the memory is free (default: the one it was allocated on). The caller must order
+            The stream after whose work the memory is free (default: :attr:`stream`). The caller must order
             all uses before the free: the driver does not check that. If the default would be the per-thread stream of
             another thread, it is the legacy stream (:attr:`Device.per_thread_stream`).
         still_imported

@@ -93,7 +93,7 @@ class Event(Closes, Shareable, Shown):
     __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
-    """True for an event that was made here for other processes to open; False for an opened one."""
+    """Whether this process made the event for others to open; False for other events and those of ``from_handle``."""
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -226,7 +226,9 @@ class Event(Closes, Shareable, Shown):
         return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:
-        """Destroy the event (``cuEventDestroy``). Streams that already wait for the event keep waiting. Idempotent."""
+        """End the use of the event. Its stream keeps the driver's event for a later record, or the driver's event is
+        destroyed (``cuEventDestroy``). Streams that already wait for the event keep waiting. Idempotent.
+        """
         if not self._kept_for_later():
             self._session.release(self, "cuEventDestroy")
 

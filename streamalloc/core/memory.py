@@ -182,9 +182,8 @@ class Memory(Copyable, Migrating):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # The plain case reads no property, for speed: other code has the stream's handle already (`capturable`),
-            # and no listener must be notified. Otherwise the property `handle`, below, marks the stream as `capturable`
-            # and notifies the listener.
+            # For speed, no property is read if other code has the handle already (`capturable`) and there is no
+            # listener. Otherwise `stream.handle`, below, marks the stream as `capturable` and notifies the listener.
             if (
                 stream.direct is not None
                 and stream.capturable

@@ -359,8 +359,8 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Call ``act`` and return its result. During the call the context that the handle needs is current, and the
-        capture mode is one in which ``act`` invalidates no capture of another thread.
+        """Call ``act`` with the context current that the handle needs, and return its result. ``act`` invalidates no
+        capture that this package makes on another thread.
         """
         with self._session.beside_captures(), self._context():
             return act(*args, **named)
@@ -637,7 +637,7 @@ class OwnStream(Stream):
         defer_end(self._session, last)
 
     def __del__(self) -> None:
-        # A stream whose construction was interrupted has a handle and `_closed`, but no `_last`: its handle must be
+        # A stream whose construction was interrupted has a handle and `_closed`, but no `last`: its handle must be
         # destroyed.
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or (self._closed and self.last):
@@ -843,7 +843,7 @@ class LibraryStream(Stream):
     owned: bool
     """Whether ``owner`` certainly keeps the driver's stream alive, as a library's own stream object does."""
     drained: bool
-    """Whether the stream was closed and the device was idle since the close, so that the stream has no work left."""
+    """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
     _asks: bool
     """Whether users of the library can close the stream, so that ``owner.is_closed`` is asked before each call."""
     _alive: weakref.ref[Stream]

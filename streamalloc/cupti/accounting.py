@@ -352,8 +352,8 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    # The peak of the driver's memory still lasts, and the bytes in blocks have reached a new maximum in
-                    # this time.
+                    # The driver's memory is still at its peak, and the bytes in blocks are the most so far during this
+                    # peak.
                     self._mark()
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])

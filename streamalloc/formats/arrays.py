@@ -196,10 +196,10 @@ def array_form(
     memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the element type and the shape of an array that fills ``nbytes`` bytes exactly. A -1 in ``shape`` is
-    replaced by the size that fits.
+    replaced by the size that fits. None as ``shape``: one dimension.
 
-    Raises ``TypeError`` for a type without a size or with Python objects, and ``ValueError`` if the array does not fill
-    the bytes or ``address`` is not aligned. ``memory`` is shown in errors.
+    Raises ``TypeError`` for a type of arrays, without a size or with Python objects, and ``ValueError`` if the array
+    does not fill the bytes or ``address`` is not aligned. ``memory`` is shown in errors.
     """
     kind = np.dtype(dtype)
     if kind.subdtype is not None:

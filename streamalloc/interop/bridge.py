@@ -268,9 +268,9 @@ class Sources:
 
         When this object is dropped, the memory is freed in stream order.
         """
-        # Only buffers of pools need such an object. Other memory is freed in stream order by its own finaliser: that of
-        # a cached buffer makes no driver call, captured memory belongs to its graph, and virtual memory is unmapped
-        # after the work that uses it.
+        # The finaliser of a pool's buffer frees on the default stream of whichever context and thread drops the buffer.
+        # `_Held` uses the stream of the allocation. Other memory makes no such call: a cached buffer returns to its
+        # list, captured memory belongs to its graph, and virtual memory is unmapped after the work that uses it.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:

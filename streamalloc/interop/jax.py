@@ -27,7 +27,8 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes. With
+        ``dtype`` alone the result has one dimension.
 
     Raises
     ------

@@ -135,7 +135,8 @@ def array(
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes. With
+        ``dtype`` alone the result has one dimension.
     stream
         The stream that uses the array; default: the legacy default stream, which Numba uses by default, too. This
         stream waits for the work queued on the memory's stream. When the array is dropped, the memory's stream waits

@@ -489,7 +489,7 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
         Device memory.
     dtype, shape
         As for :meth:`Memory.view_as`, or a PyTorch type such as ``torch.bfloat16``, which NumPy lacks. Default: those
-        of ``memory`` if it is a typed view, otherwise bytes.
+        of ``memory`` if it is a typed view, otherwise bytes. With ``dtype`` alone the result has one dimension.
 
     Raises
     ------

@@ -128,7 +128,9 @@ class Account:
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
 
     def start(self) -> None:
-        """Begin to record, and add the mappings that the observed objects have now. A second call does nothing."""
+        """Begin to record. The first start also adds the mappings that the observed objects have. No effect while it
+        records.
+        """
         if not self.started:
             before = [one for target in self._targets for one in _mapped_in(target)]
             if self.log_path is not None:
@@ -334,7 +336,7 @@ class Account:
             if self._entering is None:
                 self._entering = threading.get_ident()
                 try:
-                    # The loop is not inside "try": on Python 3.12 and 3.13, a signal handler that raises at the end of
+                    # The loop is not inside "try": on Python 3.12 and newer, a signal handler that raises at the end of
                     # a loop's round skips "finally".
                     self._enter_some(len(self._notes))
                 finally:

@@ -384,9 +384,9 @@ class _Source(Allocator):
         Parameters
         ----------
         nbytes
-            Size in bytes, at least 1.
+            Size in bytes, or text such as ``"2MiB"``; at least 1.
         stream
-            The stream after whose work the memory ends, and of operations for which the caller names no stream.
+            The memory ends after the work of this stream. Operations for which the caller names no stream use it, too.
 
         Raises
         ------

@@ -202,7 +202,8 @@ def common(places: Iterable[Place | None]) -> Place | None:
 
 
 def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
-    """Overwrite ranges, tuples of address and bytes, with :data:`FREED`: after a discard the contents are undefined.
+    """Overwrite ``ranges``, tuples of address and size in bytes, with :data:`FREED`: after a discard the contents are
+    undefined.
 
     A range without memory is skipped.
     """

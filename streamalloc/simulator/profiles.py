@@ -206,7 +206,7 @@ class Profile:
     limits: Mapping[str, Limit | None] = _read(_table(_limit), repr=False)
     """Context limits by enum name without CU_LIMIT_. A limit that is missing here is not supported by the driver."""
     devices: tuple[Mapping[str, int | None], ...] = _read(_list(_numbers, 1), repr=False)
-    """Attributes in which each device that was read differs from ``attributes``, in the order of the devices."""
+    """For each device of the machine that was read, by ordinal: the attributes that differ from ``attributes``."""
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
     """Links between devices, by tuple of two ordinals: the accessing device, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)

@@ -926,8 +926,8 @@ class ExpandableCache(CachingAllocator):
         return super()._allocate_past(nbytes, ordered, captured)
 
     def _limit_allows(self, nbytes: int) -> bool:
-        # `_plan` keeps the limit instead, because it can move chunks. Under a checked driver the pool serves all
-        # requests, and the limit is one of the pool's memory.
+        # `_plan` enforces the limit, because it can move chunks. With a checked driver nothing is cached, so the limit
+        # is compared with the pool's memory, as in the base class.
         return self._state.session.listener is None or super()._limit_allows(nbytes)
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:

@@ -27,7 +27,7 @@ class GrowableBuffer(VirtualBuffer):
 
         with vmm.GrowableBuffer(device, capacity=1 << 40, nbytes=1 << 30) as buffer:
             buffer.grow(1 << 30)           # 2 GiB at the same address
-            buffer.resize(1 << 20)         # unmaps and releases the rest
+            buffer.resize(1 << 20)         # releases the second GiB: whole chunks only
             buffer.resize(0, release=False)  # keeps its memory for the next growth
 
     Parameters

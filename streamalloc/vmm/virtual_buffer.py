@@ -571,7 +571,9 @@ def evict_steps(
 
 
 def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> None:
-    """Release the memory that :func:`evict_steps` has unmapped."""
+    """Release the memory of ``entries``, the mappings of each buffer that :func:`evict_steps` has unmapped
+    (``cuMemRelease``). This cannot be undone.
+    """
     for buffer, several in entries.items():
         for entry in several:
             entry.close()

@@ -586,8 +586,7 @@ class Imports:
         exporters that have ended, and pools of :meth:`ImportedPool.from_handle`, which no descriptor names.
         """
         with self.lock:
-            # This is a separate function, because since Python 3.12 an exception of a signal handler in a loop can
-            # leave a ``with`` block without running its end.
+            # This is a separate function because of its loop, see :mod:`streamalloc.driver.locks`.
             self._submit_ended()
 
     def _submit_ended(self) -> None:

@@ -444,8 +444,8 @@ class RingProducer(RingEnd):
         Parameters
         ----------
         channel
-            A connection to the consumer. The ring owns the channel from now on, and closes it on failure and when the
-            consumer ends.
+            A connection to the consumer. The ring owns the channel from now on, and closes it when the consumer ends.
+            It also closes the channel if this call fails, unless the ring was closed before.
         timeout
             Seconds until ``TimeoutError``; None: no limit.
 

@@ -697,8 +697,8 @@ class Channel(_SocketOwner):
         return f"process {self.peer.pid or 'of another container'}"
 
     def shutdown(self) -> None:
-        """End the connection for every process that has one of its ends (``shutdown``). Calls that wait raise
-        :class:`PeerGoneError`.
+        """End the connection for every process that has one of its ends (``shutdown``). Calls that wait, and later
+        sends, raise :class:`PeerGoneError`. This end is still to be closed.
         """
         self._shut_down()
 

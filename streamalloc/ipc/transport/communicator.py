@@ -478,6 +478,8 @@ class _Group(Closes):
     ) -> list[Message]:
         """Send bytes and descriptors to all ranks. Returns one :class:`Message` for each rank, in the order of ranks.
         Between machines no descriptors are sent. Raises the errors of :meth:`allgather`.
+
+        ``call``: the caller's call, which the other ranks compare with theirs. ``timeout``: seconds.
         """
         if self._ended:
             raise ClosedError(f"this communicator {self._ended}")

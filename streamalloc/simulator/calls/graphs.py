@@ -67,9 +67,8 @@ def _handles(nodes: list[Node], count: int = 0) -> list[Any]:
 
 
 def _edge_data(count: int) -> tuple[Any, ...]:
-    """Return the edge data of ``count`` edges as part of a call's result.
-
-    The part is a tuple of one list; for bindings whose calls have no edge data, it is an empty tuple.
+    """Return default edge data of ``count`` edges, in a tuple to append to a call's result. The tuple is empty for
+    bindings without edge data.
     """
     return ([cuda.CUgraphEdgeData() for _ in range(count)],) if EDGE_DATA else ()
 

@@ -182,7 +182,7 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the numbers of pages by state. First, pages whose work is done stop counting as parked."""
+        """Return the numbers of pages by state. Released pages whose work is done by now do not count as parked."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
@@ -209,8 +209,8 @@ class PageArena(Closes):
 
 
 class PageTable(Closes):
-    """A page table in device memory. It has the number of the physical page of each page of a space, or -1 for a page
-    that is not committed.
+    """A page table in memory of the device's current pool. It has the number of the physical page of each page of a
+    space, or -1 for a page that is not committed.
 
     :meth:`update` changes the table in stream order: earlier kernels read the old entries, later kernels the new. ::
 
