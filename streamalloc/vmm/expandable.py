@@ -143,6 +143,11 @@ class FreeRanges:
         self._starts[stop] = start
         insort(self._sizes, (stop - start) << _SHIFT | start)
 
+    def update(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Add ``parts``, pairs of start and end, as :meth:`add` does."""
+        for part in parts:
+            self.add(*part)
+
     def remove(self, start: int, stop: int) -> bool:
         """Remove the free range from ``start`` to ``stop``. Returns False if there is no such free range."""
         at = self._find(start, stop)
@@ -577,8 +582,7 @@ class _State(CacheState):
         the deferred queue gives its ranges to other streams.
         """
         with self.lock:
-            for start, stop in parts:
-                to.ranges.add(start, stop)
+            to.ranges.update(parts)
         if to.ended:
             self.queue.submit(to)
 
@@ -605,8 +609,7 @@ class _State(CacheState):
         ``lock``.
         """
         while self.ended and self.ended[0][0].query():
-            for part in self.ended.popleft()[1]:
-                cache.ranges.add(*part)
+            cache.ranges.update(self.ended.popleft()[1])
 
     def _extended(
         self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream, limit: int
@@ -762,25 +765,42 @@ class _State(CacheState):
         self.busy = True
         try:
             with self.session.relaxed():
-                for event, ranges in list(self.ended):
-                    if event.query():
-                        self._release_parts(ranges, event, keep)
-                for one in self.live():
-                    # The ranges are removed from the stream cache first: the event does not cover memory that the
-                    # stream frees later.
-                    with self.lock:
-                        one.merge(0)
-                        ranges, one.ranges = one.ranges, FreeRanges()
-                    try:
-                        done = one.idle() if ranges else None
-                        if done is not None:
-                            self._release_parts(ranges, done, keep)
-                    finally:
-                        self._give(one, ranges)
+                self._release_idle(keep)
                 segment.unmap_left()
         finally:
             self.busy = False
         return before - segment.reserved
+
+    def _release_idle(self, keep: int) -> None:
+        """Have :meth:`_Segment.unmap_left` release the chunks of all idle streams, but keep ``keep`` bytes of chunks.
+        Any stream may take the free ranges that stay, because their work is done. Raises CudaError.
+        """
+        spare, after = FreeRanges(), None
+        try:
+            # The ranges of all streams are merged, because a chunk may reach from a range of one stream into another's.
+            while self.ended and self.ended[0][0].query():
+                after, ranges = self.ended.popleft()
+                spare.update(ranges)
+            for one in self.live():
+                # The ranges are removed from the stream cache first: the event does not cover memory that the stream
+                # frees later.
+                with self.lock:
+                    one.merge(0)
+                    ranges, one.ranges = one.ranges, FreeRanges()
+                done = None
+                try:
+                    done = one.idle() if ranges else None
+                finally:
+                    if done is None:
+                        self._give(one, ranges)
+                if done is not None:
+                    after = done
+                    spare.update(ranges)
+            if after is not None:
+                self._release_parts(spare, after, keep)
+        finally:
+            if spare and after is not None:
+                self.ended.append((after, spare))
 
     def _release_parts(self, ranges: FreeRanges, event: Event, keep: int) -> None:
         segment = self.segment

@@ -298,6 +298,25 @@ class TestLimits:
         ):
             cache.allocate(25 * MiB, stream)
 
+    def test_a_trim_releases_chunks_that_two_streams_share(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        chance, live = random.Random(5), list[sa.Buffer]()
+        for _ in range(120):
+            if live and chance.random() < 0.48:
+                live.pop(chance.randrange(len(live))).free()
+            else:
+                live.append(cache.allocate(int(2 ** chance.uniform(10, 23)), chance.choice([stream, other])))
+        for buffer in live:
+            buffer.free()
+        stream.synchronize()
+        other.synchronize()
+        cache.trim()
+        assert cache.statistics().reserved == 0
+        with cache.allocate(10 * MiB, other) as buffer:
+            buffer.fill(3, other)
+            assert holds(buffer, 3)
+
     def test_leaves_no_room_for_whole_chunks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Chunks are 8 MiB then: 16 MiB would exceed the limit, 10 MiB do not."""
         cache.limit = 1034 * MiB
