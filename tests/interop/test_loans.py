@@ -54,6 +54,7 @@ class TestLent:
             (buffer, (), (64,)),
             (buffer, (np.float32, (4, -1)), (4, 4)),
             (buffer.view_as(np.int16, (2, 16)), (), (2, 16)),
+            (buffer.view_as(np.int16), (None, (4, 8)), (4, 8)),
         ):
             array = interop.cupy.array(memory, *arguments)
             assert array.shape == shape and library.holds(array, 5)
