@@ -20,9 +20,19 @@ from typing import Any, cast
 
 import streamalloc as sa
 from streamalloc import ipc, traces, vmm
-from streamalloc.cli import measuring
 from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools, need_virtual_memory
-from streamalloc.cli.measuring import Bench, BenchRow, Measured, Target, repeated, slow_row, undone, value_of
+from streamalloc.cli.measuring import (
+    Bench,
+    BenchRow,
+    CudaCore,
+    Measured,
+    PyTorch,
+    Target,
+    repeated,
+    slow_row,
+    undone,
+    value_of,
+)
 from streamalloc.cli.worker import SECONDS, context, start
 from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import choice_of, cuda, opaque_bytes, opaque_struct
@@ -152,7 +162,7 @@ def cuda_core_buffer(bench: Bench) -> Measured:
     """Return the variant that shares memory by cuda.core, whose pool was sent before. cuda.core orders neither the
     contents nor the free.
     """
-    cuda = bench.library(measuring.CudaCore)
+    cuda = bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
     bench.resources.callback(resource.close)
@@ -215,7 +225,7 @@ def _answer_queue(replies: Any, queue: Any) -> None:
 
 
 def _torch_queue(bench: Bench) -> Measured:
-    torch = bench.library(measuring.PyTorch)
+    torch = bench.library(PyTorch)
     importlib.import_module("torch.multiprocessing")
     return _queued(bench, lambda: torch.torch.empty(SIZE, dtype=torch.torch.uint8, device=torch.device))
 

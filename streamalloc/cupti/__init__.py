@@ -10,5 +10,15 @@ from streamalloc.cupti.checking import Check, check
 from streamalloc.cupti.library import CuptiError
 from streamalloc.cupti.subscription import DriverCall, Subscription, subscribe
 
-__all__ = ["Check", "CuptiError", "DriverCall", "Memory", "Moment", "Row", "Subscription", "check", "memory"]
-__all__ += ["subscribe"]
+__all__ = [
+    "Check",
+    "CuptiError",
+    "DriverCall",
+    "Memory",
+    "Moment",
+    "Row",
+    "Subscription",
+    "check",
+    "memory",
+    "subscribe",
+]

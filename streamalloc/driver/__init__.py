@@ -16,8 +16,25 @@ if TYPE_CHECKING:
     from streamalloc.driver.reports import Hazard
     from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
 
-__all__ = ["Call", "Checked", "Driver", "DriverMisuseError", "DriverNotFoundError", "Faulty", "ForkedProcessError"]
-__all__ += ["Hazard", "Traced", "checked", "default", "faulty", "real", "set_default", "simulated", "traced", "use"]
+__all__ = [
+    "Call",
+    "Checked",
+    "Driver",
+    "DriverMisuseError",
+    "DriverNotFoundError",
+    "Faulty",
+    "ForkedProcessError",
+    "Hazard",
+    "Traced",
+    "checked",
+    "default",
+    "faulty",
+    "real",
+    "set_default",
+    "simulated",
+    "traced",
+    "use",
+]
 
 
 # Modules that are imported on first use, to keep the import of this package fast.

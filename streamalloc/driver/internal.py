@@ -4,9 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.account import COUNTED, SETTLERS, HandleCounts
-from streamalloc.driver.bindings import BINDINGS_VERSION, c_signature, check_name, cuda, enum_member
-from streamalloc.driver.bindings import handle_types_member, opaque_bytes, opaque_struct, parameters, prop_bytes
-from streamalloc.driver.bindings import read_handle_types, runtime, version_that_added
+from streamalloc.driver.bindings import (
+    BINDINGS_VERSION,
+    c_signature,
+    check_name,
+    cuda,
+    enum_member,
+    handle_types_member,
+    opaque_bytes,
+    opaque_struct,
+    parameters,
+    prop_bytes,
+    read_handle_types,
+    runtime,
+    version_that_added,
+)
 from streamalloc.driver.locks import Lock, RLock, ThreadLocal
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, choice_of, default_of_threads, default_or_simulated, read_choice

@@ -7,8 +7,18 @@ from streamalloc.observing.live_view import LiveView, live
 from streamalloc.observing.observer import Counters, Observer, observe
 from streamalloc.observing.records import Allocation, Happening, LeakError, LeakReport, Phase
 
-__all__ = ["Allocation", "Counters", "Happening", "LeakError", "LeakReport", "LiveView", "Observer", "Phase", "live"]
-__all__ += ["observe"]
+__all__ = [
+    "Allocation",
+    "Counters",
+    "Happening",
+    "LeakError",
+    "LeakReport",
+    "LiveView",
+    "Observer",
+    "Phase",
+    "live",
+    "observe",
+]
 
 
 def __dir__() -> list[str]:

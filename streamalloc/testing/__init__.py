@@ -14,8 +14,21 @@ if TYPE_CHECKING:
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
     from streamalloc.testing.tools import Faults, Gate, notebook, settle
 
-__all__ = ["Faults", "Gate", "current_launch", "device_global", "device_view", "install", "kernel"]
-__all__ += ["multimem_ld_reduce", "multimem_red", "multimem_st", "notebook", "settle", "unregister_kernel"]
+__all__ = [
+    "Faults",
+    "Gate",
+    "current_launch",
+    "device_global",
+    "device_view",
+    "install",
+    "kernel",
+    "multimem_ld_reduce",
+    "multimem_red",
+    "multimem_st",
+    "notebook",
+    "settle",
+    "unregister_kernel",
+]
 
 # Modules to import at the first use of a name. Every run of pytest imports the plugin, and with it this module, so this
 # module must import quickly.

@@ -10,8 +10,24 @@ from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, 
 from streamalloc.traces.trace import Event, Trace, TraceFormatError, from_calls, load
 from streamalloc.traces.workloads import WORKLOADS, checkpointing, loading, mixed, serving, training
 
-__all__ = ["ALLOCATORS", "WORKLOADS", "Event", "Replay", "Replayed", "Trace", "TraceFormatError", "checkpointing"]
-__all__ += ["from_calls", "load", "loading", "mixed", "prepare", "replay", "serving", "training"]
+__all__ = [
+    "ALLOCATORS",
+    "WORKLOADS",
+    "Event",
+    "Replay",
+    "Replayed",
+    "Trace",
+    "TraceFormatError",
+    "checkpointing",
+    "from_calls",
+    "load",
+    "loading",
+    "mixed",
+    "prepare",
+    "replay",
+    "serving",
+    "training",
+]
 
 
 def __dir__() -> list[str]:

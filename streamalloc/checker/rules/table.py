@@ -18,9 +18,15 @@ _WORK = re.compile(
 UNKNOWN = {name for name in dir(cuda) if _WORK.match(name)} - {*RULES, *COUNTED}
 """Names of the driver calls that use memory or order work, but have no rule."""
 _NEED_MEMORY = {
-    **dict.fromkeys(("cuIpcGetMemHandle", "cuMemAdvise", "cuMemGetHandleForAddressRange"), 0),
-    **dict.fromkeys(("cuMemHostGetDevicePointer", "cuMemPoolExportPointer", "cuMemSetAccess"), 0),
-    **{"cuMulticastBindAddr": 2, "cuMulticastBindAddr_v2": 3, "cuPointerSetAttribute": 2},
+    "cuIpcGetMemHandle": 0,
+    "cuMemAdvise": 0,
+    "cuMemGetHandleForAddressRange": 0,
+    "cuMemHostGetDevicePointer": 0,
+    "cuMemPoolExportPointer": 0,
+    "cuMemSetAccess": 0,
+    "cuMulticastBindAddr": 2,
+    "cuMulticastBindAddr_v2": 3,
+    "cuPointerSetAttribute": 2,
 }
 """For each call: the index of the address argument that must name live memory."""
 
