@@ -763,7 +763,7 @@ class Listener(_SocketOwner):
         while True:
             try:
                 # Not by accept(), whose sockets have no quiet finaliser. It also makes enum members at each call.
-                connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self._socket._accept()[0])  # type: ignore[attr-defined]
+                connection = _owned(self._socket.accept()[0])
                 break
             except OSError as error:
                 if self.closed:
