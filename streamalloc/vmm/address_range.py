@@ -132,7 +132,7 @@ class AddressRange(OwnsNode):
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the range that are mapped."""
-        return sum([entry.stop - entry.offset for entry in self._node.table()])
+        return sum(entry.nbytes for entry in self._node.table())
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
@@ -315,17 +315,17 @@ class AddressRange(OwnsNode):
         one call (``cuMemSetAccess``). If a call fails, nothing stays mapped. Returns the mappings. Raises ClosedError,
         ValueError, CudaError.
         """
-        ends = itertools.accumulate([memory.nbytes for memory in memories], initial=at)
-        return self._node.map(map(self._entry, memories, ends, itertools.repeat(self.address)), rights)
+        ends = itertools.accumulate((memory.nbytes for memory in memories), initial=at)
+        return self._node.map(map(self._entry, memories, ends), rights)
 
-    def _entry(self, memory: GenericAllocation, offset: int, address: int) -> MappedBytes:
+    def _entry(self, memory: GenericAllocation, offset: int) -> MappedBytes:
         """Return an entry for a mapping of ``memory`` at ``offset`` (bytes), which the caller then makes. ``address``:
         that of the range. Raises ValueError if the memory cannot be mapped there.
         """
         node, stop, granularity = self._node, offset + memory.nbytes, memory._granularity
         if offset % granularity:
             raise ValueError(f"offset={offset}: allowed are multiples of the granularity, {size_text(granularity)}")
-        if address % granularity:
+        if self.address % granularity:
             raise ValueError(f"{self!r} is not aligned for {memory!r}: reserve it with alignment={granularity}")
         if stop > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")

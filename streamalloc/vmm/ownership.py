@@ -106,7 +106,7 @@ class Node:
 
     def preceding(self, kind: Kind) -> list[Any]:
         """Return a list of the nodes of ``kind`` that must be released before this node and are not yet released."""
-        return [node for node in list(self.first) if node.kind is kind and not node.gone] if self.first else []
+        return [node for node in list(self.first) if node.kind is kind and not node.gone]
 
     @property
     def waits(self) -> bool:

@@ -115,7 +115,7 @@ class MappedBytes(Node):
         """
         allocations = self.reservation.allocations
         address = int(self.reservation._raw) + self.offset
-        allocations.session.call("cuMemMap", address, self.stop - self.offset, 0, raw, 0)
+        allocations.session.call("cuMemMap", address, self.nbytes, 0, raw, 0)
         for watcher in allocations.watchers:
             watcher.mapped(address, self.memory)
 

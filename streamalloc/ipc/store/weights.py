@@ -133,8 +133,6 @@ class OpenEpoch:
     address: int
     """Device address of the range in the writer's process."""
     manifest: Manifest
-    nbytes: int
-    """Size of the memory in bytes."""
     chunks: list[PhysicalMemory] = field(default_factory=list)
     """Chunks of physical memory in the order of addresses."""
     ready: Announcement | None = None
@@ -160,10 +158,9 @@ class OpenEpoch:
                 device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
                 if device is None:
                     raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
-                sizes = answer["chunks"]
-                opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest, sum(sizes))
+                opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
                 with undoing(opened.close), session.relaxed():
-                    opened._import(session, sizes, answer["ready"], received[2:])
+                    opened._import(session, answer["chunks"], answer["ready"], received[2:])
             finally:
                 close_all(received)
         return opened
@@ -179,6 +176,11 @@ class OpenEpoch:
         block = imports_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
         self.ready = Announcement(block, block.slot_words(slot), generation, value)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory in bytes."""
+        return sum(memory.nbytes for memory in self.chunks)
 
     def close(self) -> None:
         """Release the handles of the memory (``cuMemRelease``), and end the connection. The server then no longer

@@ -416,7 +416,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._check_open()
         answer = self._commit(keep=True, block=True)
         about = self._connection, self.key, answer["epoch"], self.device, self.range.address
-        opened = OpenEpoch(*about, self._manifest(), self._mapped, self._chunks)
+        opened = OpenEpoch(*about, self._manifest(), self._chunks)
         with undoing(lambda: self._release(())):
             self.range.set_access(self.device, MemAccess.READ, stop=self._mapped, after=())
             return Weights(opened, self.range, self.device, None)
