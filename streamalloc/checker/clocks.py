@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""How two operations are ordered: not as far as is known; by a choice that the driver made in this run; in every
+"""Order of two operations: none as far as is known; by a choice that the driver made in this run; in every
 run.
 """
 

@@ -182,7 +182,7 @@ def _part(name: str, size: int) -> tuple[int, int]:
         return start, (size - start) // 8 * 8
     if "::CatArrayBatchedCopy" in name or "::multi_tensor_apply_kernel<" in name:
         return 0, size // 8 * 8
-    # Of any other large argument, only the first word is sure to be set. An OffsetCalculator has no pointers at all.
+    # Only the first word of any other large argument is sure to be set. An OffsetCalculator has no pointers at all.
     return 0, 8 * (size not in map(_calculator, range(1, 9)))
 
 

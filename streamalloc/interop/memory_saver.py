@@ -174,8 +174,8 @@ class TorchMemorySaver:
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # Of several active pools PyTorch takes the first, which would be the pool of a region instead of the graph's
-        # pool.
+        # PyTorch takes the pool that became active first, if several are active. That would be the pool of a region
+        # instead of the graph's pool.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
 

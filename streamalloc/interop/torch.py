@@ -149,7 +149,7 @@ class TorchBridge(Bridge):
         """
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # Of several active pools, PyTorch takes the one that became active first. So the outer pool is left during this
+        # PyTorch takes the pool that became active first, if several are active. So the outer pool is left during this
         # block; otherwise the tensors would be made in the outer pool.
         if routes:
             routes[-1].leave()

@@ -466,7 +466,7 @@ class QueueEvent:
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
-            # Of two records of an event, the later one also runs later (observed on H200: test_streams).
+            # The later one of two records of an event also runs later (observed on H200: test_streams).
             after += ((earlier.stream, earlier.seq),)
             # Pools find earlier frees of the stream before that wait (observed on H200: test_reuse).
             stream.submit(Operation())

@@ -384,9 +384,7 @@ def serve(driver: Driver | None = None) -> None:
 
 
 class _Thing(NamedTuple):
-    """What the function of each kind of memory returns: the descriptor, and what :func:`_published` needs to complete
-    it.
-    """
+    """Result of the function for a kind of memory: the descriptor, and what :func:`_published` needs to complete it."""
 
     described: Descriptor
     """Descriptor with the fields of the memory. :func:`_published` adds the exporter's fields: device, endpoint, slot.

@@ -297,7 +297,7 @@ class CacheState(Deferred):
     kind: type[StreamCache] = StreamCache
     """Class of the stream caches."""
     finer: int = 0
-    """How many times the number of size classes is doubled, see :func:`class_size`."""
+    """Number of times that the number of size classes is doubled, see :func:`class_size`."""
 
     def __init__(self, pool: MemoryPool) -> None:
         # The reference is weak: the deferred queue keeps this item alive. A strong reference would also keep the pool,
