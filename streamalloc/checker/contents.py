@@ -478,7 +478,8 @@ class WaitValues:
     def _look(self, wait: _Waiting) -> None:
         if wait.read is None:
             return
-        if (wait.range is not None and wait.range.ended is not None) or wait.accepts(wait.read()):
+        gone = wait.range is not None and wait.range.ended is not None
+        if gone or wait.accepts(wait.read()):
             clock = self._timeline.host.copy()
             if wait.range is None or wait.range.bytes.shared:
                 clock.learn(self._timeline.published)

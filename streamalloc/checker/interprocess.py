@@ -645,7 +645,8 @@ class Interprocess:
         place in the program.
         """
         pieces = self._addresses.pieces(address, nbytes)
-        if stream.obstacle is not None or any(self._missing(piece, self._timeline.host) for piece in pieces):
+        host = self._timeline.host
+        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
             mark = self.announced[name] = self._timeline.record(stream)
             if len(self.announced) > _MOST_ANNOUNCEMENTS:
                 self._untold()
@@ -791,7 +792,8 @@ class OpenFiles(Generic[T]):
         slot = ctypes.create_string_buffer(_SLOT.pack(self._epoll.fileno(), noted, 0), _SLOT.size)
         process = os.getpid()
         call = (_KCMP, process, process, _EPOLL_TARGET, number)
-        return bool(_syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot))) == 0)
+        answer = _syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot)))
+        return bool(answer == 0)
 
 
 def _inode(number: int) -> tuple[int, int] | None:

@@ -184,7 +184,8 @@ class Bytes:
         first, position = at, start
         while position < end:
             if at == len(segments) or segments[at].start > position:
-                segments.insert(at, _Segment(position, end if at == len(segments) else min(end, segments[at].start)))
+                upto = end if at == len(segments) else min(end, segments[at].start)
+                segments.insert(at, _Segment(position, upto))
             elif segments[at].end > end:
                 segments[at : at + 1] = segments[at].cut(end)
             position = segments[at].end
@@ -341,7 +342,7 @@ class AddressMap(RangeMap[Range]):
             if old.ended is None:
                 continue
             made.previous += (old,)
-            # Of the earlier ranges at an address only one is kept, because a report names only one.
+            # Only one earlier range at an address is kept, because a report names only one.
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:

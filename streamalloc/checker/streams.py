@@ -281,7 +281,8 @@ class Streams:
         self._over: deque[dict[int, TrackedStream]] = deque()
         """Per-thread default streams of threads that have ended, by context."""
         # If this variable is set, the bindings treat the handle 0 as the per-thread default stream.
-        self._zero = _PER_THREAD if os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1" else _LEGACY
+        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
+        self._zero = _PER_THREAD if per_thread else _LEGACY
 
     # -- the current call --------------------------------------------------------------------------------------
 

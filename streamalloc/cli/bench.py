@@ -78,7 +78,8 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
         return
     rows = [row for row in report["rows"] if "unavailable" not in row]
     extra = [key for key in _EXTRA if any(key in row for row in rows)]
-    places = ",.2f" if max([row["median"] for row in rows]) < 1000 else ",.0f"
+    medians = [row["median"] for row in rows]
+    places = ",.2f" if max(medians) < 1000 else ",.0f"
     header = [UNITS[report["unit"]][0], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
     cells = []
     for row in rows:

@@ -41,7 +41,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
-        found, notes, ended = (_on_simulated if chosen.is_simulated else _on_gpu)(chosen, options, Path(folder))
+        follow = _on_simulated if chosen.is_simulated else _on_gpu
+        found, notes, ended = follow(chosen, options, Path(folder))
         found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
     if options.report:
         Path(options.report).write_text(json.dumps({"hazards": found, "not checked": notes}, indent=1), "utf-8")

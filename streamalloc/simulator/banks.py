@@ -152,7 +152,8 @@ class Banks:
         released. For any other host pool, memory of all devices is released. Observed on H200 (test_placements); the
         last case on a machine of one device.
         """
-        banks = self.devices if asking.bank is self.host and not asking.of_node else [asking.bank]
+        of_host = asking.bank is self.host and not asking.of_node
+        banks = self.devices if of_host else [asking.bank]
         for space in self.pools.values():
             if space is not asking and space.bank in banks:
                 space.trim(0)

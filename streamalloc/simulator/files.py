@@ -148,7 +148,8 @@ class Labels:
         """Open a file that the machine object ``owner`` of another process has. Returns the descriptor; None if that
         process has closed the file.
         """
-        return reach(process, fd, lambda label: label[:3] == (kind, self.machine, f"{owner:016x}"))
+        expected = (kind, self.machine, f"{owner:016x}")
+        return reach(process, fd, lambda label: label[:3] == expected)
 
 
 HOST_BANK = 63

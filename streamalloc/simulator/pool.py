@@ -85,7 +85,8 @@ class Pool(Accessible):
         # many addresses as a pool without a maximum size (observed on H200: test_placements).
         few = self.device is None or banks.alone
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
-        kind = (self.place.type == Location.HOST_NUMA, self.managed or self.device is None)
+        of_node = self.place.type == Location.HOST_NUMA
+        kind = (of_node, self.managed or self.device is None)
         self.space: Space = Space(str(self.label), banks, bank, capacity, self._scheduler.ranks, *kind)
         self.line: PoolAddresses = self.space.line
         banks.pools[self.handle] = self.space

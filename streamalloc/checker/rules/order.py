@@ -325,7 +325,8 @@ def _records_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 
 def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    wait(state, state.stream(args[0]), event_of(state, args[1]), bool(len(args) > 2 and int(args[2]) & _EXTERNAL))
+    external = len(args) > 2 and int(args[2]) & _EXTERNAL
+    wait(state, state.stream(args[0]), event_of(state, args[1]), bool(external))
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:

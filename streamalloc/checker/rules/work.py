@@ -320,7 +320,8 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
         if answer[0]:
             return
         stream, where = state.stream(handle), f"on {state.stream(handle).name}"
-        for node in uses.kernel_nodes(state, name, state.place(), where, stream not in state.streams.captures, *launch):
+        runs = stream not in state.streams.captures
+        for node in uses.kernel_nodes(state, name, state.place(), where, runs, *launch):
             uses.queue_use(state, stream, node)
 
     return rule

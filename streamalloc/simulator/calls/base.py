@@ -250,7 +250,8 @@ class Calls(Machine):
         """
         captures = self.graphs.captures
         if captures:
-            self._spoil([capture for capture in captures if capture.forbids(self.scheduler.caller)])
+            caller = self.scheduler.caller
+            self._spoil([capture for capture in captures if capture.forbids(caller)])
 
     @staticmethod
     def _spoil(captures: Iterable[Any], code: Any = Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) -> None:

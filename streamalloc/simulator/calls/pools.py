@@ -143,7 +143,7 @@ class PoolCalls(Calls):
         if field == "threshold":
             found.set_threshold(wanted)
             return
-        # Of these attributes, only high-water marks can be set, and only to 0. The mark then gets the current value.
+        # Only high-water marks among these attributes can be set, and only to 0. The mark then gets the current value.
         check(field.endswith("_high") and not wanted)
         setattr(found, field, getattr(found, field.removesuffix("_high")))
 

@@ -101,7 +101,8 @@ class SharingCalls(VirtualMemoryCalls):
         """Raise :class:`NotModelled` while a capture forbids unsafe calls of this thread: it is unknown whether the
         driver treats this call as unsafe.
         """
-        forbids = any(capture.forbids(self.scheduler.caller) for capture in self.graphs.captures)
+        caller = self.scheduler.caller
+        forbids = any(capture.forbids(caller) for capture in self.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
@@ -221,7 +222,8 @@ class SharingCalls(VirtualMemoryCalls):
         test_sharing).
         """
         label = self._recognise(fd, "pool", fabric=fabric)
-        pool = next((pool for pool in self.pools.opened.values() if pool.serial == int(label.serial, 16)), None)
+        serial = int(label.serial, 16)
+        pool = next((pool for pool in self.pools.opened.values() if pool.serial == serial), None)
         if pool is None:
             pool = self.pools.opened.add(OpenedPool(self.banks, label, fd))
         return pool
@@ -245,7 +247,8 @@ class SharingCalls(VirtualMemoryCalls):
         allocation = need_a(PoolMemory, allocation)
         pool = need_a(Pool, allocation.pool)
         check(pool.handle_types)
-        refused = pool.destroyed or not (pool.handle_types & HandleType.POSIX_FD or self.fabric)
+        exportable = pool.handle_types & HandleType.POSIX_FD or self.fabric
+        refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # The pool must have been exported before (observed on H200: test_sharing).
         data = pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), allocation.block.start, allocation.size)

@@ -118,7 +118,8 @@ class StreamCalls(Calls):
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
         # Pools do not learn of the wait if nothing was allocated or freed in this stream (observed on H200:
         # test_placements).
-        self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), hStream.id in self.scheduler.ranks)
+        told = hStream.id in self.scheduler.ranks
+        self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
     def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:

@@ -203,7 +203,8 @@ class VirtualMemoryCalls(Calls):
         check(alignment & (alignment - 1) == 0 and alignment < 1 << 63)
         alignment = max(alignment, self.profile.page)
         check(addr % alignment == 0)
-        check(max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        possible = max(size, addr) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
+        check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
         # Small ranges are placed in the free part of the context's region. When this part is full, and for large
         # ranges, the driver takes low addresses (observed on H200: test_physical_memory).
         ranges = (one for one in self.banks.arenas.at.values() if isinstance(one, ReservedRange))
