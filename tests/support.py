@@ -28,6 +28,7 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import SETTLERS
+from streamalloc.pool.internal import OnceIdle
 from streamalloc.simulator import call_lock
 from streamalloc.simulator import machine as simulated_machine
 from streamalloc.testing import Faults, Gate
@@ -248,8 +249,8 @@ def end_what_was_dropped() -> None:
     """Come by a point of work of all drivers, also of machines that no test uses any more."""
     for queue in list(deferred._unfinished):
         with contextlib.suppress(sa.CudaError):  # a machine that has ended
-            while queue.work():
-                pass
+            while queue.work() or OnceIdle.running:
+                time.sleep(0.001 * bool(OnceIdle.running))
 
 
 def end_simulated_machines() -> None:

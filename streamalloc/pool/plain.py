@@ -13,7 +13,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from streamalloc.core.errors import CudaError, size_text, undoing
 from streamalloc.core.internal import (
@@ -35,6 +35,7 @@ from streamalloc.core.internal import (
     filled,
     location_of,
     session_for,
+    work,
 )
 from streamalloc.core.properties import MemLocation, checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
@@ -130,33 +131,42 @@ class OnceIdle(Deferred):
     one of these threads, no thread would ever continue. ``call`` may run twice, so a second run must do nothing.
     """
 
-    __slots__ = ("_call", "_not_before", "_session")
+    __slots__ = ("_call", "_done", "_not_before", "_session")
+
+    running: ClassVar[set[OnceIdle]] = set()
+    """Items whose threads have not ended."""
 
     def __init__(self, session: Session, call: Callable[[], object]) -> None:
         self._session = session
         self._call = call
+        self._done = False
         self._not_before = 0.0
 
     def attempt(self) -> bool:
-        """Start the thread and return True. If a device is busy, the thread submits this item again. Returns False if
-        the last thread was started less than 20 ms ago.
+        """Return whether the call was made. If not, start the thread, unless it runs or was started less than 20 ms
+        ago.
         """
-        if time.monotonic() < self._not_before:
-            return False
-        self._not_before = time.monotonic() + _IDLE_PAUSE
-        _thread.start_new_thread(self._run, ())
-        return True
+        if not self._done and self not in self.running and time.monotonic() >= self._not_before:
+            self._not_before = time.monotonic() + _IDLE_PAUSE
+            self.running.add(self)
+            with undoing(lambda: self.running.discard(self)):
+                _thread.start_new_thread(self._run, ())
+        return self._done
 
     def _run(self) -> None:
-        for _ in range(_TRIES):
-            # After an error of a lost context the call is made, because there is no work to wait for.
-            with contextlib.suppress(CudaError), self._session.relaxed():
-                if not self._idle():
-                    deferred_queue(self._session).submit(self)
-                    return
-            with contextlib.suppress(CudaError):
-                self._call()
-                return
+        try:
+            for _ in range(_TRIES):
+                # After an error of a lost context the call is made, because there is no work to wait for.
+                with contextlib.suppress(CudaError), self._session.relaxed():
+                    if not self._idle():
+                        return
+                with contextlib.suppress(CudaError):
+                    self._call()
+                    break
+            self._done = True
+        finally:
+            self.running.discard(self)
+        work(self._session)  # Otherwise the item could stay in the queue of a driver that nobody uses any more.
 
     def _idle(self) -> bool:
         """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from typing import Any
 
 from streamalloc import driver
@@ -18,7 +19,10 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
 from streamalloc.driver.internal import choice_of, cuda, default_or_simulated
+from streamalloc.pool.internal import OnceIdle
 
+_PATIENCE = 1.0
+"""Longest time in seconds that :func:`settle` waits for threads that make releases."""
 # Bytes of pinned host memory for a gate. The gate's flag takes only four bytes of it.
 _SIZE = 64
 
@@ -119,7 +123,12 @@ def settle() -> int:
     0
     """
     gc.collect()
-    return work_all()
+    left, end = work_all(), time.monotonic() + _PATIENCE
+    # Some releases are made by other threads, because the driver call waits for the devices.
+    while left and OnceIdle.running and time.monotonic() < end:
+        time.sleep(0.001)
+        left = work_all()
+    return left
 
 
 def notebook(devices: int = 1) -> Checked:
