@@ -1,10 +1,13 @@
 """Hazards between processes: what one frees while another still has it, and descriptors of the same file."""
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from streamalloc.checker import interprocess
 from streamalloc.checker.interprocess import _MOST_ACTORS, BoardEntry, OpenFiles
 from streamalloc.driver import processes
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-from streamalloc.testing import Gate
+from streamalloc.testing import Gate, settle
 from tests.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
 from tests.support import KEEP
@@ -208,6 +211,29 @@ def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Pa
     assert partner.run(_let_go) == []
     bench.a.synchronize()
     assert kinds(bench) == []
+
+
+def test_a_dropped_driver_stops_no_thread(machine: Any) -> None:
+    """The end of its control block waits for all streams, also for one that waits for the thread itself."""
+
+    def share() -> weakref.ref[Any]:
+        driver = sd.checked(machine)
+        device = sa.Device(0, driver=driver)
+        with device.create_stream() as stream, sa.MemoryPool(device, handle_types=_POSIX) as pool:
+            buffer = pool.allocate(SIZE, stream)
+            ipc.share(buffer)
+            buffer.free()
+            stream.synchronize()
+        return weakref.ref(driver)
+
+    dropped, device = share(), sa.Device(0, driver=machine)
+    with device.create_stream() as held, Gate(device) as gate:
+        gate.hold(held)
+        thread = threading.Thread(target=gc.collect, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and not held.query()
+    assert eventually(lambda: [settle()] and dropped() is None)
 
 
 def test_a_process_that_has_ended_has_nothing() -> None:

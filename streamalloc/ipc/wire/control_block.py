@@ -75,10 +75,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import Fd, Stream
+from streamalloc.core.internal import Fd, Stream, deferred_queue
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
+from streamalloc.pool.internal import OnceIdle
 
 SLOTS = 1024
 """Number of slots of a control block, and number of marks of each kind."""
@@ -269,8 +270,10 @@ class ControlBlock:
                 self.session.release(self, "cuMemHostUnregister")
 
     def __del__(self) -> None:
+        # The close waits for the devices. If the thread that the collector has interrupted is to queue what a stream
+        # waits for, a wait in this finaliser would never end.
         if getattr(self, "_raw", None) is not None and self.session.usable:
-            self.close()
+            deferred_queue(self.session).submit(OnceIdle(self.session, self.close))
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
