@@ -121,6 +121,11 @@ class Chunk:
         later contents.
         """
 
+    def close(self) -> None:
+        """Release the memory now if the copies that use it are done. May wait for the devices. Raises CudaError. A
+        file needs no such call, because it ends with the last reference.
+        """
+
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Return addresses to the chunk. The next user of these addresses waits for the copies of ``fences``."""
         self._free.append((addresses, fences))
@@ -624,15 +629,18 @@ class BlockTier(Tier, Closes):
         """
         queue = deferred_queue(session_of(self.device))
         queue.work()  # First returns the room of dropped buffers.
-        self._forget_unused()
-        queue.work()
+        for chunk in self._forget_unused():
+            with contextlib.suppress(CudaError):  # The queue tries again later.
+                chunk.close()
 
-    def _forget_unused(self) -> None:
+    def _forget_unused(self) -> set[Chunk]:
         with self._lock:
-            self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
+            unused = {chunk for chunk in self._chunks if chunk.left == chunk.count}
+            self._chunks = [chunk for chunk in self._chunks if chunk not in unused]
+            return unused
 
     def _room_returned(self) -> None:
-        """Release chunks of a closed tier once their contents were dropped."""
+        """Release chunks of a closed tier once their contents were dropped, without waiting for the devices."""
         if self.closed:
             self._forget_unused()
 

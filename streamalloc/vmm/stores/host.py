@@ -50,14 +50,20 @@ class MemoryChunk(Chunk):
     done.
     """
 
+    _waits = True
+    """Whether the release waits for the devices."""
+
     def __init__(
         self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
     ) -> None:
         super().__init__(nbytes, count, memory.address if isinstance(memory, Memory) else memory.ctypes.data, nbytes)
         self.memory: Any = memory
         """The memory: an array in host memory, memory of a pool, or memory that the caller of an eviction gave."""
-        self.release: AfterCopies = AfterCopies(session, self, release)
+        self.release: AfterCopies = AfterCopies(session, self, release, waits=self._waits)
         """Item that releases the memory after the copies that may still use it."""
+
+    def close(self) -> None:
+        self.release.end()
 
 
 class InMemory(Stored):
@@ -555,11 +561,13 @@ class _Piece(MemoryChunk):
     freed.
     """
 
+    _waits = False
+
     def end(self) -> None:
         """Free the memory after the copies that use it (``cuMemFreeAsync``). For memory that the caller gave, only drop
         the reference.
         """
-        self.release.end()
+        self.close()
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:

@@ -22,6 +22,7 @@ from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import aligned
 
@@ -272,7 +273,7 @@ class Pinning:
         with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), self._device.current():
             end._raw = int(session.call("cuMemHostAlloc", nbytes, _PORTABLE))
         owner = _Owner()
-        deferred_queue(session).end_with(owner, end)
+        AfterCopies(session, owner, end.attempt, waits=True)
         return _array(end.raw, nbytes, owner)
 
 
@@ -294,9 +295,13 @@ class AfterCopies(Deferred):
     the memory.
     """
 
-    def __init__(self, session: Session, owner: object, release: Callable[[], object]) -> None:
+    def __init__(self, session: Session, owner: object, release: Callable[[], object], *, waits: bool) -> None:
+        """``waits``: whether ``release`` waits for all work of the devices, as ``cuMemHostUnregister`` does."""
+        self._session = session
         self._queue = deferred_queue(session)
         self._release = release
+        self._waits = waits
+        self._may_wait = False
         self.fences: dict[Fence, None] = {}
         """Fences for copies that may still use the memory. Several threads change this dictionary at the same time."""
         self._queue.end_with(owner, self)
@@ -308,14 +313,23 @@ class AfterCopies(Deferred):
             self._forget_completed()
 
     def end(self) -> None:
-        """Release the memory once the copies are done. Idempotent. Raises CudaError."""
-        self._queue.end(self)
+        """Release the memory if the copies are done, and wait for the devices if the release does. Otherwise the queue
+        releases the memory later. Idempotent. Raises CudaError.
+        """
+        self._may_wait = True
+        try:
+            self._queue.end(self)
+        finally:
+            self._may_wait = False
 
     def attempt(self) -> bool:
         self._forget_completed()
         if self.fences:
             return False
-        self._release()
+        if self._waits and not self._may_wait:
+            self._queue.submit(OnceIdle(self._session, self._release))
+        else:
+            self._release()
         return True
 
     def _forget_completed(self) -> None:
@@ -335,7 +349,7 @@ class HostMemory:
         pages on several threads. Raises OutOfMemoryError, CudaError.
         """
         memory, release = Pinning(device).obtain(nbytes, run) if pinned else (fill(reserve(nbytes), run), list)
-        self.release: AfterCopies = AfterCopies(session_of(device), self, release)
+        self.release: AfterCopies = AfterCopies(session_of(device), self, release, waits=pinned)
         """Release of the memory, after the copies that may still use it."""
         self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
         """The memory of each slot, as an array of bytes."""

@@ -1,5 +1,7 @@
 """Backups in host memory: pieces of a pool, their room, bytes that are read and replaced while the buffer sleeps."""
 
+import contextlib
+import gc
 import itertools
 import re
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Faults, settle
+from streamalloc.testing import Faults, Gate, settle
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
@@ -172,6 +174,33 @@ class TestWays:
             assert shows(buffer, 1) and shows(other, 2)
         settle()
         assert account.left == {}
+
+
+@pytest.mark.parametrize("refused", ["", "cuMemHostRegister", "cuMemHostRegister cuMemPoolCreate"])
+def test_a_dropped_tier_stops_no_thread(machine: Any, refused: str) -> None:
+    """Its memory is released by calls that wait for all streams, also for one that waits for the thread itself."""
+    account = Account(machine)
+    faults: Any = Faults(account.driver)
+    device = sa.Device(0, driver=faults)
+    with contextlib.ExitStack() as stack:
+        held, other = (stack.enter_context(device.create_stream()) for _ in range(2))
+        pool = stack.enter_context(sa.MemoryPool(device))
+        buffer, gate = stack.enter_context(pool.allocate(8192, other)), stack.enter_context(Gate(device))
+        for name in refused.split():
+            faults.fail(name, times=9, result="CUDA_ERROR_NOT_SUPPORTED")
+        tier = vmm.HostTier(device)
+        saved = tier.save(buffer, [0], 8192, other)
+        faults.stop()
+        other.synchronize()
+        gate.hold(held)
+        del tier, saved
+        gc.collect()
+        thread = threading.Thread(target=other.synchronize, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and not held.query()
+    settle()
+    assert account.left.keys() <= {"event"}  # events that are kept for reuse
 
 
 class TestPrepare:
