@@ -68,7 +68,9 @@ class TestTheirsHere:
     def test_pool(self, peer: Peer, device: sa.Device, stream: sa.Stream) -> None:
         peer.rig("pool", handle_types=1, keep="pool")
         address = peer.value("cuMemAllocFromPoolAsync", 3000, Kept("pool"), Kept("stream"), keep="memory")
+        peer.rig("synchronize")  # The fill is on another stream than the allocation, and returns before its end.
         peer.value("cuMemsetD8", address, 5, 3000)
+        peer.rig("synchronize")
         fd = exported(peer, "cuMemPoolExportToShareableHandle", "pool")
         data = peer.value("cuMemPoolExportPointer", address)
         with ipc.ImportedPool.from_handle(fd, driver=device.driver) as pool:
@@ -516,6 +518,7 @@ class TestRefused:
             fd = exported(peer, "cuMemPoolExportToShareableHandle", "pool")
             address = peer.value("cuMemAllocFromPoolAsync", 3000, Kept("pool"), 0)
             assert peer.said("cuMemsetD8", address, 5, 3000) == "SUCCESS"
+            peer.rig("synchronize")
             data = peer.value("cuMemPoolExportPointer", address)
             peer.kill()
         with pytest.raises(sa.CudaError, match="has ended"):
