@@ -840,15 +840,20 @@ def test_operators_of_a_thread_of_c_have_the_mode_and_the_line_of_the_main_threa
         s.read(gradient, s.side)
         (mode,) = s.torch.modes
         launch = functools.partial(s.driver.launch, "gemm", s.first, step, gradient)
-        gemm = eval("lambda *tensors: launch()", {"launch": launch})  # its file is none of the program's
+        launched = _thread.allocate_lock()
+        launched.acquire()
+        names = {"launch": launch, "launched": launched}
+        gemm = eval("lambda *tensors: (launch(), launched.release())[0]", names)  # its file is none of the program's
         gemm._schema = schema_of("aten::addmm_ self! mat1")
+        dispatch = functools.partial(mode.__torch_dispatch__, gemm, (), (Tensor(gradient, 4),))
         for _ in range(3):
             s.torch.modes.remove(mode)  # it is not active in its own code
-            thread = _thread.start_new_thread(mode.__torch_dispatch__, (gemm, (), (Tensor(gradient, 4),)))
-            while mode._running.get(thread, 0) is not None:
-                sleep(0.001)  # called
+            # On one line, where this thread is whenever the other one launches.
+            thread, came = _thread.start_new_thread(dispatch, ()), launched.acquire(timeout=20)  # called
+            while mode._running[thread] is not None:
+                sleep(0.001)
             s.torch.modes.append(mode)
-            assert s.torch.modes == [mode]
+            assert came and s.torch.modes == [mode]
 
     (hazard,) = checked(scene).hazards
     assert hazard.kind == "race" and any("# called" in line for line in hazard.stacks["this call"])
