@@ -189,10 +189,10 @@ class Device:
 
         Raises
         ------
-        ValueError
-            ``peer`` belongs to another driver.
+        TypeError, ValueError
+            ``peer`` is not a Device, or belongs to another driver.
         """
-        if peer._session is not self._session:
+        if checked_type("peer", peer, Device)._session is not self._session:
             raise ValueError(
                 f"peer={peer!r} belongs to another driver: {peer._session.driver!r}, not {self._session.driver!r}"
             )
@@ -211,6 +211,11 @@ class Device:
             Work of streams with lower numbers runs first. The driver clamps the number to the range of the device.
         name
             A name for error messages, reports and ``repr``. It need not be unique.
+
+        Raises
+        ------
+        TypeError
+            ``priority`` is not an integer, or ``name`` is not a string.
         """
         checked_type("priority", priority, int)
         checked_type("name", name, str)
@@ -232,7 +237,9 @@ class Device:
         return Event(self, timing=timing, blocking_sync=blocking_sync, interprocess=interprocess)
 
     def synchronize(self) -> None:
-        """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
+        """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``). The call
+        invalidates a capture of a stream of the device, and then raises CaptureError; await streams or events instead.
+        """
         with draining(self._session, self.ordinal):
             self._session.call_in(self.ordinal, "cuCtxSynchronize")
         work(self._session, MOST_PER_SYNC)

@@ -160,6 +160,8 @@ class TestMemory:
 def test_access(raw: Any, device: sa.Device, peer: sa.Device) -> None:
     assert device.can_access(device) is True
     assert device.can_access(peer) is bool(raw.cuDeviceCanAccessPeer(0, 1)[1])
+    with pytest.raises(TypeError, match="peer must be a Device"):
+        device.can_access(1)  # type: ignore[arg-type]
 
 
 class TestStreamsOfADevice:

@@ -341,6 +341,8 @@ def test_refused(device: sa.Device, stream: sa.Stream) -> None:
             sa.GraphBuffer.add_to(graph, 16, stream, after=[node])
         with pytest.raises(sa.InvalidValueError):
             sa.GraphBuffer.add_to(graph, 0, stream)
+        with pytest.raises(TypeError, match="stream must be a Stream"):
+            sa.GraphBuffer.add_to(graph, 16, 7)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="access must be a Device"):
             sa.GraphBuffer.add_to(graph, 16, stream, access=[device.location])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="belongs to another driver"):
