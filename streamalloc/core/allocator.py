@@ -109,7 +109,7 @@ class Allocator(Unique, BufferSource):
             ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
             memory.
         TypeError, ValueError
-            The size is not an integer or out of range, or ``stream`` is not a stream or belongs to another driver.
+            ``nbytes`` is not a size or out of range, or ``stream`` is not a stream or belongs to another driver.
         ClosedError
             The pool or the stream was closed.
         """
@@ -147,7 +147,8 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         OutOfMemoryError
-            The size is more than the pool's maximum, or more than the device has.
+            The size is more than the pool's maximum, or more than the device has. Other errors are those of
+            :meth:`allocate`.
         """
         # asyncio is imported here, because it would double the import time of the package. A program with a running
         # event loop has imported it already.

@@ -51,7 +51,14 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, in_order_of, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_size
+from streamalloc.core.properties import (
+    MemAccess,
+    MemAccessDesc,
+    MemLocation,
+    MemLocationType,
+    checked_size,
+    checked_type,
+)
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import GLOBAL, NOT_CALLED, RELAXED, Session
 from streamalloc.core.stream import (
@@ -93,7 +100,7 @@ class SharedState(abc.ABC):
 
     @property
     def readers(self) -> int:
-        """Number of other processes that have the memory open."""
+        """Number of other processes that have the memory open; 0 in this base class."""
         return 0
 
     @abc.abstractmethod
@@ -125,7 +132,7 @@ class BufferSource:
         return None
 
     def reachable_from(self, device: Device) -> bool:
-        """Return whether ``device`` has access to the memory."""
+        """Return whether ``device`` has access to the memory. Without a pool the result is True."""
         return True
 
 
@@ -246,7 +253,7 @@ class Buffer(Memory, Closes):
 
     @property
     def address(self) -> int:
-        """Address of the first byte; 0 for an empty buffer."""
+        """Address of the first byte; 0 for an empty buffer. Raises :class:`ClosedError` once the buffer was freed."""
         ptr = self._ptr
         return int(self._live() if ptr is None else ptr)
 
@@ -267,7 +274,7 @@ class Buffer(Memory, Closes):
         Raises
         ------
         ClosedError
-            A stream is assigned, and the buffer was freed.
+            A stream is assigned, and the buffer was freed or the stream closed.
         """
         return self._stream
 
@@ -288,7 +295,7 @@ class Buffer(Memory, Closes):
             The stream of the allocation and the copy (default: the buffer's own).
         nbytes
             Size of the new buffer in bytes (default: the size of this buffer). If the sizes differ, the smaller number
-            of bytes is copied.
+            of bytes is copied, and the rest of a larger buffer is not initialised.
         allocator
             The allocator of the new buffer (default: the allocator of this buffer).
 
@@ -296,6 +303,8 @@ class Buffer(Memory, Closes):
         ------
         ValueError
             The buffer has no allocator of this package, and ``allocator`` was not given.
+        ClosedError
+            The buffer was freed, or the stream closed.
         OutOfMemoryError
             There is no memory.
 
@@ -322,7 +331,7 @@ class Buffer(Memory, Closes):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the pool's memory."""
+        """Location of the memory; :meth:`MemLocation.none` if the driver reports none."""
         return self._allocator.location
 
     @property
@@ -332,7 +341,9 @@ class Buffer(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the device of the buffer's stream has access to the memory of the pool."""
+        """Whether the device of the buffer's stream has access to the memory of the pool. For memory of a graph it is
+        True.
+        """
         return bool(self._allocator.reachable_from(self._stream.device))
 
     @property
@@ -373,6 +384,8 @@ class Buffer(Memory, Closes):
         StillImportedError
             Another process has the buffer open, with ``"raise"`` at once, with ``"wait"`` after ``timeout`` seconds.
             The buffer stays valid.
+        TypeError, ValueError
+            ``stream`` is not a stream or belongs to another driver, or ``still_imported`` is another text.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
@@ -475,7 +488,9 @@ class Buffer(Memory, Closes):
         return self
 
     def free_by(self, state: SharedState) -> None:
-        """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared."""
+        """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared.
+        Raises ClosedError if the buffer was freed.
+        """
         state.pointer = self._live()
         self.shared = state
         self._ptr = None
@@ -638,6 +653,8 @@ class GraphBuffer(Buffer):
             belongs to another driver.
         InvalidValueError
             A node is of another graph, or the size is 0.
+        ClosedError
+            The graph was closed.
 
         Examples
         --------
@@ -647,6 +664,7 @@ class GraphBuffer(Buffer):
         >>> graph.nodes
         ['MEM_ALLOC', 'MEM_FREE']
         """
+        checked_type("stream", stream, Stream)
         session, device = graph._session, stream.device
         if stream._session is not session:
             raise ValueError(f"stream={stream!r} belongs to another driver than {graph!r}")
@@ -719,6 +737,8 @@ class GraphBuffer(Buffer):
         ------
         InvalidValueError
             No launch has allocated the memory, or the memory was freed already.
+        CaptureError
+            The stream is being captured into another graph.
         """
         self._free_checked(stream, still_imported, timeout)
 

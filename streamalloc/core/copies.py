@@ -51,12 +51,13 @@ class Copyable(MemoryBase):
             The stream to queue on (default: the memory's own).
         width
             Width of the pattern in bytes if ``value`` is an integer (default 1). A negative integer is stored in two's
-            complement.
+            complement. For other values the width is their size; another ``width`` raises ValueError.
 
         Raises
         ------
         TypeError, ValueError
-            ``value`` does not fit ``width``, or the memory's size or address is not a multiple of the width.
+            ``value`` is of another type or does not fit ``width``, or the memory's size or address is not a multiple of
+            the width.
         """
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
@@ -79,10 +80,11 @@ class Copyable(MemoryBase):
             ordered.in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
     def tobytes(self, stream: StreamLike | None = None) -> bytes:
-        """Copy all bytes to the host (``cuMemcpyAsync``), wait for the stream, and return the bytes.
+        """Copy all bytes to the host on ``stream`` (default: the memory's own), wait for the stream, and return the
+        bytes (``cuMemcpyAsync``, ``cuStreamSynchronize``).
 
         ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` copies such bytes to new
-        memory.
+        memory. Raises CaptureError while the stream is being captured; the capture is then invalid.
         """
         host, ordered = np.empty(self.nbytes, np.uint8), self._ordered_on(stream)
         Copyable.copy_to(self, host, ordered)
@@ -90,7 +92,8 @@ class Copyable(MemoryBase):
         return host.tobytes()
 
     def copy_to(self, target: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
-        """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
+        """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``). The
+        host waits only if the target is pageable host memory.
 
         Parameters
         ----------
@@ -100,7 +103,8 @@ class Copyable(MemoryBase):
         stream
             The stream to queue on (default: the memory's own).
         options
-            Options of the copy; :func:`copy_batch` then makes the copy.
+            Options of the copy. :func:`copy_batch` then makes the copy, and refuses the legacy default stream and
+            captures. None: a single copy, without options.
 
         Raises
         ------
@@ -141,7 +145,9 @@ class CopySide:
         """Ordinal of the owning device; None for host or unknown memory."""
         self.keep: object = keep
         self.after: int | None = after
-        """Handle of the stream to wait for before the memory is used; None if there is no stream to wait for."""
+        """Handle (``CUstream`` as a number) of the stream to wait for before the memory is used; None if there is no
+        stream to wait for.
+        """
 
     def ordered_before(self, stream: Stream) -> None:
         """Have ``stream`` wait for earlier work on this side's memory, for example on the stream that another library's
@@ -343,7 +349,8 @@ class CopyOptions:
     src_location_hint, dst_location_hint
         Location that the driver assumes for managed memory; None for no hint.
     overlap_mode
-        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run.
+        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run; ``"default"`` asks for
+        nothing.
     """
 
     src_access_order: _Order = "stream"

@@ -106,7 +106,7 @@ class Deferred(abc.ABC):
         """
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Clear the handle, because the object behind it no longer exists."""
+        """Clear the handle, because the object behind it no longer exists. By default nothing is done."""
 
 
 _UNGUARDED = contextlib.nullcontext()
@@ -115,7 +115,8 @@ _UNGUARDED = contextlib.nullcontext()
 class DeferredQueue:
     """The queue of the releases of one driver, which :func:`deferred_queue` returns.
 
-    ``guard`` returns the context manager in which items are attempted. An item moves between these tables::
+    ``guard`` returns the context manager in which items are attempted (default: one that does nothing). An item moves
+    between these tables::
 
         end_with():  _owned -> (the owner is dropped) -> _orphaned -+
         submit():    submitted -------------------------------------+-> _new -> _working -> ended
@@ -160,7 +161,9 @@ class DeferredQueue:
         """
 
     def __len__(self) -> int:
-        """Number of items that have not ended."""
+        """Number of submitted items that have not ended. Items of :meth:`end_with` count once their owners were
+        dropped.
+        """
         working = sum(item is not None for item in [*self._working.values()])
         return len(self.submitted) + len(self._orphaned) + len(self._new) + len(self._waiting) + working
 
@@ -170,22 +173,23 @@ class DeferredQueue:
         return bool(self.captures)
 
     def begin_capture(self, capture: object, *, forbids: bool = False) -> None:
-        """List a capture before it begins. From now on no item is attempted. ``forbids``: whether the capture's mode is
-        ``"global"``, which forbids unsafe calls of all threads.
+        """Add a capture to ``captures``, before it begins. Until the caller removes it, no item is attempted.
+        ``forbids``: whether the capture's mode is ``"global"``, which forbids unsafe calls of all threads.
         """
         with self.beginning:
             self.captures[capture] = threading.get_ident() if forbids else 0
 
     @property
     def forbidding(self) -> bool:
-        """Whether a capture forbids unsafe calls of all threads."""
+        """Whether this package makes a capture that forbids unsafe calls of all threads (mode ``"global"``)."""
         return any(self.captures.values())
 
     def beside_captures(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager in which unsafe calls invalidate no capture of another thread.
+        """Return a context manager in which unsafe calls invalidate no capture that this package makes on another
+        thread. Without such a capture in the mode ``"global"`` it does nothing.
 
-        On the thread that captures it does nothing: the driver checks that thread's calls by the mode that its program
-        chose.
+        On the thread that captures it does nothing, too: the driver checks that thread's calls by the mode that its
+        program chose.
         """
         forbidding = {*self.captures.values(), 0} if self.captures else ()
         others = len(forbidding) > 1 and threading.get_ident() not in forbidding
@@ -198,15 +202,17 @@ class DeferredQueue:
         _unfinished.add(self)
 
     def submit(self, item: Deferred) -> None:
-        """Add an item. The next point of work attempts it. Never raises."""
+        """Add an item. The next point of work attempts it. If the same item is submitted again, it has one entry. Never
+        raises.
+        """
         self.submitted.append(item)
         # Only this set may still refer to the queue. Without it, a queue could be dropped with its items, and their
         # memory would be lost.
         _unfinished.add(self)
 
     def end(self, item: Deferred) -> bool:
-        """Attempt an item now. If its release is not possible yet, submit the item. Returns whether the release is
-        done.
+        """Attempt an item now. If its release is not possible yet, or this package captures a stream, submit the item.
+        Returns whether the release is done.
 
         Raises
         ------
@@ -416,8 +422,9 @@ class HandleEnd(Deferred):
 
 
 def end_handle(session: Session, call: str, raw: Any) -> Any:
-    """End the handle ``raw`` by driver function ``call``. If the driver refuses, an item of the queue tries again
-    later. Returns the ``CUresult``. Finalisers call this function too, because it waits for nothing.
+    """End the handle ``raw`` by driver function ``call``. If the driver refuses, and the handle still exists, an item
+    of the queue tries again later. Returns the ``CUresult``. Finalisers call this function too, because it waits for
+    nothing.
     """
     result = getattr(session.driver, call)(raw)[0]
     if result and not is_gone(error_from(result, call)):
@@ -426,8 +433,8 @@ def end_handle(session: Session, call: str, raw: Any) -> Any:
 
 
 def work(session: Session, most: int | None = None) -> int:
-    """Attempt the items of a driver's queue (:meth:`DeferredQueue.work`). Returns the number of items that ended.
-    ``most`` limits the number of failed attempts.
+    """Attempt the items of a driver's queue (:meth:`DeferredQueue.work`). Returns the number of items that ended; 0 in
+    a forked child. ``most`` limits the number of failed attempts.
     """
     queue = deferred_queue(session)
     # In this order, because `has_work` is cheaper than `usable`, and most calls find no work.

@@ -202,7 +202,8 @@ class AddressSpaceError(CudaError, MemoryError):
 class ClosedError(RuntimeError):
     """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed.
 
-    Each method of :class:`Buffer`, :class:`MemoryPool`, :class:`Stream` and :class:`Event` raises it then.
+    Methods of :class:`Buffer`, :class:`MemoryPool`, :class:`Stream` and :class:`Event` that need the memory or the
+    handle raise it then. A second ``close`` does nothing.
     """
 
 
@@ -234,7 +235,8 @@ class InUseError(RuntimeError):
 class StillImportedError(InUseError):
     """A shared allocation cannot be freed now: another process has it open.
 
-    :meth:`Buffer.free` raises it unless the free is deferred until the other process closes the allocation.
+    :meth:`Buffer.free` raises it with ``still_imported="raise"`` at once, and with ``"wait"`` after ``timeout``. By
+    default the free is deferred until the other process closes the allocation, and nothing is raised.
     """
 
 
@@ -412,7 +414,7 @@ class undoing:
 
 def undo_all(undos: Iterable[Callable[[], object]]) -> None:
     """Call all functions, also after one has raised a ``CudaError``. Then raise the first of these errors, with later
-    errors attached.
+    errors attached. Any other exception propagates at once.
     """
     first: CudaError | None = None
     for undo in undos:

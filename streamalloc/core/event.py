@@ -93,7 +93,9 @@ class Event(Closes, Shareable, Shown):
     __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
-    """Whether this process made the event for others to open; False for other events and those of ``from_handle``."""
+    """Whether this process made the event for other processes to open. False for an ordinary event, and for one of
+    :meth:`from_handle`.
+    """
 
     def __init__(
         self, device: Device, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False
@@ -186,14 +188,18 @@ class Event(Closes, Shareable, Shown):
         return raw
 
     def query(self) -> bool:
-        """Return whether the work before the event is done; True if the event was never recorded (``cuEventQuery``)."""
+        """Return whether the work before the event is done; True if the event was never recorded (``cuEventQuery``).
+        Raises ClosedError if the event was closed, CudaError if it was recorded in a capture.
+        """
         raw = self._checked_raw()
         with self._session.beside_captures():
             result = self._session.cuEventQuery(raw)[0]
         return not result or is_done(result, "cuEventQuery")
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event's last record is done (``cuEventSynchronize``)."""
+        """Block the host until the work before the event's last record is done (``cuEventSynchronize``). If the event
+        was never recorded, return at once. Errors as for :meth:`query`.
+        """
         self._session.call("cuEventSynchronize", self._checked_raw())
         work(self._session, MOST_PER_SYNC)
 
@@ -216,6 +222,10 @@ class Event(Closes, Shareable, Shown):
 
         Raises
         ------
+        TypeError
+            ``start`` is not an :class:`Event`.
+        ClosedError
+            One of the two events was closed.
         InvalidHandleError
             One of the two events does not measure time or was not recorded, or the events are of different devices.
         NotReadyError
@@ -323,7 +333,7 @@ def defer_end(session: Session, last: Event) -> None:
 
 
 def has_passed(event: Event) -> bool:
-    """Return whether an event has completed, or its context is lost.
+    """Return whether an event has completed, or its context is lost. The result is False for a closed event.
 
     If the event has completed, the host also synchronises with it (``cuEventSynchronize``). Only then can pools give
     the memory of the frees before the event to any stream.

@@ -49,7 +49,7 @@ class Graph(Closes):
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
-        """The device of the stream that was captured."""
+        """The device of the captured stream, or that of :meth:`create`."""
         self._session = device._session
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
@@ -59,8 +59,8 @@ class Graph(Closes):
 
     @classmethod
     def create(cls, device: Device) -> Self:
-        """Make a graph without nodes (``cuGraphCreate``). Nodes are added by driver calls with :attr:`handle`, by
-        cuda.core and by :meth:`GraphBuffer.add_to`.
+        """Make a graph without nodes for streams of ``device`` (``cuGraphCreate``). Nodes are added by driver calls
+        with :attr:`handle`, by cuda.core and by :meth:`GraphBuffer.add_to`.
         """
         graph = cls(device)
         graph._handle._raw = graph._session.call("cuGraphCreate", 0)
@@ -92,7 +92,7 @@ class Graph(Closes):
     @property
     def nodes(self) -> list[str]:
         """A list of the kinds of the graph's nodes, such as ``"MEM_ALLOC"`` (``cuGraphGetNodes``,
-        ``cuGraphNodeGetType``).
+        ``cuGraphNodeGetType``). Raises ClosedError as :attr:`handle` does.
         """
         raw = self._checked_raw()
         _, count = self._session.call("cuGraphGetNodes", raw, 0)
@@ -102,7 +102,7 @@ class Graph(Closes):
 
     def instantiate(self, *, auto_free_on_launch: bool = False) -> Self:
         """Make the graph ready to launch (``cuGraphInstantiate``), and return the graph itself. Further calls have no
-        effect.
+        effect, whatever their argument is.
 
         Parameters
         ----------
@@ -127,7 +127,8 @@ class Graph(Closes):
         return self
 
     def launch(self, stream: StreamLike) -> None:
-        """Run the graph's work in stream order (``cuGraphLaunch``).
+        """Run the graph's work in stream order (``cuGraphLaunch``). The first launch also instantiates the graph,
+        unless :meth:`instantiate` was called.
 
         Raises
         ------
@@ -143,7 +144,9 @@ class Graph(Closes):
         self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)
 
     def close(self) -> None:
-        """Destroy the graph and its instance; queued launches still run. Idempotent."""
+        """Destroy the graph and its instance; queued launches still run (``cuGraphDestroy``, ``cuGraphExecDestroy``).
+        Idempotent.
+        """
         self._closed = True
         with self._session.relaxed():
             try:
@@ -311,22 +314,22 @@ class GraphMemory:
 
     @property
     def used(self) -> int:
-        """Bytes in use by graphs."""
+        """Bytes in use by graphs (``cuDeviceGetGraphMemAttribute``)."""
         return self._get("USED_MEM_CURRENT")
 
     @property
     def used_high(self) -> int:
-        """The most bytes in use since :meth:`reset_peaks`."""
+        """The most bytes in use since :meth:`reset_peaks`, or since the process began."""
         return self._get("USED_MEM_HIGH")
 
     @property
     def reserved(self) -> int:
-        """Bytes reserved for graphs."""
+        """Bytes reserved for graphs (``cuDeviceGetGraphMemAttribute``)."""
         return self._get("RESERVED_MEM_CURRENT")
 
     @property
     def reserved_high(self) -> int:
-        """The most bytes reserved since :meth:`reset_peaks`."""
+        """The most bytes reserved since :meth:`reset_peaks`, or since the process began."""
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:

@@ -99,7 +99,8 @@ class Memory(Copyable, Migrating):
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
         """Return a view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``. The view keeps
-        this object alive. Raises ValueError if the range is outside of the memory.
+        this object alive. A negative number counts from the end, and None as ``stop`` is the end. Raises ValueError if
+        the range is outside of the memory.
         """
         return self[start:stop]
 
@@ -129,7 +130,8 @@ class Memory(Copyable, Migrating):
     __iter__ = None
 
     def as_array(self, dtype: npt.DTypeLike = "uint8", shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """Return a numpy array of the memory, without a copy; the host must have access.
+        """Return a numpy array of the memory, without a copy; the host must have access. By default it has one
+        dimension.
 
         The array keeps this object alive, but :meth:`~streamalloc.Buffer.free` still frees the memory. Synchronise with
         the stream first: the allocation or queued copies may be pending. A checked driver records the call as a read by
@@ -139,6 +141,8 @@ class Memory(Copyable, Migrating):
         ------
         ValueError
             The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
+        ClosedError
+            The memory was freed.
         """
         flat = self._on_host(ValueError).view(dtype)
         return flat if shape is None else flat.reshape(shape)
@@ -565,7 +569,8 @@ class TypedView(BufferView, Generic[ScalarT]):
 
     def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
         """Return a view of the elements from ``start`` to ``stop`` of the first dimension; also written
-        ``memory[start:stop]``.
+        ``memory[start:stop]``. As in NumPy, bounds after the end count as the end. Raises IndexError if the array has
+        no dimensions.
         """
         return self[start:stop]
 
@@ -631,8 +636,9 @@ class TypedView(BufferView, Generic[ScalarT]):
         self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> npt.NDArray[Any]: ...
     def as_array(self, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """Return a numpy array of host-accessible memory, without a copy, by default with this type and shape. Errors
-        as for :meth:`Memory.as_array`.
+        """Return a numpy array of host-accessible memory, without a copy, by default with this type and shape. With
+        ``shape`` alone the type stays; with ``dtype`` alone the array has one dimension. Errors as for
+        :meth:`Memory.as_array`.
         """
         form = (self.dtype, self.shape) if dtype is None and shape is None else (dtype or self.dtype, shape)
         return self._parent.as_array(*form)

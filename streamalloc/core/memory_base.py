@@ -254,8 +254,8 @@ class Migrating(MemoryBase):
         """Discard the contents of managed memory in stream order, so that they are not migrated later
         (``cuMemDiscardBatchAsync``).
 
-        Until the memory is written, reads return indeterminate values. Other arguments and errors as for
-        :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
+        Until the memory is written, reads return indeterminate values. ``stream`` and errors as for :meth:`prefetch`;
+        the legacy default stream is refused with ``ValueError``.
         """
         discard_batch(stream or self.stream, [self])
 
@@ -316,8 +316,8 @@ class Migrating(MemoryBase):
 
     @property
     def read_mostly(self) -> bool:
-        """Whether each device that reads the managed memory gets its own copy of the pages. Assign True or False to
-        advise the driver (``cuMemAdvise``).
+        """Whether each device that reads the managed memory gets its own copy of the pages; False if this is so for
+        only some of the pages. Assign True or False to advise the driver (``cuMemAdvise``).
         """
         return self.range_attributes().read_mostly
 
@@ -327,8 +327,8 @@ class Migrating(MemoryBase):
 
     @property
     def preferred_location(self) -> MemLocation | None:
-        """Preferred location of the managed memory; None if there is none. Assign a location or None to advise the
-        driver (``cuMemAdvise``).
+        """Preferred location of the managed memory; None if there is none, or if pages differ. Assign a location or
+        None to advise the driver (``cuMemAdvise``).
         """
         return self.range_attributes().preferred_location
 

@@ -87,8 +87,8 @@ class Shareable(Unique):
     __slots__ = ()
 
     def handles(self, **options: Any) -> RawHandles:
-        """Return the driver's handles, for programs without this package, as :func:`streamalloc.ipc.raw_handles`
-        does.
+        """Return the driver's handles, for programs without this package, as :func:`streamalloc.ipc.raw_handles` does.
+        ``options`` are its keyword arguments; errors are its errors, too.
         """
         found: RawHandles = above.raw_handles(self, **options)
         return found
@@ -158,12 +158,14 @@ class RawHandles(NamedTuple):
     """UUID of the device: 16 bytes, as ``cuDeviceGetUuid`` and Vulkan's ``VkPhysicalDeviceIDProperties`` give them."""
     fds: tuple[Fd, ...] = ()
     """File descriptors: one for a pool, or one for each chunk of physical memory, in the order of the chunks'
-    addresses.
+    addresses. Empty for memory of ``cuMemAlloc``, for an event, and with fabric handles.
     """
     fabric: tuple[MemFabricHandle, ...] = ()
     """Fabric handles of the chunks, if the memory was made for fabric handles instead of file descriptors."""
     data: MemPoolPtrExportData | IpcMemHandle | IpcEventHandle | None = None
-    """Handle of the shared object: an allocation of a pool, memory of ``cuMemAlloc``, or an event."""
+    """Handle of the shared object: an allocation of a pool, memory of ``cuMemAlloc``, or an event; None for other
+    objects.
+    """
     sizes: tuple[int, ...] = ()
     """Size in bytes of each chunk, or of the allocation."""
     offset: int = 0
@@ -232,7 +234,9 @@ class Fd(Closes):
         return self._number < 0
 
     def detach(self) -> int:
-        """Return the number of the descriptor, which the caller now owns and closes. Raises ClosedError."""
+        """Return the number of the descriptor, which the caller now owns and closes. Raises ClosedError if the
+        descriptor was closed or detached already.
+        """
         number = self.fileno()
         self._number = -1
         return number

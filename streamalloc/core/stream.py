@@ -226,9 +226,11 @@ class Stream(Closes, Shown):
         device
             The device of the stream.
         handle
-            The driver's ``CUstream`` as a number; 0, 1 and 2 are the default streams.
+            The driver's ``CUstream`` as a number. 0 and 1 give the legacy default stream of ``device``, 2 the calling
+            thread's per-thread default stream.
         owner
-            An object to keep alive, because it keeps the driver's stream alive; None if the caller does that.
+            An object to keep alive, because it keeps the driver's stream alive; None if the caller does that. Not used
+            for default streams.
         """
         if handle in DEFAULT_HANDLES:
             return default_stream(device, handle)
@@ -303,7 +305,11 @@ class Stream(Closes, Shown):
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``)."""
+        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``).
+
+        Raises ClosedError. For the legacy default stream, which cannot be captured, it raises CaptureError while a
+        blocking stream is being captured.
+        """
         return int(self.call("cuStreamIsCapturing")) != 0
 
     def is_captured(self) -> bool:
@@ -385,9 +391,9 @@ class Stream(Closes, Shown):
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
-        Without ``event`` a new :class:`Event` is recorded, which measures time if ``timing``. Raises TypeError if
-        ``event`` is no :class:`Event`, ValueError for another driver's event, ClosedError if the event or stream was
-        closed.
+        Without ``event`` a new :class:`Event` is recorded, which measures time if ``timing``. A given ``event`` keeps
+        its own setting. Raises TypeError if ``event`` is no :class:`Event`, ValueError for another driver's event,
+        InvalidHandleError for another device's event, ClosedError if the event or stream was closed.
         """
         session = self._session
         handle = self.direct or self.ready()
@@ -419,7 +425,9 @@ class Stream(Closes, Shown):
         """Order later work of this stream after an event, or after all queued work of another stream.
 
         The host does not wait (``cuStreamWaitEvent``). Events of cuda.core and of the bindings are accepted. A wait for
-        an event of a capture makes this stream part of the capture. Raises TypeError, ValueError, ClosedError.
+        an event of a capture makes this stream part of the capture. A wait for an event that was never recorded has no
+        effect. Raises TypeError if ``other`` is neither event nor stream, ValueError if it belongs to another driver,
+        ClosedError if it or this stream was closed.
         """
         session = self._session
         if isinstance(other, Event):
@@ -448,7 +456,8 @@ class Stream(Closes, Shown):
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
         The driver then makes the memory of completed frees available to every stream, and releases memory of pools
-        above their release thresholds.
+        above their release thresholds. Raises ClosedError; while the stream is being captured CaptureError, and the
+        capture is then invalid.
         """
         result = self._result(self._session.cuStreamSynchronize)
         if result:
@@ -465,7 +474,7 @@ class Stream(Closes, Shown):
         return _finished(self).__await__()
 
     def query(self) -> bool:
-        """Whether all work queued so far is done (``cuStreamQuery``)."""
+        """Return whether all work queued so far is done (``cuStreamQuery``). Errors as for :meth:`synchronize`."""
         return is_done(self._result(self._session.cuStreamQuery), "cuStreamQuery")
 
     def launch_host_func(self, function: Callable[[], object]) -> None:
@@ -491,7 +500,15 @@ class Stream(Closes, Shown):
 
         ``with`` gives the :class:`Graph`, which is complete when the block ends. Allocations and frees become its
         nodes. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
-        thread with ``"thread_local"``, on no thread with ``"relaxed"``.
+        thread with ``"thread_local"``, on no thread with ``"relaxed"``. If the block raises, the graph is destroyed.
+
+        Raises
+        ------
+        ValueError
+            ``mode`` is another text.
+        CaptureError
+            The stream is being captured already, or is the legacy default stream. Or the capture became invalid: the
+            end of the block raises then.
         """
         from streamalloc.core.graph import Capture
 
@@ -502,7 +519,8 @@ class Stream(Closes, Shown):
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
-        Queued work still runs. Buffers allocated on the stream stay valid. Idempotent. Default streams stay open.
+        Queued work still runs. Buffers allocated on the stream stay valid. Default streams stay open. Idempotent.
+        Raises CaptureError while the stream is being captured.
         """
         # Subclasses override `_close` instead, so that `Stream.close(stream)` works for streams of every kind.
         self._close()

@@ -70,6 +70,10 @@ class GrantsAccess(Allocator):
             A device cannot access the memory of the pool's device.
         NotSupportedError
             The driver does not grant this access: READ, or the host on device memory.
+        TypeError, ValueError
+            ``who`` names no location of the driver, or ``access`` is not a :class:`MemAccess`.
+        ClosedError
+            The pool was closed.
         """
         self.checked_raw()
         checked_type("access", access, MemAccess)

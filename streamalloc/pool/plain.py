@@ -66,8 +66,8 @@ _PORTABLE, _WRITE_COMBINED = 0x1, 0x4  # CU_MEMHOSTALLOC_*
 
 
 def is_ours(owner: object) -> bool:
-    """Return whether ``owner`` is ``"this"``, so that the new object ends the handle. Raises ``ValueError`` for another
-    string.
+    """Return whether ``owner`` is ``"this"``, so that the new object ends the handle; False for any other object and
+    None. Raises ``ValueError`` for another string.
     """
     if isinstance(owner, str) and owner != THIS:
         raise ValueError(

@@ -218,9 +218,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     ) -> MemoryPool:
         """Return the default pool of a location (``cuDeviceGetDefaultMemPool``, ``cuMemGetDefaultMemPool``).
 
-        ``where`` is a device, its ordinal, or a location. ``driver`` is the driver to use if ``where`` is not a
-        :class:`Device`. Raises TypeError, ValueError for a location without such a pool, and NotSupportedError for
-        bindings without the function.
+        ``where`` is a device, its ordinal, or a location. ``allocation_type`` is the kind of memory, pinned by default.
+        ``driver`` is the driver to use if ``where`` is not a :class:`Device`. Raises TypeError, ValueError for a
+        location without such a pool, and NotSupportedError for bindings without the function.
         """
         return cls._existing("Default", where, allocation_type, driver)
 
@@ -233,7 +233,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         driver: Driver | None = None,
     ) -> MemoryPool:
         """Return the current pool of a location, from which allocations without a named pool come
-        (``cuDeviceGetMemPool``, ``cuMemGetMemPool``). Arguments and errors as for :meth:`default`.
+        (``cuDeviceGetMemPool``, ``cuMemGetMemPool``). If the pool has an object in this process, this object is
+        returned. Arguments and errors as for :meth:`default`.
         """
         return cls._existing("", where, allocation_type, driver)
 
@@ -381,7 +382,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return PoolStatistics._make(int(value) for _, value in answers)
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``)."""
+        """Set both high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``). Raises
+        ClosedError.
+        """
         for peak in ("reserved_mem_high", "used_mem_high"):
             self.attributes._set(ATTRIBUTES[peak], cuda.cuuint64_t(0))
 
@@ -420,8 +423,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         """Make this the current pool of its location, from which allocations without a named pool come
         (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
 
-        The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again.
-        Raises ClosedError.
+        The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again, or
+        the default pool if the earlier one was closed meanwhile. Raises ClosedError.
         """
         self.checked_raw()
         previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
@@ -589,7 +592,7 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
 
     Raises
     ------
-    OutOfMemoryError, TypeError, ValueError, ClosedError
+    OutOfMemoryError, NotSupportedError, TypeError, ValueError, ClosedError
         As for :meth:`MemoryPool.allocate`.
     """
     if not isinstance(stream, Stream):

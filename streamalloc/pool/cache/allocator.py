@@ -77,7 +77,7 @@ class CacheStatistics(NamedTuple):
     cached: int
     """Bytes that were freed and that the cache can reuse."""
     misses: int
-    """Allocations that found no cached block and called the pool."""
+    """Allocations that found no cached block and got a new one from the pool, since the cache was made."""
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -180,7 +180,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         Parameters
         ----------
         nbytes
-            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
+            Size in bytes, or text such as ``"2MiB"``; 0 gives a valid empty buffer. Addresses are multiples of 512
+            bytes.
         stream
             The stream that orders the allocation. :class:`CachingAllocator` lists the kinds of streams for which memory
             is cached.
@@ -197,7 +198,9 @@ class CachingAllocator(Allocator, Closes, Shown):
             There is no memory even after the cache has returned all its free blocks, or the allocation would exceed
             :attr:`limit`.
         TypeError, ValueError
-            The size is not an integer or out of range, or ``stream`` is not a stream or belongs to another driver.
+            ``nbytes`` is not a size or out of range, or ``stream`` is not a stream or belongs to another driver.
+        NotSupportedError
+            ``stream`` is being captured, and graphs cannot allocate from the pool (:meth:`MemoryPool.allocate`).
         ClosedError
             The cache, its pool or the stream was closed.
         """
@@ -244,7 +247,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         return CacheStatistics(*own, max(own.used - cached, 0), cached, self._state.misses)
 
     def reset_peaks(self) -> None:
-        """Set the pool's high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``)."""
+        """Set the pool's high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``). The number of
+        misses stays. Raises ClosedError if the pool was closed.
+        """
         self.pool.reset_peaks()
 
     def trim(self, keep: int | str = 0) -> int:
@@ -252,7 +257,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         (:meth:`MemoryPool.trim`). Returns the number of bytes that the pool released.
 
         The host waits for no stream. If a stream has unfinished work, its frees are pending, their memory is not
-        released, and a :class:`PendingFreesWarning` is issued: synchronise with the stream and trim again.
+        released, and a :class:`PendingFreesWarning` is issued: synchronise with the stream and trim again. Raises
+        ClosedError, and TypeError or ValueError if ``keep`` is not a size.
         """
         checked_size("keep", keep)
         self._check_open()
@@ -263,7 +269,8 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def close(self) -> None:
         """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching. Buffers in use stay valid, and
-        their frees return the memory to the pool. Idempotent.
+        their frees return the memory to the pool. While this package captures a stream, the cached memory returns after
+        the capture. Idempotent.
         """
         if self._state.closed:
             return

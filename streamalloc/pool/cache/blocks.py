@@ -34,9 +34,9 @@ _DEFER: StillImported = "defer"
 
 @functools.lru_cache(1 << 12)
 def class_size(nbytes: int, finer: int = 0) -> int:
-    """Return the block size in bytes for a request of ``nbytes`` bytes. The size is rounded up to a multiple of 512;
-    above 8 KiB, to a multiple of an eighth of the next lower power of two. Each increment of ``finer`` doubles the
-    number of sizes: with 1, above 16 KiB, the step is a sixteenth.
+    """Return the block size in bytes for a request of ``nbytes`` bytes, at least 1. The size is rounded up to a
+    multiple of 512; above 8 KiB, to a multiple of an eighth of the next lower power of two. Each increment of ``finer``
+    doubles the number of sizes: with 1, above 16 KiB, the step is a sixteenth.
     """
     bits = (nbytes - 1).bit_length() - 4 - finer
     step = 1 << bits if bits > 9 else UNIT
@@ -91,7 +91,7 @@ class CachedBuffer(Buffer):
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
+        """Address of the first byte. Raises ClosedError once the buffer was freed."""
         block = self._ptr
         return int(self._live()) if block is None else block.address
 
