@@ -2,11 +2,12 @@
 
 How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
 
-1. ``wrapper.CheckedDriver._observe`` gets the call of the program. It forwards the call to the wrapped driver between
-   ``Recorder.begin_call`` and ``Recorder.end_call``.
-2. ``wrapper.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: a generator that runs
-   before the call and gets the driver's answer where it yields (``Rule.around``), or a function that is called after a
-   success (``Rule.after``).
+1. ``wrapper.CheckedDriver._observe`` gets the call of the program. Its ``_call`` forwards the call to the wrapped
+   driver between ``Recorder.begin_call`` and ``Recorder.end_call``.
+2. Both take the lock by ``_alone`` and look up the rule of the call in ``rules.table.RULES``. A rule is a generator that
+   yields where the driver makes the call (``Rule.around``): ``begin_call`` runs its first half (``_before``, ``_apply``,
+   ``uses.run_before``), ``end_call`` sends the driver's answer to its second half (``_after``). Or it is a function
+   that ``_after`` calls after a success (``Rule.after``).
 3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
    ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
    the call, unless the stream waits for something.
@@ -14,6 +15,10 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
    of their streams. It reports two uses without an order as a ``Hazard``.
 5. ``report.Reports`` collects the hazards of the call. Hazards of known places are only counted; ``deliver`` shows or
    raises the others.
+
+A free takes another way from step 3 on, because it must be judged before the driver makes it. The first half of
+``rules.memory._frees`` submits ``Judge.free``, which compares the free with the last uses of the memory, and records
+it. If the driver refuses the call, the second half undoes the record.
 
 **Ordered** means: the earlier operation comes first in every possible run. An order needs
 

@@ -1,4 +1,18 @@
-"""Buffers of virtual memory that grow in place, are striped over devices, or consist of named chunks."""
+"""Buffers of virtual memory that grow in place, are striped over devices, or consist of named chunks.
+
+A growth (:meth:`GrowableBuffer.resize`, ``grow``) claims the buffer, so that no other call changes it, and does these
+steps:
+
+1. *Leftovers.* ``_release_from`` releases memory that a failed call has left behind the buffer's end (``cuMemUnmap``,
+   ``cuMemRelease``).
+2. *Watchers* learn which addresses will be mapped.
+3. *Create and map* each chunk, one after the other: ``MappedBytes.begin`` (``cuMemCreate``, ``cuMemMap``).
+4. *Permissions* of all new chunks: ``Reservation.grant`` (one ``cuMemSetAccess``).
+
+If step 3 or 4 fails, ``Reservation.map`` releases the new chunks, and the buffer has its old size.
+
+A shrink waits for the users of the chunks that it does not need (``wait_for_users``), and then does step 1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""Steps that set up symmetric memory on all ranks together: the ranks agree on a plan, then carry it out."""
+"""Steps that set up symmetric memory on all ranks together: the ranks agree on a plan, then carry it out.
+
+All ranks do the same steps in this order. Each step ends on all ranks before the next one begins, and a step that fails
+on one rank fails on all (:meth:`RankGroup.step`). :class:`SymmetricMemoryError` names the step.
+
+1. ``agree``: the ranks exchange profiles, and each makes the same plan (:func:`agree`).
+2. ``create``: each rank creates its memory (``cuMemCreate``), and rank 0 the multicast object (``cuMulticastCreate``).
+3. ``export``: each rank exports its handles (``cuMemExportToShareableHandle``).
+4. ``exchange``: each rank sends its handles to all ranks.
+5. ``import``: each rank imports the handles of the others (``cuMemImportFromShareableHandle``).
+6. ``add``: each rank adds its device to the multicast object (``cuMulticastAddDevice``).
+7. ``bind``: each rank binds its memory to the object (``cuMulticastBindMem``).
+8. ``reserve``: each process reserves addresses (``cuMemAddressReserve``).
+9. ``map``: each process maps the memory of all ranks (``cuMemMap``).
+10. ``access``: each process gives its devices access (``cuMemSetAccess``).
+11. ``clear``: each rank zeroes its signal pad (``cuMemcpyHtoDAsync``).
+
+Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object. The end of the memory
+is the step ``close``.
+"""
 
 from __future__ import annotations
 
@@ -181,10 +200,9 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
         # A step is called for each rank of this process, but `do` must run only once per process.
         return lambda rank: do() if rank == group.local[0] else None
 
-    # The docstring of `SymmetricMemoryError` lists the names of the steps.
     later: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
-        # These are two steps, because the driver blocks in a bind until all ranks have added their devices.
+        # "add" and "bind" are two steps, because the driver blocks in a bind until all ranks have added their devices.
         later += [("add", resources.add_device), ("bind", resources.bind)]
     later += [
         ("reserve", by_process(resources.reserve)),
