@@ -199,6 +199,7 @@ class Fd(Closes):
     """
 
     __slots__ = ("__weakref__", "_number")
+    _inner = ("made_by",)
 
     def __init__(self, number: int) -> None:
         self._number = -1
