@@ -12,7 +12,7 @@ from streamalloc.simulator.calls.copies import PlannedCopy
 from streamalloc.simulator.calls.multicast import Gather, Update
 from streamalloc.simulator.contexts import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.simulator.errors import Fault
-from streamalloc.simulator.multicast import MulticastMemory, MulticastTable
+from streamalloc.simulator.multicast import MulticastMemory, MulticastTable, TeamBinding
 from streamalloc.simulator.runtime import Functions
 from tests.interleaving import interleaved
 
@@ -81,6 +81,16 @@ class TestMulticast:
 
         for tables in interleaved(MulticastTable._write, begin, lambda it: it[0].unbind(1), bind_and_read):
             assert [binding.device for binding in tables[1].bindings()] == [1]
+
+    def test_a_binding_is_read_as_a_whole(self, make: Callable[[], Tables]) -> None:
+        found: list[list[TeamBinding]] = []
+        for tables in interleaved(
+            MulticastTable._write,
+            make,
+            lambda it: it[0].bind(0, 0, 3, 4, 0, 512),
+            lambda it: found.append(it[1].bindings()),
+        ):
+            assert found.pop() in ([], tables[0].bindings())
 
     def test_two_bind_the_same_range(self, make: Callable[[], Tables]) -> None:
         refused: list[bool] = []
