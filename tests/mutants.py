@@ -34,6 +34,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_item import MutationSpec
 
+from tests.support import LOCK
+
 ROOT = Path(__file__).parent.parent
 _ENDS = ("package/test_garbage_cycles.py", "package/test_half_made.py")
 AREAS = {
@@ -65,12 +67,6 @@ _SECONDS = 600
 """Seconds that the tests of one mutant may take."""
 
 
-_LOCK = re.compile(
-    r"(\b|_)(lock|end|filling|in_use|installed|opening|phases|process|serving|slots|snapshots|locked\(\))$"
-)
-"""Names of locks."""
-
-
 class LockNotTaken(Operator):  # type: ignore[misc]
     """``with self._lock:`` takes no lock."""
 
@@ -89,7 +85,7 @@ class LockNotTaken(Operator):  # type: ignore[misc]
     @staticmethod
     def _locks(node: Any) -> list[Any]:
         # The last child is the block.
-        return [one for one in node.children[:-1] if _LOCK.search(one.get_code())] if node.type == "with_stmt" else []
+        return [one for one in node.children[:-1] if LOCK.search(one.get_code())] if node.type == "with_stmt" else []
 
     @classmethod
     def examples(cls) -> Iterable[Any]:

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -36,6 +37,10 @@ from streamalloc.testing import Faults, Gate
 MiB = 1 << 20
 GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
 KEEP = (1 << 64) - 1  # a release threshold that gives nothing back
+# Names of locks, at the end of an item of a ``with`` statement.
+LOCK = re.compile(
+    r"(\b|_)(lock|beginning|end|filling|growing|grown|in_use|opening|slots|snapshots|starting|locked\(\))$"
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")

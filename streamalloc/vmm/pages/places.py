@@ -592,13 +592,13 @@ class PhysicalPages(Claimable):
         self.add_users([self.zero])
         with undoing(lambda: self.drop([self.zero])), self._filling:
             if self.zero.raw is None:
-                self.spec.create(self.zero, self.nbytes)
-                with (
-                    undoing(self.zero.attempt),
-                    self.device.create_stream() as stream,
-                    mapped_apart(self, [self.zero], stream) as address,
-                ):
-                    self.session.call("cuMemsetD8Async", address, 0, self.nbytes, stream.checked_raw())
+                self._make_zero()
+
+    def _make_zero(self) -> None:
+        zero = self.zero
+        self.spec.create(zero, self.nbytes)
+        with undoing(zero.attempt), self.device.create_stream() as stream, mapped_apart(self, [zero], stream) as at:
+            self.session.call("cuMemsetD8Async", at, 0, self.nbytes, stream.checked_raw())
 
     def __repr__(self) -> str:
         return f"<pages of device {self.device.ordinal}>"

@@ -462,20 +462,23 @@ class HostTier(BlockTier):
         error of a thread, ClosedError.
         """
         with self._grown:
-            while True:
-                for chunk in self._chunks:
-                    if chunk.nbytes == HUGE and chunk.left:
-                        addresses, fences = chunk.take(len(blocks))
-                        stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
-                        return len(addresses), fences
-                self._check_open()
-                if self._failure is not None and not self._under_way:
-                    try:
-                        raise self._failure
-                    finally:
-                        self._failure = None
-                self._begin(0, cores(), len(stored))
-                self._grown.wait()
+            return self._wait_for_room(stored, blocks)
+
+    def _wait_for_room(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
+        while True:
+            for chunk in self._chunks:
+                if chunk.nbytes == HUGE and chunk.left:
+                    addresses, fences = chunk.take(len(blocks))
+                    stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
+                    return len(addresses), fences
+            self._check_open()
+            if self._failure is not None and not self._under_way:
+                try:
+                    raise self._failure
+                finally:
+                    self._failure = None
+            self._begin(0, cores(), len(stored))
+            self._grown.wait()
 
     def _make_piece(self) -> bool:
         """Pin the next piece of memory. Threads of the tier call this method. Returns False if there are no more
