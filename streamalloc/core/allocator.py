@@ -35,7 +35,9 @@ _IN_GRAPHS = (
 
 
 class Allocator(Unique, BufferSource):
-    """Source of buffers: a memory pool, or a cache over a pool."""
+    """Source of buffers that allocates memory: a pool, a cache over a pool, or an allocator outside of pools, such as
+    :class:`PlainMemory`.
+    """
 
     __slots__ = ("__weakref__", "_raw", "alloc_function")
 

@@ -10,10 +10,10 @@ The way of an allocation (:meth:`Allocator.allocate`):
 
 The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out of the buffer frees it; nobody else does.
 
-1. *Ready.* :meth:`Stream.ready` gives the handle; without one step 4 follows. :class:`SharedState` frees shared memory.
-2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
-3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
-4. *Checked way.* :meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
+1. *Ready.* :meth:`Stream.ready` gives the handle. Without a handle, step 4 follows. :class:`SharedState` frees shared
+memory. 2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``). 3. *Refusal.*
+:meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone. 4. *Checked way.*
+:meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
    :func:`~streamalloc.core.fence.in_order_of` finds a stream after the uses. :class:`SharedState` frees shared memory,
    :meth:`Buffer.free_on` other memory, by steps 2 and 3.
 

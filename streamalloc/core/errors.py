@@ -79,7 +79,8 @@ class InvalidDeviceError(CudaError, ValueError):
 
 
 class InvalidContextError(CudaError):
-    """No context is current, or the current context was destroyed.
+    """No context is current, or the current context was destroyed (``CUDA_ERROR_INVALID_CONTEXT``,
+    ``CUDA_ERROR_CONTEXT_IS_DESTROYED``).
 
     Objects of this package make the context of their :class:`Device` current. Programs that call the driver themselves
     must do so, too.
@@ -87,7 +88,8 @@ class InvalidContextError(CudaError):
 
 
 class NotInitializedError(CudaError):
-    """``cuInit`` has not run in this process.
+    """``cuInit`` has not run in this process (``CUDA_ERROR_NOT_INITIALIZED``), or the driver is shutting down
+    (``CUDA_ERROR_DEINITIALIZED``).
 
     :class:`Device` calls ``cuInit``. Driver calls that a program makes before that get this error.
     """
@@ -116,14 +118,15 @@ class NotPermittedError(CudaError):
 
 
 class PeerAccessError(CudaError):
-    """One device cannot reach another's memory.
+    """One device cannot reach another's memory (``CUDA_ERROR_PEER_ACCESS_*``).
 
     :meth:`MemoryPool.set_access` and :func:`streamalloc.vmm.stripe` raise it.
     """
 
 
 class CaptureError(CudaError):
-    """The call is not allowed in the stream capture that is under way.
+    """The call is not allowed in the stream capture that is under way (``CUDA_ERROR_STREAM_CAPTURE_*``), or the capture
+    is invalid by now.
 
     Captures are made by :meth:`Stream.capture`.
     """
@@ -137,7 +140,8 @@ class DeviceLostError(CudaError):
 
 
 class SystemNotReadyError(CudaError):
-    """Something that the driver needs, such as the fabric manager, is not running or not in a valid state.
+    """Something that the driver needs, such as the fabric manager, is not running or not in a valid state
+    (``CUDA_ERROR_SYSTEM_NOT_READY``, ``CUDA_ERROR_ILLEGAL_STATE``).
 
     :class:`~streamalloc.multicast.MulticastObject` raises it.
     """

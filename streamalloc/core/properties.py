@@ -47,7 +47,7 @@ class _Named(enum.Enum):
 class MemLocationType(_Named, enum.IntEnum):
     """Kind of a location of memory (``CUmemLocationType``).
 
-    The field ``type`` of :class:`MemLocation`.
+    :class:`MemLocation` has it as the field ``type``.
     """
 
     NONE = 0
@@ -62,7 +62,7 @@ class MemLocationType(_Named, enum.IntEnum):
 class MemAllocationType(_Named, enum.IntEnum):
     """Kind of an allocation (``CUmemAllocationType``): pinned in its location, or managed.
 
-    The field ``alloc_type`` of :class:`MemPoolProps` and ``type`` of :class:`MemAllocationProp`.
+    :class:`MemPoolProps` has it as the field ``alloc_type``, :class:`MemAllocationProp` as ``type``.
     """
 
     INVALID = 0
@@ -73,8 +73,8 @@ class MemAllocationType(_Named, enum.IntEnum):
 class MemHandleType(_Named, enum.IntFlag):
     """Kinds of operating-system handles for export (``CUmemAllocationHandleType``). Flags can be combined.
 
-    An argument of :class:`MemoryPool` and :class:`~streamalloc.vmm.PhysicalMemory`; :func:`streamalloc.ipc.share`
-    shows its use.
+    :class:`MemoryPool` and :class:`~streamalloc.vmm.PhysicalMemory` take it as ``handle_types``;
+    :func:`streamalloc.ipc.share` shows its use.
     """
 
     NONE = 0
@@ -87,7 +87,7 @@ class MemHandleType(_Named, enum.IntFlag):
 class MemAccess(_Named, enum.IntEnum):
     """Permission of a device or the host to use memory (``CUmemAccess_flags``).
 
-    An argument of :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.map`.
+    :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.map` take it as ``access``.
     """
 
     NONE = 0
@@ -98,7 +98,7 @@ class MemAccess(_Named, enum.IntEnum):
 class MemAdvise(_Named, enum.IntEnum):
     """Advice about managed memory (``CUmem_advise``).
 
-    An argument of :meth:`Memory.advise`; :doc:`/docs/guides/pools` has a program.
+    :meth:`Memory.advise` takes it; :doc:`/docs/guides/pools` has a program.
     """
 
     SET_READ_MOSTLY = 1
@@ -182,7 +182,7 @@ _OF_DEVICES = (MemLocationType.DEVICE, MemLocationType.INVISIBLE)
 class MemLocality:
     """One locality domain of a device: the field ``localized`` of ``CUmemLocation``, in bindings 13.4 or newer.
 
-    The field ``localized`` of :class:`MemLocation`.
+    :class:`MemLocation` has it as the field ``localized``.
     """
 
     device_id: int = 0
@@ -232,7 +232,7 @@ class MemLocation:
 
     @classmethod
     def device(cls, ordinal: int) -> Self:
-        """Return the location of one GPU's memory."""
+        """Return the location of one GPU's memory, by the GPU's ordinal. That the GPU exists is not checked."""
         return cls(MemLocationType.DEVICE, ordinal)
 
     @classmethod
@@ -363,7 +363,7 @@ class OpaqueHandle(bytes):
 class MemPoolPtrExportData(OpaqueHandle):
     """Export data of an allocation of a pool (``CUmemPoolPtrExportData``).
 
-    An argument of :meth:`~streamalloc.ipc.ImportedPool.open`; :func:`streamalloc.ipc.raw_handles` returns it.
+    :func:`streamalloc.ipc.raw_handles` returns it, and :meth:`~streamalloc.ipc.ImportedPool.open` takes it.
     """
 
     __slots__ = ()
@@ -385,7 +385,7 @@ class MemFabricHandle(OpaqueHandle):
 class IpcMemHandle(OpaqueHandle):
     """Handle of memory that ``cuMemAlloc`` allocated, for other processes (``CUipcMemHandle``).
 
-    An argument of :func:`streamalloc.ipc.open_memory_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
+    :func:`streamalloc.ipc.raw_handles` returns it, and :func:`streamalloc.ipc.open_memory_handle` takes it.
     """
 
     __slots__ = ()
@@ -396,7 +396,7 @@ class IpcMemHandle(OpaqueHandle):
 class IpcEventHandle(OpaqueHandle):
     """Handle of an event for other processes (``CUipcEventHandle``).
 
-    An argument of :meth:`Event.from_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
+    :func:`streamalloc.ipc.raw_handles` returns it, and :meth:`Event.from_handle` takes it.
     """
 
     __slots__ = ()

@@ -161,7 +161,7 @@ class Stream(Closes, Shown):
     device: Device
     """The device that runs the stream's work."""
     name: str = ""
-    """Name given to :meth:`Device.create_stream`; may be empty."""
+    """Name given to :meth:`Device.create_stream`; empty if none was given, and for other streams."""
     is_default: bool = False
     """Whether this is a default stream of the device (legacy or per-thread)."""
     sees_all_work: bool = False
@@ -300,7 +300,7 @@ class Stream(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the stream's library closed it."""
+        """Whether :meth:`close` was called, or the stream's library closed it. False for default streams."""
         return self._closed
 
     @property

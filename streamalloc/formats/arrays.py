@@ -280,6 +280,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
 
 def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
     """Return a fill pattern as the unsigned number for ``cuMemsetD*``, and the pattern's width in bytes (1, 2 or 4).
+    ``width`` is that of an integer; None for 1.
 
     Raises
     ------

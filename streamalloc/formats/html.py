@@ -68,8 +68,8 @@ def place(location: _Location) -> str:
 
 
 def color_of(location: _Location) -> str:
-    """Return the colour of a location as ``#rrggbb``. Eight GPUs have different colours; the host has one, all other
-    locations have one.
+    """Return the colour of a location as ``#rrggbb``. GPUs 0 to 7 have different colours, which repeat from GPU 8 on.
+    The host has one colour, and all other locations have another.
     """
     if location.type.name == "DEVICE":
         return _DEVICES[location.id % len(_DEVICES)]

@@ -41,7 +41,7 @@ class RangeMap(Generic[E]):
         return extent
 
     def remove(self, extent: E) -> None:
-        """Remove the range that begins at the same address as ``extent``."""
+        """Remove the range that begins at the same address as ``extent``. No effect if there is none."""
         self.at.pop(extent.base, None)
         at = bisect_left(self._bases, extent.base)
         if self._bases[at : at + 1] == [extent.base]:

@@ -27,7 +27,7 @@ _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
 
 class PoolFigures(NamedTuple):
-    """Statistics of one pool at one moment. Item of the result of :meth:`LiveView.figures`."""
+    """Statistics of one pool at one moment. :meth:`LiveView.figures` returns a list of these."""
 
     name: str
     """Name of the pool. Without a name, its location and handle."""
@@ -131,7 +131,9 @@ class LiveView(Closes):
         self._running: tuple[threading.Thread, _Screen] | None = None
 
     def figures(self) -> list[PoolFigures]:
-        """Return the current statistics of the pools that are not closed."""
+        """Return the current statistics of the pools that are not closed. While this package captures a stream, pools
+        of its driver are left out.
+        """
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]
 
@@ -173,7 +175,7 @@ class LiveView(Closes):
                 screen.end()
 
     def close(self) -> None:
-        """Stop the view (:meth:`stop`)."""
+        """Stop the view (:meth:`stop`). The end of a ``with`` block calls this method. Idempotent."""
         self.stop()
 
     def __enter__(self) -> LiveView:

@@ -39,7 +39,7 @@ Hook = Callable[[Allocation], object]
 
 
 class Counters(NamedTuple):
-    """Numbers of allocations and bytes while an observer recorded. Result of :meth:`Observer.counters`."""
+    """Numbers of allocations and bytes while an observer recorded. :meth:`Observer.counters` returns it."""
 
     nbytes: int
     """Bytes allocated now."""
@@ -174,7 +174,9 @@ class Account:
         self._close_log()
 
     def begin(self, phase: Phase) -> None:
-        """Add a phase to the open phases. Its peak is then updated, and its limit applies."""
+        """Add ``phase`` to the open phases: until :meth:`end`, the peak of ``phase`` is updated, and its limit
+        applies.
+        """
         with self._lock:
             self.open = (*self.open, phase)
 
@@ -272,7 +274,7 @@ class Account:
             self.on_allocate(one)
 
     def unmapped(self, address: int) -> None:
-        """Note the end of a mapping. Called before the driver unmaps the memory."""
+        """Note the end of a mapping, once the memory was unmapped, or the page of an arena was released."""
         self._note(_FREED, address, 0)
 
     def _spanned(self, address: int) -> bool:
@@ -439,8 +441,8 @@ class Observer(Drawn, Leaves):
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to record. Returns the observer. A second call does nothing. Raises ``OSError`` if the log cannot be
-        opened.
+        """Begin to record. Returns the observer. No effect while it records. After :meth:`stop`, the recording
+        continues with the earlier records. Raises ``OSError`` if the log cannot be opened.
         """
         self._account.start()
         return self
@@ -487,7 +489,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def peak(self) -> int:
-        """Most bytes allocated at once."""
+        """Most bytes allocated at once since the first :meth:`start`."""
         self._account.settle()
         return self._account.peak
 
@@ -552,7 +554,8 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """Return a context manager that tags the allocations of this thread or task within the ``with`` block.
+        """Return a context manager that tags the allocations of this thread or task within the ``with`` block. An inner
+        tag replaces the outer one until its block ends.
 
         Raises ``TypeError`` if ``tag`` is not a ``str``.
         """
@@ -659,6 +662,8 @@ def observe(
         are given.
     ClosedError
         An object in ``what`` was closed.
+    ModuleNotFoundError
+        ``nvtx=True`` is given, and the package ``nvtx`` is not installed.
 
     Examples
     --------

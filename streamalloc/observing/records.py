@@ -22,7 +22,7 @@ Action = Literal["allocate", "free", "failure"]
 class Site(NamedTuple):
     """Line of a program. The line number is computed only when :attr:`line` is read, because that is slow.
 
-    Used in ``sites`` of :class:`Allocation`, and as ``site`` of :class:`ProgramPlace`.
+    :class:`Allocation` has such lines in ``sites``, and :class:`ProgramPlace` one as ``site``.
     """
 
     code: CodeType
@@ -69,7 +69,7 @@ def sites(depth: int) -> tuple[Site, ...]:
 class Source(NamedTuple):
     """Kind, location and name of what an allocation came from: a pool, a cache or a mapping.
 
-    Type of :attr:`Allocation.source`.
+    :attr:`Allocation.source` has it.
     """
 
     kind: Kind
@@ -82,7 +82,7 @@ class Source(NamedTuple):
 class Allocation(NamedTuple):
     """Memory that was allocated while an observer recorded.
 
-    Item of :attr:`Observer.live`.
+    :attr:`Observer.live` lists such objects.
     """
 
     address: int
@@ -123,14 +123,14 @@ class Allocation(NamedTuple):
 class Happening(NamedTuple):
     """Entry of the history: an allocation, a free, or an allocation that failed.
 
-    Item of :attr:`Observer.history`.
+    :attr:`Observer.history` lists such objects.
     """
 
     action: Action
     allocation: Allocation
     """The memory that was allocated or freed; its ``address`` is 0 if the allocation failed."""
     time: int
-    """Time in nanoseconds (``time.time_ns``)."""
+    """Time of the allocation, the free or the failure in nanoseconds (``time.time_ns``)."""
     stream: int
     """Driver handle of the stream of the allocation or free."""
     thread: int
@@ -149,9 +149,9 @@ class Phase:
         self.limit: int = limit
         """Largest number of bytes that may be allocated at once; 0 for no limit."""
         self.began: int = time.time_ns()
-        """Time in nanoseconds (``time.time_ns``)."""
+        """Time of the beginning in nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None
-        """Nanoseconds (``time.time_ns``); None before the end."""
+        """Time of the end in nanoseconds (``time.time_ns``); None before the end."""
         self.thread: int = threading.get_ident()
         """Identifier of the thread that began the phase (``threading.get_ident``)."""
         self.before: int = nbytes
@@ -174,7 +174,7 @@ class Phase:
 class LeakError(AssertionError):
     """Memory is still allocated; ``report`` lists the bytes and lines.
 
-    Raised by :meth:`Observer.assert_nothing_left`.
+    :meth:`Observer.assert_nothing_left` raises it.
     """
 
     def __init__(self, report: LeakReport) -> None:
@@ -185,7 +185,7 @@ class LeakError(AssertionError):
 class ProgramPlace(NamedTuple):
     """Live allocations that one line of the program made under the same names.
 
-    Item of :attr:`LeakReport.places`.
+    :attr:`LeakReport.places` lists such objects.
     """
 
     site: Site | None
@@ -240,7 +240,7 @@ class LeakReport:
     """Report of memory that is still allocated, by line of the program. ``bool(report)`` is True if there is such
     memory.
 
-    Result of :meth:`Observer.leaks`.
+    :meth:`Observer.leaks` returns it.
     """
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:

@@ -195,8 +195,8 @@ def inside(
 def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
     """Draw the current statistics of a pool: reserved and used memory as bars, and their peaks as lines.
 
-    Returns the figure. Raises :class:`ClosedError` for a closed pool. :meth:`MemoryPool.plot` draws the same into a new
-    figure. :doc:`/01-memory-pools` shows examples.
+    Returns the figure: that of the axes ``ax``, or a new one. Raises :class:`ClosedError` for a closed pool.
+    :meth:`MemoryPool.plot` draws the same. :doc:`/01-memory-pools` shows examples.
     """
     now = of.statistics()
     unit, scale = unit_of(now.reserved_high)
@@ -310,9 +310,9 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
 
 class Life(NamedTuple):
     """Allocation, from the call that allocates to the call that frees. ``start`` and ``stop`` are indices of these
-    calls.
+    calls; ``stop`` is None for memory that was not freed.
 
-    Item of the result of :func:`lives`.
+    :func:`lives` returns a list of these.
     """
 
     address: int
@@ -421,7 +421,7 @@ def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
 
     The height of a box is the size of the allocation, and the colour shows its stream. The colour of the left edge
     shows why the driver could reuse freed memory. Unused addresses are left out. ``of``: the calls, as for
-    :func:`lives`.
+    :func:`lives`. ``ax``: axes to draw into; default: those of a new figure.
     """
     found = lives(of)
     places = _packed(found)
@@ -588,7 +588,8 @@ _FUNCTIONS: dict[type | tuple[type, ...], Any] = {
 def draw(thing: object, **options: Any) -> Figure:
     """Draw a pool, an address range, a virtual buffer or an observer. Returns the figure.
 
-    The ``plot`` methods of these objects, such as :meth:`MemoryPool.plot`, call this function.
+    The ``plot`` methods of these objects, such as :meth:`MemoryPool.plot`, call this function. ``options`` are the
+    keyword arguments of :func:`pool` or :func:`address_range`; :func:`memory`, for an observer, has none.
 
     Raises
     ------

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class MemoryKind(enum.Enum):
     """Kind of the memory at an address.
 
-    The field ``kind`` of :class:`PointerAttributes`.
+    :class:`PointerAttributes` has it as the field ``kind``.
     """
 
     UNKNOWN = "unknown"

@@ -139,7 +139,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     name: str
     """Name that ``repr``, reports and errors show; empty if none was given."""
     on_oom: OutOfMemoryPolicy
-    """Policy of :meth:`allocate` when memory runs out."""
+    """Policy of :meth:`allocate` when memory runs out, as for the argument of the constructor. Can be assigned. For
+    pools that the constructor did not make it is ``"raise"`` at first.
+    """
 
     def __init__(
         self,
@@ -356,7 +358,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def owned(self) -> bool:
-        """Whether closing this object destroys the pool."""
+        """Whether closing this object destroys the pool. False for pools of the driver and of other code."""
         return self._end is not None
 
     @property
@@ -512,7 +514,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
 
 class MadeCurrent(Leaves):
-    """Result of :meth:`MemoryPool.make_current`. The end of its ``with`` block makes the earlier pool current again."""
+    """The change of a current pool that :meth:`MemoryPool.make_current` has made. The end of its ``with`` block makes
+    the earlier pool current again.
+    """
 
     def __init__(self, pool: MemoryPool, previous: MemoryPool) -> None:
         self._pool = pool

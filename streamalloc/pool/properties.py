@@ -34,7 +34,7 @@ _LARGEST_POOL = 1 << 48
 class MemPoolProps:
     """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
 
-    An argument of :class:`MemoryPool`; :attr:`MemoryPool.properties` returns it.
+    :class:`MemoryPool` takes it, and :attr:`MemoryPool.properties` returns it.
 
     Attributes
     ----------

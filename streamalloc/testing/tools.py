@@ -71,12 +71,14 @@ class Gate(Closes):
         held.call("cuStreamWaitValue32", self._flag, self._holds, int(at_least))
 
     def open(self) -> None:
-        """Let the work of all blocked streams run. Returns at once, without waiting for this work."""
+        """Let the work of all blocked streams run. Returns at once, without waiting for this work. No effect if no
+        stream is blocked, or after :meth:`close`.
+        """
         if self._flag is not None:
             self._value.value = self._holds
 
     def close(self) -> None:
-        """Open the gate, synchronise the device, and free the flag; idempotent."""
+        """Open the gate, synchronise the device, and free the gate's memory (``cuMemFreeHost``). Idempotent."""
         if self._flag is None:
             return
         self.open()

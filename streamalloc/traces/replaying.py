@@ -287,7 +287,7 @@ ALLOCATORS: dict[str, Entry] = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of a replay. Result of :func:`replay`."""
+    """Measurements of a replay. :func:`replay` returns it."""
 
     allocator: str
     """Title of the allocator, such as ``"RMM PoolMemoryResource"``."""
@@ -428,7 +428,8 @@ class Replay:
 
 @contextlib.contextmanager
 def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Replay]:
-    """Return a context manager whose block gets a trace prepared for replays. A name creates a new allocator.
+    """Return a context manager whose block gets a :class:`Replay` of the trace. If ``on`` is a name, a new allocator is
+    made, and closed at the end of the block; an allocator is used as it is.
 
     The context of ``device`` is current in the block. Raises ``KeyError`` for an unknown name, and ``ImportError`` if
     the library is not installed. :func:`replay` also measures.

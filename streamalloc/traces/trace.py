@@ -51,7 +51,7 @@ Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is not a trace, or is damaged. The message names the line. Raised by :func:`load`."""
+    """A file is not a trace, or is damaged. The message names the line. :func:`load` raises it."""
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
@@ -64,7 +64,7 @@ class TraceFormatError(ValueError):
 class Event(NamedTuple):
     """Allocation or free. Streams, threads and allocations are numbered from 0 in order of appearance.
 
-    Item of :attr:`Trace.events`.
+    :attr:`Trace.events` lists such objects.
     """
 
     action: Action
@@ -133,7 +133,7 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Most bytes allocated at once, as a sum of requested sizes."""
+        """Most bytes allocated at once, as a sum of requested sizes; 0 without events."""
         now = most = 0
         for event in self.events:
             now += event.nbytes if event.action == "allocate" else -event.nbytes
@@ -142,7 +142,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first to the last event."""
+        """Seconds from the first to the last event; 0 without events."""
         return (self.events[-1].time - self.events[0].time) / 1e9 if self.events else 0.0
 
     def save(self, path: str | Path) -> None:

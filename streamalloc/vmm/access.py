@@ -121,7 +121,7 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
 
 def each_of(after: object) -> Iterable[Any]:
     """Return the events and streams that the argument ``after`` names: ``after`` alone if it is one event or stream,
-    otherwise its elements. Nothing is checked.
+    otherwise its elements. ``after`` must not be None. Nothing is checked.
     """
     several = isinstance(after, (list, tuple, set, frozenset)) or (
         isinstance(after, Iterable) and not hasattr(after, "__cuda_stream__")

@@ -413,7 +413,7 @@ class RangeView(Memory):
 
     @property
     def address(self) -> int:
-        """Device address of the first byte."""
+        """Device address of the first byte. Raises ClosedError if the range was closed."""
         return self.range.address + self.offset
 
     @property
@@ -423,7 +423,9 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """Default stream of the memory's device; for host memory, of the first device with access."""
+        """Default stream of the memory's device; for host memory, of the first device with access, or of device 0 if
+        none has access.
+        """
         entries = self._entries()
         places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
         devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
@@ -431,7 +433,9 @@ class RangeView(Memory):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; if there are several mappings, the location of the first."""
+        """Location of the memory; if there are several mappings, the location of the first. If there is none, which
+        needs ``holes=True``, the device of :attr:`stream`.
+        """
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
 
@@ -442,12 +446,12 @@ class RangeView(Memory):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to all bytes."""
+        """Whether the stream's device has access to all mapped bytes."""
         return all(self._allowed(self.stream.device.location))
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU has access to all bytes."""
+        """Whether the CPU has access to all mapped bytes."""
         return all(self._allowed(MemLocation.host()))
 
     @property
@@ -566,7 +570,9 @@ class Mapping(RangeView, Closes):
         self.range._node.set_rights(self._entries(), rights, after)
 
     def revoke(self, who: Access, *, after: After = None) -> None:
-        """Revoke the permissions of ``who``: ``set_access(who, MemAccess.NONE, after=after)``."""
+        """Revoke the permissions of ``who``: ``set_access(who, MemAccess.NONE, after=after)``. Errors as for
+        :meth:`set_access`.
+        """
         self.set_access(who, MemAccess.NONE, after=after)
 
     def close(self, after: After = None) -> None:

@@ -914,7 +914,9 @@ class ExpandableCache(CachingAllocator):
         self._state.limit = checked_size("limit", nbytes)
 
     def statistics(self) -> CacheStatistics:
-        """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included."""
+        """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included. The driver is
+        not asked, so the call also works on a closed cache.
+        """
         state = self._state
         state.collect_dropped()
         segment, cached = state.segment, state.cached
@@ -932,7 +934,7 @@ class ExpandableCache(CachingAllocator):
         the number of bytes released.
 
         The host waits for no stream. Memory of a stream with unfinished work is not released: synchronise with the
-        stream and trim again.
+        stream and trim again. Raises ClosedError, and TypeError or ValueError if ``keep`` is not a size.
         """
         least = checked_size("keep", keep)
         self._check_open()

@@ -116,7 +116,8 @@ class GrowableBuffer(VirtualBuffer):
     def resize(self, nbytes: int | str, *, after: After = None, release: bool = True) -> None:
         """Grow or shrink to ``nbytes`` in place. Remaining bytes keep their values; new bytes are undefined.
 
-        New memory can be used at once on any stream. A shrink unmaps memory, which is not stream-ordered.
+        New memory can be used at once on any stream (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``). A shrink
+        unmaps memory, which is not stream-ordered (``cuMemUnmap``, ``cuMemRelease``).
 
         Parameters
         ----------
@@ -214,6 +215,8 @@ def stripe(
         One of the devices cannot access the memory of another.
     OutOfMemoryError, AddressSpaceError
         A device has too little memory, or the process has no addresses left. All memory and addresses are released.
+    TypeError, ValueError
+        ``devices`` is empty or names a device twice, or ``nbytes`` is 0 or not a size.
 
     Examples
     --------

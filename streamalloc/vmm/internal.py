@@ -99,7 +99,7 @@ def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Stop notifying ``watcher`` of mappings on a driver."""
+    """Stop notifying ``watcher`` of mappings on a driver. No effect if it is not notified."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers = tuple(other for other in allocations.watchers if other is not watcher)

@@ -260,8 +260,8 @@ class AllocationHandle(HandleNode):
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """Share the state of other objects with the same driver handle. Call this once the handle is known. This node
-        is then released after the same nodes as the nodes of the other objects.
+        """Share the state of other objects with the same driver handle. Call this once the handle is known. From then
+        on, this node also waits for the nodes that their nodes wait for (:attr:`Node.first`).
         """
         state = self.state
         state.handle = int(self._raw)
@@ -332,7 +332,9 @@ class MappingWatcher(Protocol):
         """
 
     def unmapped(self, address: int, /) -> None:
-        """Called after the mapping at ``address`` was unmapped. Never raises."""
+        """Called after the mapping at ``address`` was unmapped, or the page of an arena there was released. Never
+        raises.
+        """
 
 
 class Allocations:

@@ -472,12 +472,14 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory, as it was requested."""
+        """Location of the memory, as it was requested; for memory of other code, as the driver reports it."""
         return self._spec.prop.location
 
     @property
     def properties(self) -> MemAllocationProp:
-        """Properties with which the memory was created."""
+        """Properties with which the memory was created; for memory of other code, as the driver reports them
+        (:meth:`query`).
+        """
         return self._spec.prop
 
     def query(self) -> MemAllocationProp:

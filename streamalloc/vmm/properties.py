@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class MemAllocFlags:
     """Flags of physical memory: the field ``allocFlags`` of ``CUmemAllocationProp``.
 
-    The field ``alloc_flags`` of :class:`MemAllocationProp`.
+    :class:`MemAllocationProp` has it as the field ``alloc_flags``.
 
     Attributes
     ----------
@@ -36,6 +36,11 @@ class MemAllocFlags:
     usage
         1 requests memory for the tiles of sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``), 2 memory that the
         decompression engine can use (``CU_MEM_CREATE_USAGE_HW_DECOMPRESS``).
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``compression_type`` is neither 0 nor 1, or ``usage`` does not fit 16 bits.
     """
 
     compression_type: int = 0
@@ -53,7 +58,7 @@ class MemAllocFlags:
 class MemAllocationProp:
     """Properties of physical memory (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
 
-    An argument of :class:`~streamalloc.vmm.PhysicalMemory`.
+    :class:`~streamalloc.vmm.PhysicalMemory` takes it in place of a device.
 
     Attributes
     ----------

@@ -79,8 +79,8 @@ T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
 Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
-"""Function that reserves memory or disk space in a tier for the buffers of a tag. It returns a backup for each
-buffer.
+"""Function that reserves memory or disk space in a tier for the buffers of a tag. It returns a backup for each buffer;
+no backup if the bytes are not kept.
 """
 _LONGEST_REASON = 2000
 """Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
@@ -100,7 +100,7 @@ class Residents(Shown):
     """
 
     device: Device
-    """The device."""
+    """The device whose memory is listed."""
     total: int
     """Bytes of the device's memory."""
     free: int
@@ -112,7 +112,7 @@ class Residents(Shown):
     pages: int
     """Bytes of all pages of arenas, including their pages of zeros."""
     pools: Mapping[str, int]
-    """Reserved bytes of this process's pools, by name."""
+    """Reserved bytes of this process's pools, by name; by handle for a pool without a name."""
     graphs: int
     """Bytes reserved by CUDA graphs that allocate memory."""
     measured: Mapping[str, int]
@@ -210,7 +210,7 @@ class Ranks(Protocol):
 
     def allgather(self, data: bytes, /, *, timeout: float | None = None) -> Sequence[bytes]:
         """Send ``data`` to all ranks, and return the data of all ranks, in the order of ranks. ``timeout`` is in
-        seconds.
+        seconds; None for the communicator's own limit.
         """
 
 
@@ -248,7 +248,8 @@ class Votes:
         """Whether this rank has voted."""
 
     def agree(self) -> None:
-        """Vote for the call, and return once all ranks have voted for it.
+        """Vote for the call, and return once all ranks have voted for it. If the call has no ``ranks``, return at
+        once.
 
         Raises
         ------
@@ -310,11 +311,12 @@ class _Members(Closes, Claimable):
         Parameters
         ----------
         nbytes
-            Size in bytes. The size of the physical memory is rounded up to the granularity.
+            Size in bytes, or text such as ``"2MiB"``; 0 gives an empty buffer. The size of the physical memory is
+            rounded up to the granularity.
         stream
             Stream of operations for which the caller names no stream; default: the device's default stream.
         tag
-            Tag by which :meth:`sleep` and :meth:`wake` select buffers.
+            Tag by which :meth:`sleep` and :meth:`wake` select buffers; the empty text by default.
 
         Raises
         ------
@@ -322,6 +324,8 @@ class _Members(Closes, Claimable):
             There is not enough memory.
         ClosedError
             The group was closed.
+        TypeError, ValueError
+            ``nbytes`` is not a size, ``stream`` is not a stream of the driver, or ``tag`` is no text.
         """
         self._check_open()
         size, tag = checked_size("nbytes", nbytes), checked_type("tag", tag, str)
@@ -330,7 +334,8 @@ class _Members(Closes, Claimable):
         return buffer
 
     def add(self, buffer: VirtualBuffer, tag: str = "") -> None:
-        """Add a buffer to the group, or change its tag.
+        """Add a buffer to the group, or change the tag of a buffer that is in the group. The buffer may be evicted; it
+        then counts as asleep.
 
         Raises
         ------
@@ -351,7 +356,7 @@ class _Members(Closes, Claimable):
         buffer._remedy = f"group.wake({tag!r}), or restore() it alone,"
 
     def remove(self, buffer: VirtualBuffer) -> None:
-        """Remove a buffer from the group.
+        """Remove a buffer from the group. A buffer that is not in the group is left as it is.
 
         Raises
         ------
@@ -373,7 +378,9 @@ class _Members(Closes, Claimable):
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
-        """The group's buffers and their tags, in the order in which they were added."""
+        """The group's buffers and their tags, in the order in which they were added. Closed buffers are left out. Empty
+        after :meth:`close`.
+        """
         # keyrefs() copies the keys in one step, because another thread may add buffers meanwhile.
         found = [reference() for reference in self._members.keyrefs()]
         tags = {buffer: self._members.get(buffer) for buffer in found if buffer is not None and not buffer.closed}
@@ -381,12 +388,12 @@ class _Members(Closes, Claimable):
 
     @property
     def asleep(self) -> bool:
-        """Whether a buffer of the group is asleep."""
+        """Whether at least one buffer of the group is asleep."""
         return any(buffer.evicted for buffer in self.buffers)
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of physical memory that the group's buffers have now."""
+        """Bytes of physical memory that the group's buffers have now. Sleeping buffers have none."""
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
@@ -408,7 +415,9 @@ class _Members(Closes, Claimable):
             raise KeyError(f"no buffer has the tag {unknown[0]!r}: {known}; {remedy}")
 
     def resident(self) -> Residents:
-        """Return the memory of the device by owner, as it is now, including memory that the group cannot release."""
+        """Return the memory of the device by owner, as it is now, including memory that the group cannot release.
+        Raises ClosedError, CudaError.
+        """
         self._check_open()
         return Residents.of(self.device, self.buffers, self._measured)
 
@@ -481,7 +490,7 @@ class _Backups(_Members):
     @property
     def backup(self) -> Any:
         """Pool or tier for the bytes of sleeping and frozen buffers. By default it is a tier in host memory of the
-        device's NUMA node, made at its first use.
+        device's NUMA node, made at its first use. Raises ClosedError if the group was closed.
         """
         self._check_open()
         if self._backup is not None:
@@ -643,6 +652,8 @@ class _Backups(_Members):
             its undo failed, so that the buffer still has its memory: :meth:`wake` it.
         DamagedBackupError, OSError
             The stored bytes are damaged, or a file cannot be read.
+        ClosedError
+            The group or the buffer was closed.
         """
         self._alone(lambda _: self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
@@ -671,6 +682,8 @@ class _Backups(_Members):
             The buffer is frozen.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space to store the bytes.
+        ClosedError
+            The group or the buffer was closed.
         """
 
         def act(_: Claim) -> None:
@@ -793,7 +806,7 @@ class SleepGroup(_Backups):
         ranks
             A communicator, such as an ``ipc.ProcessCommunicator`` or the result of ``ipc.as_communicator(group)``. The
             groups of all its ranks must make this call, and either all groups sleep or none. The ranks vote before any
-            memory is released.
+            memory is released. None: only this group sleeps.
         timeout
             Seconds to wait for the votes of the other ranks; None for the communicator's own limit.
 
@@ -1001,7 +1014,8 @@ class SleepGroup(_Backups):
         by the call and awake before the first hook; if there are none, no hook is called. Hooks and other threads can
         still use, close, evict or remove these buffers. A buffer that was closed, evicted or removed takes no part in
         the sleep. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same list; the undo of the
-        last hook comes first. An example for code that registers memory::
+        last hook comes first. Without ``undo`` nothing is called. Raises ClosedError if the group was closed. An
+        example for code that registers memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
@@ -1015,7 +1029,8 @@ class SleepGroup(_Backups):
 
         Hooks are called in the order in which they were added. The bytes are complete in the order of the stream of
         :meth:`wake`. If a later hook or the wake fails, ``undo(buffers)`` is called; the undo of the last hook comes
-        first. Then the buffers are put to sleep again, with their earlier bytes.
+        first. Then the buffers are put to sleep again, with their earlier bytes. Without ``undo`` nothing is called.
+        Raises ClosedError if the group was closed.
         """
         self._check_open()
         self._after_wake.append((hook, undo))

@@ -52,7 +52,7 @@ level.
 class MipTail(NamedTuple):
     """The mip tail: the smallest mipmap levels, which share memory.
 
-    The value of :attr:`SparseArray.mip_tail`.
+    :attr:`SparseArray.mip_tail` has it.
     """
 
     first_level: int
@@ -99,7 +99,7 @@ class TilePool(Closes):
         # release of a dropped pool waits for the work of the device.
         self.memory._node.used_unmapped = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
-        """Number of tiles of 64 KiB."""
+        """Number of tiles of 64 KiB that the memory has, free or in use."""
         self._free: deque[_FreeTile] = deque((tile, None, None) for tile in range(self.tiles))
         """Free tiles. The tile that has been free longest comes first."""
 
@@ -361,7 +361,7 @@ class SparseArray(OwnsNode):
 
     @property
     def tile_bytes(self) -> int:
-        """Size of a tile in bytes."""
+        """Size of a tile in bytes, 64 KiB. If the array is mapped as a whole, the size of level 0."""
         return int(np.prod(self.tile)) * self.element_bytes
 
     @property
@@ -424,6 +424,8 @@ class SparseArray(OwnsNode):
         ValueError
             The region contains only a part of a tile, is outside of the level or is mapped already. Or the array has no
             such level or layer.
+        TypeError
+            ``pool`` is no :class:`TilePool`.
         CaptureError
             The stream is being captured.
         """

@@ -52,7 +52,7 @@ RESTORE = "restore() it"
 class Eviction(NamedTuple):
     """Physical memory that a buffer has released, and the buffer's backup.
 
-    The value of :attr:`VirtualBuffer.eviction` after :meth:`VirtualBuffer.evict`.
+    :attr:`VirtualBuffer.eviction` has it after :meth:`VirtualBuffer.evict`.
     """
 
     pieces: tuple[ChunkSpec, ...]
@@ -143,7 +143,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """Mappings of the buffer's chunks, in the order of addresses. Only the buffer unmaps them."""
+        """Mappings of the buffer's chunks, in the order of addresses; none while the buffer is evicted. Only the buffer
+        unmaps them.
+        """
         return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
@@ -168,7 +170,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, which memory added later also gets."""
+        """Permissions by location, which memory added later also gets. While the buffer is frozen, only read access."""
         return dict(self._rights if self._frozen is None else read_only(self._rights))
 
     @property

@@ -44,7 +44,7 @@ def class_size(nbytes: int, finer: int = 0) -> int:
 
 
 class SizeClass:
-    """The free blocks of one size on one stream."""
+    """The blocks of one size on one stream: a list of the free blocks, and the number of all blocks."""
 
     __slots__ = ("count", "fitting", "free", "nbytes", "owner")
 

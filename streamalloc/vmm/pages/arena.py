@@ -26,7 +26,7 @@ class ArenaStatistics(NamedTuple):
     """Statistics of a :class:`PageArena`, in pages."""
 
     pages: int
-    """Physical pages that exist."""
+    """Physical pages that exist, in use or not. The page of zeros is not counted."""
     spare: int
     """Physical pages that are not mapped in any space."""
     parked: int
@@ -233,6 +233,8 @@ class PageTable(Closes):
     ------
     TypeError
         ``space`` is no PageSpace, or ``dtype`` is another type.
+    ClosedError
+        The space was closed.
     OutOfMemoryError
         There is not enough memory.
     """

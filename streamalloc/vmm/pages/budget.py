@@ -83,7 +83,8 @@ class PageBudget(Closes):
         Largest number of bytes of all pages of all processes together; None uses the limit in the file.
     on_ask
         Function that a thread of the budget calls with the number of bytes of used pages that this process should
-        release. If the function releases less, the other processes may repeat their request.
+        release. If the function releases less, the other processes may repeat their request. None: this process
+        releases only unused pages.
 
     Raises
     ------
@@ -189,7 +190,7 @@ class PageBudget(Closes):
 
     @property
     def used(self) -> int:
-        """Bytes of the pages of all processes."""
+        """Bytes of the pages of all processes, as the file has them. Raises ClosedError."""
         return self._in_table(lambda: sum(one.used for one in self._members().values()))
 
     @property
@@ -212,7 +213,8 @@ class PageBudget(Closes):
         would exceed the limit, write nothing, request pages from the other processes, and return False.
 
         ``asking`` is the ``PhysicalPages`` that needs the bytes. If the limit has no room, the unused pages of this
-        process's other arenas are released first, and the number is written if there is room then.
+        process's other arenas are released first, and the number is written if there is room then. With None, nothing
+        is released. Raises ClosedError.
         """
 
         def publish() -> bool:
@@ -244,6 +246,13 @@ class PageBudget(Closes):
             Number of bytes needed, or text such as ``"64MiB"``.
         timeout
             Longest time to wait in seconds.
+
+        Raises
+        ------
+        ClosedError
+            The budget was closed.
+        TypeError, ValueError
+            ``nbytes`` is not a size.
         """
         needed = checked_size("nbytes", nbytes)
         until = time.monotonic() + timeout

@@ -101,7 +101,7 @@ class Page(HandleEnd):
         """Address at which watchers count the page; 0 if no watcher counts it."""
 
     def forget(self) -> None:
-        """Clear the handle without a driver call, because the context no longer exists, and so the memory neither."""
+        """Clear the handle without a driver call, because the context was lost, and its memory with it."""
         self._raw = None
 
     def __del__(self) -> None:
@@ -140,7 +140,8 @@ class Places(MappedBytes):
 
     def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
         """Call ``act`` while no other thread changes the places (:meth:`PhysicalPages.changing`), and return the result
-        of ``act``.
+        of ``act``. Places that are :attr:`broken` are repaired first. With ``closing`` they are not, and a space that
+        was closed is accepted.
 
         Raises
         ------
@@ -176,8 +177,9 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return two lists of those ``places`` that hold a page. The first has the places without which a page has no
-        users left. The second has the other places, whose pages have further users.
+        """Return two lists of those ``places`` that hold a page. The places are looked at in order. A place is in the
+        first list if its page has no user left once this place and the places before it are released. Otherwise it is
+        in the second list.
         """
         alone: list[int] = []
         shared: list[int] = []

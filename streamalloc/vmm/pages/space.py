@@ -72,6 +72,7 @@ class SpaceMemory(OwnsRange):
         ``after``, and for the work of parked pages. Idempotent.
 
         ``after`` is one or several events or streams whose work may use the pages; default: all work of the device.
+        Raises CaptureError if one of these streams is being captured.
         """
         if self.range.closed:
             return
@@ -88,7 +89,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def committed(self) -> npt.NDArray[np.int64]:
-        """Array of the indices of the committed pages, in ascending order."""
+        """Array of the indices of the committed pages, in ascending order. Raises ClosedError."""
         found: npt.NDArray[np.int64] = np.flatnonzero(self.numbers >= 0)
         return found
 
@@ -97,7 +98,7 @@ class SpaceMemory(OwnsRange):
         """A copy of the page table as an array: the number of each page's physical page, or -1 if the page is not
         committed.
 
-        Pages that share memory have the same number. Numbers begin at 0 and are reused.
+        Pages that share memory have the same number. Numbers begin at 0 and are reused. Raises ClosedError.
         """
         self._check_open()
         with self._physical.lock:
@@ -299,6 +300,8 @@ class SwapSpace(SpaceMemory):
         ------
         OutOfMemoryError, OSError
             The tier is full, or a file cannot be written. No page is changed.
+        TypeError, ValueError
+            ``tier`` is no tier of this device, or ``pages`` has something that is no index of a page.
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
@@ -525,6 +528,8 @@ class PageSpace(SwapSpace):
             A stream of ``after`` is being captured.
         ClosedError
             The space or the arena was closed.
+        TypeError, ValueError
+            ``pages`` has something that is no index of a page.
         CudaError
             The driver refused a call. In all these cases no page is changed.
         """

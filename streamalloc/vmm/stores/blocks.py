@@ -615,12 +615,14 @@ class BlockTier(Tier, Closes):
 
     @property
     def used(self) -> int:
-        """Bytes of all stored contents."""
+        """Bytes of all stored contents. In a :class:`DiskTier`, files of buffers are not included."""
         return sum(chunk.nbytes * (chunk.count - chunk.left) for chunk in self._chunks)
 
     @property
     def reserved(self) -> int:
-        """Bytes of all chunks, with or without contents. Only :meth:`trim` and :meth:`close` release chunks."""
+        """Bytes of all chunks, with or without contents. Only :meth:`trim` and :meth:`close` release chunks. In a
+        :class:`DiskTier`, files of buffers are not included.
+        """
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
