@@ -61,10 +61,14 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function and the arguments that make ``thing`` in another process, as pickle needs them. The memory is
     shared with a hold, which keeps the memory while the pickled descriptor is in transit.
 
+    On a queue's feeder thread, no error is raised: it is printed, and the returned function raises it in the reader.
+
     Raises
     ------
     TypeError
         The object owns a driver resource that cannot be shared.
+    ValueError, ClosedError, CudaError
+        As for :func:`share`.
     """
     try:
         if type(thing) not in KINDS:

@@ -101,9 +101,7 @@ class Hold:
         return self._mark.number
 
     def over(self) -> bool:
-        """Whether the hold has ended. This property also ends the hold if the mark was set to 0 or ``lost`` returns
-        True.
-        """
+        """Whether the hold has ended. The call ends the hold if the mark was set to 0, or if ``lost`` returns True."""
         if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
             self.end()
         return self._over
@@ -162,13 +160,13 @@ class Lease(SharedState):
     # -- announcements ---------------------------------------------------------------------------------------
 
     def announce(self, stream: Stream) -> int:
-        """Make ``stream`` write the next value to the word ``ready`` after the stream's queued work. Returns this
-        value, for which importers wait.
+        """Make ``stream`` write the next value to the word ``ready`` after the stream's queued work
+        (``cuStreamWriteValue32``). Returns this value, for which importers wait.
 
         Raises
         ------
-        CudaError
-            The driver refuses the write. The lease is as before.
+        CudaError, ClosedError
+            The driver refuses the write, or the stream was closed. The lease is as before.
         """
         words = self.words
         with self.lock:
@@ -278,7 +276,7 @@ class Lease(SharedState):
 
     def unused(self) -> bool:
         """Whether nobody uses the memory any more: every hold has ended, and every importer has closed the memory and
-        finished its work. If so, descriptors become stale.
+        finished its work. If so, descriptors become stale. They also become stale while only work of importers is left.
         """
         return self.end(None) and self.block.all_closed(self.words)
 
@@ -323,7 +321,7 @@ class Lease(SharedState):
 
     @property
     def readers(self) -> int:
-        """Number of other processes that have the memory open now."""
+        """Number of other processes that have the memory open now, or whose work on it goes on after the close."""
         return len(self._using())
 
     def drop(self, buffer: Buffer) -> None:
@@ -436,7 +434,7 @@ class ExportedPool:
 
 
 class Exports:
-    """The handles that this process has exported through one driver."""
+    """The handles that this process has exported through one driver, and the leases of what it has shared."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -105,11 +105,15 @@ class Shared(Unique, Shown):
 
     @property
     def held(self) -> bool:
-        """Whether this object keeps the shared memory from being freed."""
+        """Whether this object keeps the shared memory from being freed. False without ``hold=True``, and after the hold
+        has ended or has moved to a message.
+        """
         return self._hold is not None and not self._hold.over()
 
     def to_bytes(self) -> bytes:
-        """Return the descriptor's bytes."""
+        """Return the descriptor's bytes, as ``bytes(shared)`` does. While this object has a hold, the bytes name its
+        mark, so that their opening ends the hold.
+        """
         if self._hold is None or self._lease is None or self._hold.over():
             return self.descriptor.to_bytes()
         return self.descriptor.to_bytes(self._hold.mark(self._lease.block))
@@ -117,7 +121,7 @@ class Shared(Unique, Shown):
     __bytes__ = to_bytes
 
     def cancel(self) -> None:
-        """End the hold, for a descriptor that will not be opened. Idempotent."""
+        """End the hold, for a descriptor that will not be opened. From then on the memory can be freed. Idempotent."""
         self._again = None
         if self._hold is not None:
             self._hold.end()
@@ -235,6 +239,8 @@ def share(
         The device lacks a capability for it.
     CaptureError
         The stream is being captured.
+    ClosedError, CudaError
+        ``thing`` or the stream was closed, or the driver refuses a call.
     """
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
@@ -334,7 +340,7 @@ def raw_handles(thing: object, *, handle_type: MemHandleType | None = None, expo
 
     Raises
     ------
-    TypeError, ValueError, NotSupportedError
+    TypeError, ValueError, NotSupportedError, ClosedError, CudaError
         As for :func:`share`.
 
     Examples

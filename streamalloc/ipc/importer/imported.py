@@ -217,7 +217,7 @@ class ImportedPool(Foreign, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed."""
+        """Whether this object was closed. It stays False if the owner closes the pool."""
         return self not in self._pool.users
 
     def close(self) -> None:
@@ -250,6 +250,8 @@ class ImportedPool(Foreign, Closes):
             ``device`` is no device of this driver.
         InvalidDeviceError, NotSupportedError
             The device cannot reach the memory, or the driver does not grant this access.
+        ClosedError
+            The pool was closed here.
         """
         self._check_open()
         check_device("device", device, self._session)
@@ -295,13 +297,17 @@ class ForeignMemory(Memory, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents will never be complete, because the owner died before the contents were complete."""
+        """Whether the contents will never be complete, because the owner died before that. False while the contents are
+        still awaited. Raises ClosedError if the memory was closed.
+        """
         self.check_usable()
         return self._announced is not None and self._announced.lost
 
     @property
     def owner_alive(self) -> bool | None:
-        """Whether the exporting process is alive; None if unknown, because the descriptor has no control block."""
+        """Whether the exporting process is alive; None if unknown, because the descriptor has no control block. Raises
+        ClosedError if the memory was closed.
+        """
         self.check_usable()
         return None if self._announced is None else self._announced.block.exporter_alive()
 
@@ -347,7 +353,9 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the shared part."""
+        """Size in bytes of the shared part, or of the allocation that was opened by a raw handle. It stays after the
+        close.
+        """
         return self._nbytes
 
     @property
@@ -361,7 +369,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def location(self) -> MemLocation:
-        """Device of the memory."""
+        """Device of the memory, as a location. Raises ClosedError if the buffer was closed."""
         self._checked_import()
         return self._new.device.location
 
@@ -372,21 +380,24 @@ class ImportedBuffer(ForeignMemory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether :attr:`stream` belongs to the device that owns the memory."""
+        """Whether :attr:`stream` belongs to the device that owns the memory. Raises ClosedError if the buffer was
+        closed.
+        """
         self._checked_import()
         return self.stream.device == self._new.device
 
     @property
     def closed(self) -> bool:
-        """Whether the buffer was closed."""
+        """Whether this object was closed. Other objects of the same allocation do not count."""
         return self._use.over
 
     def close(self, stream: StreamLike | None = None) -> None:
         """Release the memory after the work of ``stream``, by default its own (``cuMemFreeAsync``,
         ``cuStreamWriteValue32``). Idempotent.
 
-        The owner's free is ordered after that work. The default for a per-thread stream is that of
-        :meth:`Buffer.free`.
+        The owner's free is ordered after that work. If this process has opened the allocation several times, the last
+        close releases it. For memory of ``cuMemAlloc``, the host waits for the stream (``cuIpcCloseMemHandle``). The
+        default for a per-thread stream is that of :meth:`Buffer.free`.
 
         Raises
         ------

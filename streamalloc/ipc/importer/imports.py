@@ -190,7 +190,7 @@ class PoolHandle(Deferred):
             self.marks.add((block, mark))
 
     def ended(self) -> bool:
-        """Whether the marks show that the owner has closed the pool or has died.
+        """Whether all marks show that the owner has closed the pool or has died. False for a pool without marks.
 
         A pool of another library has one mark for each time it was shared.
         """

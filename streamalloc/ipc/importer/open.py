@@ -29,7 +29,7 @@ from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
 
 Imported: TypeAlias = "ImportedArray | ImportedBuffer | ImportedRange | ImportedPool | PhysicalMemory | Event"
-"""The results of :func:`open`."""
+"""Classes of the objects that :func:`open` returns."""
 
 T = TypeVar("T", bound="Imported", default="ImportedBuffer | ImportedRange")
 

@@ -158,7 +158,9 @@ class RingConsumer(RingEnd):
 
     @property
     def stream(self) -> Stream:
-        """The stream that waits for the contents and releases the slots."""
+        """The stream that waits for the contents and releases the slots. If :meth:`Ring.consumer` was called without a
+        stream, it is the default stream of the memory's device.
+        """
         return self._memory.stream
 
     @property

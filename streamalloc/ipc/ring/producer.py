@@ -93,7 +93,7 @@ class RingSlot(SlotMemory):
         Raises
         ------
         TypeError, ValueError
-            The assigned value is not an integer, or is larger than the slot.
+            The assigned value is not an integer, or is negative or larger than the slot.
         """
         return self._used
 
@@ -419,7 +419,7 @@ class RingProducer(RingEnd):
         self.slots = slots
         stride = -(-size // _ALIGNMENT) * _ALIGNMENT
         self.stream: Stream = as_stream(stream, self._session)
-        """The stream that fills the slots."""
+        """The stream that fills the slots, and on which their memory is freed."""
         self.stream.refuse_capture("cuMemAllocFromPoolAsync", "a ring is not made in a capture")
         self._ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else None
         buffer = pool.allocate(slots * stride, self.stream)

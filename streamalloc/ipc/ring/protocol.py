@@ -188,7 +188,7 @@ class RingEnd(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether this end was closed."""
+        """Whether this end was closed in this process. A close of the other end does not count."""
         ending = self._ending
         return ending is None or ending.closed
 

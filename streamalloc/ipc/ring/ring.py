@@ -57,8 +57,9 @@ class Ring:
 
         Raises
         ------
-        ValueError
-            A size is out of range, or the pool's memory cannot be shared; the message has the reason.
+        TypeError, ValueError
+            An argument has a wrong type, a size is out of range, or the pool's memory cannot be shared; the message has
+            the reason.
         OutOfMemoryError
             The pool has no memory for the slots.
         CaptureError

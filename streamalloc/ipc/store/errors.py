@@ -36,7 +36,7 @@ class StoreFullError(StoreError, MemoryError):
 
 
 class StoreGoneError(StoreError, ConnectionError):
-    """The server of the store has ended, or closed the connection.
+    """No server of the store runs, or the server has ended or closed the connection.
 
     The methods of :class:`Store` raise it.
     """

@@ -166,7 +166,7 @@ class HeldEntry:
             epoch.close()
 
     def trim(self) -> int:
-        """Release the spare memory, and return its size in bytes."""
+        """Release the spare memory, and return its size in bytes; 0 if the key has none."""
         spare, self.spare = self.spare, None
         if spare is None:
             return 0
@@ -319,7 +319,8 @@ class Holdings:
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], files: tuple[Fd, ...], handles: list[Fd]) -> None:
         """Take over the memory of an epoch that its writer has completed; :meth:`publish` makes it visible. Raises
-        StoreError, StoreKeyError.
+        StoreError if ``chunks`` is empty, exceeds the reserved bytes, or was given before; StoreKeyError if the key has
+        a commit that must not be replaced.
 
         ``address``: device address of the range in the writer. ``chunks``: chunk sizes in bytes. ``files``: layout and
         rest of the manifest. ``handles``: file descriptors of the chunks, except those of reused memory.
@@ -401,7 +402,7 @@ class Holdings:
         self._forget(entry)
 
     def trim(self) -> int:
-        """Release all spare memory, and return its size in bytes."""
+        """Release the spare memory of all keys, and return its size in bytes; 0 if there is none."""
         return sum(entry.trim() for entry in self.entries.values())
 
     def _forget(self, entry: HeldEntry) -> None:
@@ -413,7 +414,10 @@ class Holdings:
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
-        """Handle the end of ``holder``'s connection: abort the write of its epoch, or end its read."""
+        """Handle the end of ``holder``'s connection: abort the write of its epoch, or end its read. If ``holder`` has
+        committed an epoch whose contents are not complete, that epoch is lost, and the commit before it is the last one
+        again.
+        """
         epoch, holder.epoch = holder.epoch, None
         if epoch is None:
             return

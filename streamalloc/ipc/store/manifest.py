@@ -61,7 +61,9 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements from the first to the last in memory, including the gaps that strides leave."""
+        """Number of elements from the first to the last in memory, including the gaps that strides leave; 0 for an
+        empty tensor.
+        """
         if self.strides is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -193,7 +195,9 @@ class TensorLayout(Mapping[str, Tensor]):
         self.add_rows({str(name): self.new_row(name, tensor, nbytes)})
 
     def add_rows(self, rows: dict[str, list[Any]]) -> None:
-        """Add the tensors of ``rows``: JSON forms by name, which :meth:`new_row` has returned."""
+        """Add the tensors of ``rows``: JSON forms by name, which :meth:`new_row` has checked and returned. Nothing is
+        checked here.
+        """
         self._rows.update(rows)
         self._data, self._hash = b"", ""
 

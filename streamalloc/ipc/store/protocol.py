@@ -87,6 +87,7 @@ REQUESTS: dict[str, dict[str, _Check]] = {
 }
 """Fields of each request, with the check of each field.
 
+* ``status`` and ``list`` return sums and keys, ``remove`` removes a key, ``trim`` releases all spare memory.
 * ``write`` begins an epoch; the end of the connection aborts it. With ``like``, the answer has the layout of the last
   commit; with ``reuse`` as well, also memory that no process has any more, if the store kept some.
 * ``reserve`` comes before the writer creates memory.
@@ -124,7 +125,9 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the name of a request and a dictionary of its fields. Each field is checked."""
+    """Return the name of a request and a dictionary of its fields. Raises StoreError if the client has another version
+    of the protocol, ProtocolError for an unknown request or a field that is missing, unknown or not allowed.
+    """
     fields = decode(data)
     version, name = fields.pop("version", None), fields.pop("request", None)
     if version != VERSION:
@@ -231,6 +234,8 @@ class Connection(Closes):
             The server has ended, or this connection was closed.
         ForkedProcessError
             The connection is that of the parent process.
+        TimeoutError, ProtocolError
+            The server did not answer within 30 s, or its answer is not valid.
         """
         with self._lock:
             if self._channel.closed:

@@ -99,6 +99,10 @@ class StoreServer(Closes):
     ------
     StoreBusyError
         Another process of this user serves a store of this name.
+    ValueError
+        The name or the limit is not allowed, or ``evict`` is given without a limit.
+    OSError, ProtocolError
+        With ``keep``: no keeper could be started, or a kept commit cannot be read.
     """
 
     def __init__(

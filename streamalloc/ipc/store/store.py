@@ -233,6 +233,8 @@ class Store(Closes):
         ------
         StoreKeyError
             The store holds nothing under this key; the message says if the key was lost.
+        StoreError
+            This process does not see the device of the memory.
         AddressSpaceError
             The addresses that ``at`` demands are taken.
         LayoutChangedError
@@ -273,7 +275,9 @@ class Store(Closes):
         Raises
         ------
         ValueError
-            A file is no ``safetensors`` file, or a name is in two files.
+            No file was given, a file is no ``safetensors`` file, or a name is in two files.
+        StoreKeyError, StoreBusyError, StoreError, StoreFullError
+            As for :meth:`write` and :meth:`WeightsWriter.allocate`. Nothing was committed.
         """
         paths = [path for one in files for path in _files_of(Path(one))]
         if not paths:

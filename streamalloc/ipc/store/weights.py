@@ -261,13 +261,15 @@ class Weights(Tensors, Closes):
 
     @property
     def address(self) -> int:
-        """Device address of the first byte of the range. Raises ClosedError if the weights were closed."""
+        """Device address of the first byte of the range. The host does not wait for the contents here, but it does for
+        ``weights.memory.address``. Raises ClosedError if the weights were closed.
+        """
         self._check_open()
         return self.range.address
 
     @property
     def memory(self) -> StoredView:
-        """All bytes of the range as one piece of memory. Raises ClosedError if the weights were closed."""
+        """The epoch's :attr:`nbytes` bytes as one piece of memory. Raises ClosedError if the weights were closed."""
         self._check_open()
         return StoredView(self, 0, self.nbytes)
 
@@ -324,7 +326,7 @@ class Weights(Tensors, Closes):
         Idempotent.
 
         The addresses stay reserved, and this process keeps the epoch. :meth:`attach` maps the memory again. Until then,
-        uses of the views raise :class:`ClosedError`.
+        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed.
         """
         self._check_open()
         self.range.unmap(after=after)
@@ -346,6 +348,8 @@ class Weights(Tensors, Closes):
             The last commit has another layout; the message lists the changes. Nothing was done.
         StoreKeyError, StoreGoneError
             With ``latest``: the store holds nothing under the key, or its server has ended.
+        ClosedError
+            The weights were closed.
         """
         self._check_open()
         if latest:

@@ -286,6 +286,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             The server has too few free file descriptors. Nothing was committed; :meth:`commit` can be called again.
         StoreError
             The store refused the commit, or another rank did not commit. Nothing was committed.
+        ClosedError
+            The epoch was committed or aborted before.
         """
         self._check_open()
         if self._group is not None:

@@ -240,7 +240,7 @@ def read_file(fd: Fd, limit: int = MAX_FILE) -> bytes:
 
 
 def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
-    """Return file descriptors as ancillary data for ``sendmsg`` (``SCM_RIGHTS``)."""
+    """Return file descriptors as ancillary data for ``sendmsg`` (``SCM_RIGHTS``); an empty list for no descriptors."""
     numbers = [one.fileno() if isinstance(one, Fd) else operator.index(one) for one in handles]
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
 
@@ -698,7 +698,8 @@ class Channel(_SocketOwner):
 
     def shutdown(self) -> None:
         """End the connection for every process that has one of its ends (``shutdown``). Calls that wait, and later
-        sends, raise :class:`PeerGoneError`. This end is still to be closed.
+        sends, raise :class:`PeerGoneError`. Both ends can still receive the messages that were sent before. This end is
+        still to be closed. Idempotent.
         """
         self._shut_down()
 
@@ -777,7 +778,9 @@ class Listener(_SocketOwner):
             return Channel(connection, admitted(connection))
 
     def close(self) -> None:
-        """Stop listening, and remove the socket's path if it has one. Accepted channels stay open. Idempotent."""
+        """Stop listening, and remove the socket's path if it has one. Accepted channels stay open. A forked child only
+        closes its own copy. Idempotent.
+        """
         # A forked child closes only its copy, because the parent owns the listener.
         if not self.closed and os.getpid() == self._process:
             # The path is only removed if it is still this socket: another listener may have bound a new one meanwhile.

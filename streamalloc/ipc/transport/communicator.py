@@ -662,6 +662,11 @@ class TorchCommunicator(_Group):
         A process group; None: the default group.
     timeout
         Seconds for calls without a timeout argument; None: the timeout of the group's store.
+
+    Raises
+    ------
+    ValueError
+        ``torch.distributed`` is not initialised, or this process is not in the group.
     """
 
     def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
