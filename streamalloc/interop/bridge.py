@@ -192,7 +192,8 @@ class Sources:
     Raises
     ------
     TypeError, ValueError
-        A source does not allocate device memory, or two sources have the same device or different drivers.
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers.
     """
 
     def __init__(self, sources: Iterable[AllocatorSource]) -> None:
@@ -492,7 +493,7 @@ class Ledger:
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 if no bytes were asked
-        for.
+        for. Raises the errors of that method.
         """
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address

@@ -30,7 +30,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
         Pools or other allocators, one for each device.
     callbacks
         True: cuda.core calls Python for each allocation. False: cuda.core gets the handles of pools and calls the
-        driver.
+        driver; for other allocators it calls Python.
 
     Returns
     -------
@@ -40,7 +40,8 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     Raises
     ------
     TypeError, ValueError
-        A source does not allocate device memory, or two sources have the same device or different drivers.
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers.
     ModuleNotFoundError
         cuda.core is not installed.
     """
@@ -148,7 +149,8 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
     """Return a buffer of cuda.core over ``memory``. The buffer keeps the memory alive. :func:`memory` does the reverse.
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
-    for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped.
+    for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped. Raises
+    ModuleNotFoundError, ValueError for memory of a simulated driver, ClosedError.
     """
     core = library("cuda.core", session_of(memory))
     lent = Lent(memory.view_as("u1"), stream)
@@ -156,7 +158,7 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:
-    """Return a buffer of cuda.core as memory that ``stream`` uses, without a copy. The parameters are those of
+    """Return a buffer of cuda.core as memory that ``stream`` uses, without a copy. Parameters and errors are those of
     :func:`borrow`.
     """
     return borrow(buffer, stream, lender=lender)

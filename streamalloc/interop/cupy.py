@@ -37,8 +37,11 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
 
     Raises
     ------
-    ValueError
-        The thread is inside ``cupy.cuda.using_allocator``.
+    TypeError, ValueError
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers. Or this thread is inside ``cupy.cuda.using_allocator``.
+    ModuleNotFoundError
+        CuPy is not installed.
     """
     return CuPyBridge(Sources(sources), callbacks).start()
 
@@ -131,8 +134,9 @@ def array(
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes. With
-        ``dtype`` alone the result has one dimension.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes in one
+        dimension. With ``dtype`` alone the result has one dimension. With ``shape`` alone a typed view keeps its type,
+        and other memory is bytes.
     stream
         The stream that uses the array; default: CuPy's current stream. This stream waits for the work queued on the
         memory's stream. When the array is dropped, the memory's stream waits for this stream. If other streams use the

@@ -27,8 +27,9 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes. With
-        ``dtype`` alone the result has one dimension.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes in one
+        dimension. With ``dtype`` alone the result has one dimension. With ``shape`` alone a typed view keeps its type,
+        and other memory is bytes.
 
     Raises
     ------

@@ -249,7 +249,7 @@ def borrow(
         The library's stream. It waits for ``stream`` when the returned memory is closed or dropped, so that the library
         may write or free the array at once. None: the array is kept until the work of ``stream`` is done.
     driver
-        The driver to use if ``stream`` is an object of another library.
+        The driver to use if ``stream`` is an object of another library; default: the default driver of the package.
 
     Raises
     ------

@@ -273,8 +273,8 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> str:
-        """``"preload"`` or ``"torch"``, as in ``torch_memory_saver``. Both mean the same here: regions use pools of
-        PyTorch.
+        """``"preload"`` (default) or ``"torch"``, as in ``torch_memory_saver``. Both mean the same here: regions use
+        pools of PyTorch. An assignment of another value raises ValueError.
         """
         return self._hook_mode
 
@@ -287,8 +287,8 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Device memory in bytes that allocations in regions leave free. PyTorch runs out of memory that much
-        earlier.
+        """Device memory in bytes that allocations in regions leave free; default: 0. PyTorch runs out of memory that
+        much earlier. An assignment raises TypeError or ValueError if the value is not an integer from 0 on.
         """
         return self._margin
 
@@ -298,7 +298,9 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether :meth:`resume` keeps backups in host memory, for :meth:`get_cpu_backup` and for the next pause."""
+        """Whether :meth:`resume` keeps backups in host memory, for :meth:`get_cpu_backup` and for the next pause. False
+        by default, unless ``TMS_RETAIN_CPU_BACKUP`` is 1, true or yes. Can be assigned.
+        """
         self._ensure_initialized()
         return self._retain
 
@@ -345,7 +347,7 @@ class TorchMemorySaver:
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """Set the folder of later backups on disk, and make the folder if it is missing. Raises ``OSError`` if that
-        fails.
+        fails. Before this call it is ``TMS_DISK_BACKUP_DIR``, or else ``/tmp``.
         """
         self._ensure_initialized()
         os.makedirs(path, exist_ok=True)

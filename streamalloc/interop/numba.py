@@ -32,6 +32,14 @@ def use(*sources: AllocatorSource) -> Bridge:
     -------
     Bridge
         The bridge, started. Numba cannot use the handles of pools, so it calls Python for each allocation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers.
+    ModuleNotFoundError
+        Numba is not installed.
     """
     return NumbaCallback(Sources(sources)).start()
 
@@ -135,8 +143,9 @@ def array(
     memory
         Device memory.
     dtype, shape
-        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes. With
-        ``dtype`` alone the result has one dimension.
+        As for :meth:`Memory.view_as`. Default: those of ``memory`` if it is a typed view, otherwise bytes in one
+        dimension. With ``dtype`` alone the result has one dimension. With ``shape`` alone a typed view keeps its type,
+        and other memory is bytes.
     stream
         The stream that uses the array; default: the legacy default stream, which Numba uses by default, too. This
         stream waits for the work queued on the memory's stream. When the array is dropped, the memory's stream waits
@@ -155,7 +164,8 @@ def array(
 
 
 def memory(array: Any, stream: Stream) -> Borrowed:
-    """Return a device array of Numba as memory that ``stream`` uses. The lender is the legacy default stream.
+    """Return a device array of Numba as memory that ``stream`` uses, without a copy. The lender is the legacy default
+    stream of the device of ``stream``. Raises the errors of :func:`borrow`.
 
     :doc:`/docs/guides/interop` has a program.
     """

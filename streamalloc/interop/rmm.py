@@ -31,6 +31,14 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     -------
     Bridge
         The bridge, started.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers.
+    ModuleNotFoundError
+        RMM is not installed.
     """
     return RMMBridge(Sources(sources), callbacks).start()
 

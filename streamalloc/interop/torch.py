@@ -105,8 +105,8 @@ class TorchBridge(Bridge):
 
     @property
     def pool(self) -> Any:
-        """PyTorch's pool. Raises ``ValueError`` if the bridge has several devices, because each device then has its own
-        pool.
+        """PyTorch's pool (``torch.cuda.MemPool``). It is made at the first use, and anew after :meth:`close`. Raises
+        ``ValueError`` if the bridge has several devices, because each device then has its own pool.
         """
         self._prepare()
         (pool,) = self.pools.values()
@@ -489,7 +489,8 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
         Device memory.
     dtype, shape
         As for :meth:`Memory.view_as`, or a PyTorch type such as ``torch.bfloat16``, which NumPy lacks. Default: those
-        of ``memory`` if it is a typed view, otherwise bytes. With ``dtype`` alone the result has one dimension.
+        of ``memory`` if it is a typed view, otherwise bytes in one dimension. With ``dtype`` alone the result has one
+        dimension. With ``shape`` alone a typed view keeps its type, and other memory is bytes.
 
     Raises
     ------
@@ -543,6 +544,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
     :func:`state_dict` returns them again; :doc:`/docs/guides/store` has an example.
 
     Tensors that share a storage also share memory in the store, so tied weights are copied once. Strides are kept.
+    Raises the errors of :meth:`WeightsWriter.allocate`.
     """
     torch = library("torch")
     groups: dict[Any, list[str]] = {}

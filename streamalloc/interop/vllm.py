@@ -184,7 +184,7 @@ class CuMemAllocator:
             yield self._bridge(tag).pool.id
 
     def release_cudagraph_pool(self) -> None:
-        """Release the memory of captured graphs. Destroy the graphs before."""
+        """Release the memory of captured graphs. Destroy the graphs before. No effect if no graph pool was used."""
         bridge = self._bridges.pop(self.cudagraph_tag, None)
         if bridge is not None:
             bridge.close()
@@ -251,8 +251,10 @@ class CuMemAllocator:
         ------
         OutOfMemoryError
             There is not enough device memory. All is still asleep, with its bytes.
+        CaptureError
+            A stream is being captured. Nothing has changed.
         TypeError
-            A tag is not a text.
+            A tag is not a ``str``.
         """
         named = _DEFERRABLE if tags is None else _tags("tags", tags)
         prepare([self.group])
