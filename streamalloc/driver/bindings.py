@@ -99,7 +99,8 @@ _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 
 
 def takes(name: str, module: Any = cuda) -> list[str]:
-    """Return a list of the parameters of a function, in the form of its docstring, such as ``attr: cudaDeviceAttr``.
+    """Return a list of the parameters of a function, in the form of its docstring, such as ``attr: cudaDeviceAttr``;
+    an empty list for an unknown function.
 
     A C type is written before the name, and a default after it: ``size_t numNodes=0``.
     """
@@ -175,7 +176,7 @@ def c_signature(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def value_count(name: str) -> int:
-    """Return the number of values that a driver function returns after the result code."""
+    """Return the number of values that a driver function returns after the result code; 0 for an unknown function."""
     return len(returns(name))
 
 

@@ -270,19 +270,22 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """The memory of every rank, indexed by rank; it includes this rank's memory."""
+        """The memory of every rank, indexed by rank; it includes this rank's memory. Raises ClosedError if the memory
+        was closed.
+        """
         return self._replicas(0, self.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """The signal pad of every rank, indexed by rank. The pads are initially zero, and only your kernels write
-        them.
+        """The signal pad of every rank, indexed by rank. The pads are initially zero, and only your kernels write them.
+        Raises ClosedError if the memory was closed.
         """
         return self._replicas(self.signal_offset, self.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, for stores and reductions; None without multicast.
+        """Multicast view of all ranks' memory, for stores and reductions; None without multicast. Raises ClosedError if
+        the memory was closed.
 
         A store, fill or copy to the view writes the same offset of every rank's memory. The result of ordinary reads is
         undefined. Kernels read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all
@@ -298,13 +301,16 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's memory is mapped in this process, indexed by rank."""
+        """Address at which each rank's memory is mapped in this process, indexed by rank. Raises ClosedError if the
+        memory was closed.
+        """
         self._check_open()
         return np.array(self._bases, np.uint64)
 
     @property
     def multicast_address(self) -> int | None:
-        """Address of the multicast view in this process; None without multicast.
+        """Address of the multicast view in this process; None without multicast. Raises ClosedError if the memory was
+        closed.
 
         The view has the same offsets as each rank's memory, so kernels can also write signal pads through the view.
         """
@@ -314,7 +320,9 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's signal pad is mapped in this process, indexed by rank."""
+        """Address at which each rank's signal pad is mapped in this process, indexed by rank. Raises ClosedError if the
+        memory was closed.
+        """
         self._check_open()
         return np.array([base + self.signal_offset for base in self._bases], np.uint64)
 
@@ -326,6 +334,13 @@ class SymmetricMemory(Closes, Shown):
         ----------
         rank
             A rank of this process (:attr:`ranks`); default: :attr:`rank`.
+
+        Raises
+        ------
+        ValueError
+            ``rank`` is not a rank of this process.
+        ClosedError
+            The memory was closed.
         """
         self._check_open()
         base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
@@ -340,7 +355,9 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_table(self) -> int:
-        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`signal_addresses`."""
+        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`signal_addresses`:
+        ``tables().signal_pads``.
+        """
         return self.tables().signal_pads
 
     def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
@@ -380,6 +397,8 @@ class SymmetricMemory(Closes, Shown):
             The number of streams is wrong, or an argument has a wrong type.
         ValueError
             The channel does not exist, or a stream belongs to a device that is not in :attr:`devices`.
+        ClosedError
+            The memory was closed.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -394,7 +413,8 @@ class SymmetricMemory(Closes, Shown):
         """Signal another rank once the work queued on the stream has completed (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
-        n-th signal from this rank. Errors as for :meth:`barrier`.
+        n-th signal from this rank. Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank, or
+        if several ranks have the stream's device and ``rank`` is not given.
 
         Parameters
         ----------

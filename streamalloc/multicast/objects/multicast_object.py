@@ -313,6 +313,8 @@ class MulticastObject(GenericAllocation):
             The device does not support multicast objects.
         InvalidDeviceError
             The device is not joined by NVLink to the other devices of the team.
+        ClosedError
+            The object was closed.
         """
         raw = self._checked_raw()
         check_device("device", device, self._session)
@@ -427,8 +429,12 @@ class MulticastObject(GenericAllocation):
             Not all devices were added. The driver would block.
         ValueError
             A device is not in the team.
+        NotSupportedError
+            ``access`` names the host, which cannot use a multicast object.
         AddressSpaceError
             The process has no free address range of this size.
+        ClosedError
+            The object was closed.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
@@ -450,6 +456,8 @@ class MulticastObject(GenericAllocation):
         ------
         ValueError
             The object is mapped, and ``unmap`` is False.
+        CudaError
+            The driver refused a call. Call :meth:`close` again to release the rest.
         """
         if self.closed:
             return

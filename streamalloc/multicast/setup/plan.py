@@ -123,7 +123,7 @@ class Plan(NamedTuple):
     layout: RankLayout
     multicast: bool
     handle_types: tuple[MemHandleType, ...]
-    """Handle types that can be used, the preferred type first."""
+    """Handle types that can be used, the preferred type first; ``NONE`` alone if all ranks are in one process."""
     physical_bytes: int
     """Bytes of physical memory of each rank."""
 
