@@ -137,7 +137,9 @@ class TrackedGraph:
         self.after.setdefault(handle, []).extend(after)
 
     def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
-        """Check the nodes that calls have added against each other, in the order of their edges."""
+        """Check the nodes that calls have added against each other, in the order of their edges. ``on_hazard`` is
+        called with each hazard.
+        """
         self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, TrackedStream]:
@@ -177,7 +179,9 @@ class TrackedCapture:
         """
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
-        """Begin a capture that adds nodes to ``graph``. ``after``: handles of nodes that precede the captured nodes."""
+        """Begin a capture of ``stream`` that adds nodes to ``graph``. ``after``: handles of nodes that precede the
+        captured nodes. A handle of an unknown node stands for all nodes of the graph.
+        """
         self.graph = graph
         done = graph.play(self._inside)
         for handle in after:

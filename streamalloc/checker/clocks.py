@@ -284,7 +284,7 @@ class Timeline:
         """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock contains all operations
         that precede it.
 
-        The call is made now, unless the stream waits for an obstacle.
+        The call is made now, unless the stream waits for an obstacle. Then it is made when the obstacle ends.
         """
         legacy = stream.legacy
         if self.waiting:
@@ -361,7 +361,7 @@ class Timeline:
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
         """Record that an obstacle has happened, after the operations in ``clock``.
 
-        The streams that wait for the obstacle continue.
+        The streams that wait for the obstacle continue. A second call for the same obstacle has no effect.
         """
         if obstacle.clock is not None:
             return
@@ -396,7 +396,7 @@ class Timeline:
 
     def force_mark(self, obstacle: Obstacle) -> None:
         """Record that the host has found that an obstacle has happened, and so everything that had to happen
-        before it.
+        before it. If it is unknown what has ended the obstacle, all work queued before counts as done, with a note.
         """
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:

@@ -55,7 +55,8 @@ class ElementTypes:
         """Number of kernels without declared uses so far. Each may have written all memory that existed then."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy of ``nbytes`` bytes. If one side is a NumPy array, the type of its elements is used.
+        """Record a copy of ``nbytes`` bytes. From a NumPy array, the target gets the type of the array's elements. To a
+        NumPy array, the recorded types of the source are compared with it (:meth:`read`).
 
         Between two other sides, the recorded types are copied too. ``what``: name of the copy in reports.
         """
@@ -70,14 +71,17 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements of type ``dtype``. Raw bytes have no type, so nothing is recorded for them."""
+        """Record a write of elements of type ``dtype``. Nothing is recorded for elements of one byte, or that are
+        neither numbers nor times.
+        """
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
                 memory.types = (*memory.types, Typed(start, end, dtype, stack, self.unseen))
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
-        """Report a read of elements as ``dtype`` that were written as another type.
+        """Report a read of elements as ``dtype`` that were written as another type; the first such part only. Unsigned
+        integers fit any type of the same size, and complex numbers fit pairs of floats.
 
         ``what``: name of the reading operation in reports.
         """
@@ -255,10 +259,10 @@ class QueuedSources:
         self._keep(lambda one: one.stream is not stream and unknown(one.mark, one.stream.number))
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """Return the clock of the work that may have ended, as the host may have found out, when the host uses the
-        bytes from ``start`` up to ``end``.
+        """Return the clock of the work for which the host may have waited when it uses the bytes from ``start`` up to
+        ``end``.
 
-        The host may have polled other bytes, which that work writes last.
+        The host may have waited by polling other bytes, which that work writes last (:meth:`polled`).
         """
         clock = self._timeline.host.copy()
         for low, high, mark in self._flags:
@@ -403,8 +407,8 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Do not use writes at ``address`` for the order. This package has its own calls that report what such a write
-        announces.
+        """Record that this package waits for the value at ``address``. It reports which work of other processes such a
+        value announces (:meth:`.Interprocess.opened`), so the end of the wait orders no other announced work.
         """
         self._ignored.add(self._key(address)[0])
 
@@ -463,7 +467,9 @@ class WaitValues:
         self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: TrackedStream) -> bool:
-        """Whether a stream waits, directly or through other streams, for a value that the host cannot read."""
+        """Whether a stream waits, directly or through other streams, for a value that the host cannot read. No call
+        need show that such a wait has ended.
+        """
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:
             obstacle = obstacle.source.obstacle

@@ -155,7 +155,7 @@ class Board:
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int | None:
         """Post an export that is not complete, or a use of a part of shared memory. Returns the index of the post; None
-        if the board is not writable.
+        if the board is not writable. If there are :data:`POSTS` posts, the oldest is replaced.
 
         ``name``: see :func:`posts_of`. ``covers``: the event records that come after the work, as tuples of the event's
         index and the record's number. ``part``: start and end of the used part as offsets in bytes; 0 and 0 for all
@@ -264,7 +264,7 @@ def importers(exported: bytes) -> list[int]:
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
     """Return tuples of name and post, for the posts of other processes with these names.
 
-    A name is export data, or :func:`_named` of it.
+    The name of posts about writes is the export data of the memory. Posts about reads have ``reads`` after it.
     """
     return [(name, _read(found)) for name, found in _find(names, posts=True)]
 
@@ -379,7 +379,9 @@ class Interprocess:
     # -- exports and imports ---------------------------------------------------------------------------------
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
-        """Announce to other processes that this process has an import open. ``exported``: the import's export data."""
+        """Announce to other processes that this process has an import open. ``exported``: the import's export data. If
+        the board is full, a note is added instead.
+        """
         index = self.board.add_entry(exported + IMPORT)
         if index is not None:
             self.entries[range_] = index
@@ -448,7 +450,8 @@ class Interprocess:
         return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Check an export: importers can wait only for interprocess events that were recorded.
+        """Check an export of memory whose work may not have ended. If a recorded interprocess event comes after the
+        work, importers can wait for it, and it is posted for them. Otherwise a hazard is reported.
 
         ``stack``: place of the export in the program. ``name``: export data, by which other processes find the post.
         """
@@ -566,8 +569,8 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Read the announcements of other processes about a range, before a use of it. ``write``: whether the use
-        writes.
+        """Read the announcements of other processes about a range into :attr:`.Range.awaited`, before a use of it.
+        ``write``: whether the use writes.
         """
         name = self.names.get(range_)
         if name is None:
@@ -672,8 +675,9 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
-        """Return the clock of the work that may precede a record of ``event`` by another process. None if no other
-        process has announced a record.
+        """Return the clock of the work that may precede a record of ``event`` by another process or library. For an
+        event of another library without a known record, this is all work so far. None if only this process has the
+        event.
         """
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")

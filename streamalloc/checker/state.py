@@ -158,7 +158,9 @@ class State:
         return unseen and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program where memory was allocated that is not freed."""
+        """Return one hazard for each place in the program where memory was allocated that is not freed. Registered
+        memory is no leak, nor is memory whose free comes later (:attr:`.Range.deferred`).
+        """
         due = (one for one in self.addresses.living() if not (one.pending or one.deferred))
         resources: list[Range | TrackedMemory] = [one for one in due if one.kind != "registered memory"]
         named = (one for one in dict.fromkeys(self.physical.values()) if one.stack)

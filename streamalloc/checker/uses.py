@@ -35,7 +35,7 @@ Touch = tuple[int, int, bool]
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 Rest: TypeAlias = Callable[[Answer], object]
-"""The second half of a rule with steps: a function that is called with the driver's answer."""
+"""Function that runs those steps of a rule that follow the driver call. It is called with the driver's answer."""
 Steps: TypeAlias = Generator[None, Answer, Any]
 """Generator that yields where the driver makes the call. It then gets the driver's answer. It may end without
 yielding.
@@ -93,7 +93,7 @@ def may_poll(range_: Range) -> bool:
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
-    """Do nothing with the driver's answer. It is the second half of a rule that needs no step after the call."""
+    """Do nothing with the driver's answer. This is the :data:`Rest` of a rule that has no step after the call."""
 
 
 class Rule(NamedTuple):
@@ -137,7 +137,7 @@ def ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], obj
     objects by handle.
 
     The object is removed before the call, because another thread may get the same handle during the call. ``ended`` is
-    called after a success.
+    called after a success. After a refusal the object is put back.
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
@@ -268,7 +268,9 @@ def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
 
 
 def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges at addresses, without freed ranges whose addresses other memory may have now."""
+    """Return the parts of ranges at addresses, without freed ranges whose addresses other memory may have now. Memory
+    that was not allocated through this checker gets a note.
+    """
     touched = list(touched)
     _note_unknown(state, touched)
     return [one for one in all_pieces(state, touched) if not one[0][0].vacated]

@@ -260,7 +260,8 @@ class Recorder:
             self._alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return a tuple: the second half of the call's rule (None: the call must not be made), and the new hazards.
+        """Return a tuple: the steps of the rule that follow the call (None: the call must not be made), and the new
+        hazards.
 
         The hazards are taken while the lock is held, so that no other thread delivers them.
         """

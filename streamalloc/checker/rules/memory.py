@@ -64,7 +64,7 @@ def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> S
 
 
 def mappings(state: State, address: int, size: int) -> list[Range]:
-    """Return the mappings that overlap an address range."""
+    """Return the mappings that overlap an address range. Unmapped ones stay among them until others replace them."""
     return [one for one in state.addresses.overlapping(address, address + size) if one.kind == "mapping"]
 
 

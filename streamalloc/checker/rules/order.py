@@ -50,7 +50,9 @@ class HostCall:
         self._queued.append((stream, before, ended))
 
     def begins(self) -> None:
-        """Record that the oldest queued call has begun. So the work before it in its stream has ended."""
+        """Record that the oldest queued call has begun. So the work before it in its stream has ended. If no call was
+        queued, all work so far counts as done, with a note.
+        """
         timeline = self._state.timeline
         if not self._queued:
             # Another library launched the graph, so no call was queued here.
@@ -71,7 +73,7 @@ class HostCall:
         self._state.thread().within = None
 
     def refused(self) -> None:
-        """Remove a call that the driver has refused to queue."""
+        """Remove a call that the driver has refused to queue. A function in a graph gets no more calls."""
         if self.stays:
             self.cancelled = True
         else:
@@ -147,7 +149,8 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
-    """Make a stream wait for an event (``cuStreamWaitEvent``).
+    """Make a stream wait for an event (``cuStreamWaitEvent``). If the event was recorded in a capture, the stream joins
+    this capture.
 
     ``external``: in a capture, each launch of the graph waits for the event, which is outside of the graph.
     """
