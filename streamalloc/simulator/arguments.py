@@ -130,7 +130,8 @@ def _given_or_current(machine: Machine, handle: int) -> contexts.Context:
 
 def found_in(table: str, code: Any = Result.CUDA_ERROR_INVALID_VALUE, of_null: Any = None) -> Find:
     """Return a function that looks up a handle in a table of the machine. ``table``: path of the attribute. ``code``:
-    result code for an unknown handle. ``of_null``: result code for a null handle; None: ``code``.
+    result code for an unknown handle, or text for a :class:`NotModelled`. ``of_null``: the same for a null handle;
+    None: ``code``.
     """
     get = operator.attrgetter(table)
     return lambda machine, handle: need(get(machine).get(handle), code if handle else of_null or code)

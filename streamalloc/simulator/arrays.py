@@ -288,7 +288,8 @@ class Remap(Operation):
 class BoxCopy(Operation):
     """Operation that copies a box, from or to an array or between rows of memory, a few planes per step.
 
-    If memory was unmapped since the call, all later calls in the context fail; the process does not crash.
+    If memory was unmapped since the call, all later calls in the context fail (CUDA_ERROR_ILLEGAL_ADDRESS); the process
+    does not crash.
     """
 
     def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:

@@ -440,7 +440,9 @@ class QueueEvent:
         return shared
 
     def make_wait(self, stream: Queue) -> None:
-        """Make a stream wait for the latest record of the event (``cuStreamWaitEvent``)."""
+        """Make a stream wait for the latest record of the event (``cuStreamWaitEvent``). An event that was never
+        recorded gives no order.
+        """
         elsewhere, record = self.elsewhere, self.record
         if elsewhere is not None:
             stream.submit(Until(elsewhere.arrival()))

@@ -107,6 +107,11 @@ def kernel(
     attributes
         Values that ``cuFuncGetAttribute`` returns, by enum name without ``CU_FUNC_ATTRIBUTE_``.
 
+    Raises
+    ------
+    TypeError
+        ``name`` is not a text, or ``types`` has another type than those of ctypes and NumPy.
+
     Examples
     --------
     >>> import numpy as np

@@ -165,7 +165,7 @@ _WORD = 8
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
     """Return the arguments of a launch of the kernel ``name``. ``types``: ctypes types of its parameters; None if
-    unknown.
+    unknown. Raises :class:`NotModelled` if they are unknown and the arguments are packed without types.
 
     The bindings pack the arguments into memory, as for a real driver, and this function reads that memory.
     """
@@ -191,7 +191,7 @@ def packed(params: Any, extra: Any) -> tuple[Any, int]:
     """Let the bindings pack the arguments of a launch.
 
     Returns a tuple of the struct that owns the packed ``params``, and the address that ``extra`` gives, or 0. The
-    driver accepts only one of ``params`` and ``extra``.
+    driver accepts only one of ``params`` and ``extra``; both give CUDA_ERROR_INVALID_VALUE.
     """
     node = cuda.CUDA_KERNEL_NODE_PARAMS()
     node.kernelParams = params  # The bindings check the arguments at this assignment, and raise.
@@ -288,8 +288,8 @@ _here = threading.local()  # State of each thread. Its attribute ``launch`` is t
 
 
 def current_launch() -> Launch:
-    """Return the launch that runs the calling function. It has ``name``, ``grid``, ``block``, ``shared_bytes`` and
-    ``device``.
+    """Return the launch that runs the calling function. It has ``name``, ``grid``, ``block``, ``shared_bytes``,
+    ``cooperative`` and ``device``.
 
     :func:`kernel` registers such functions.
 

@@ -120,7 +120,8 @@ class MemoryCalls(VirtualMemoryCalls):
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
         """Free at once. The call first waits for all work on the device, except for memory of a pool or a graph. It
-        needs no context.
+        needs no context. The address 0 has no effect. Any other address without such memory gives
+        CUDA_ERROR_INVALID_VALUE.
         """
         self._unsafe_during_capture()
         if not dptr:

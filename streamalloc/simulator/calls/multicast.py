@@ -120,7 +120,7 @@ class MulticastCalls(CopyCalls):
         """Add a device to the team.
 
         NVIDIA's kernel module refuses a device that was added before, and a device beyond the size of the team. The
-        result code of the driver is unknown.
+        result code of the driver is unknown; here it is CUDA_ERROR_INVALID_VALUE.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         check(mcHandle.table.add(self.labels.number(dev.ordinal), self._has_slot()))

@@ -150,7 +150,8 @@ class VirtualMemoryCalls(Calls):
     def named_or_mapped(self, handle: int) -> Mappable:
         """Return the memory with this handle, if cuMemMap accepts the handle.
 
-        The handle of released memory is accepted while the memory is mapped (observed on H200: test_mappings).
+        The handle of released memory is accepted while the memory is mapped (observed on H200: test_mappings). The
+        handle 0 gives CUDA_ERROR_INVALID_VALUE, and any other handle raises :class:`NotModelled`.
         """
         mappings = (one.mapping for one in self.allocations.at.values())
         mapped = (one.memory for one in mappings if one is not None and one.memory.handle == handle)
@@ -168,7 +169,8 @@ class VirtualMemoryCalls(Calls):
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
         """Add a reference to the memory that is mapped at an address. Returns its handle, which is the same as before.
 
-        This works even if all earlier references were released (observed on H200: test_physical_memory).
+        This works even if all earlier references were released (observed on H200: test_physical_memory). An address
+        without a mapping gives CUDA_ERROR_INVALID_VALUE.
         """
         found = need(self.mapping_at(addr)).memory
         found.handles += 1
