@@ -32,8 +32,8 @@ _ON_PAGES = "\n".join(re.findall(r"^```py.*?^```", "\n".join(one.read_text() for
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties, those of base classes too."""
-    for name in dir(kind):
+    """Public methods and properties, those of base classes too, without names that only other areas use."""
+    for name in sorted({*dir(kind)} - {*getattr(kind, "_inner", ())}):
         static = inspect.getattr_static(kind, name)
         member = static.fget if isinstance(static, property) else getattr(static, "__func__", static)
         if not name.startswith("_") and (getattr(member, "__module__", None) or "").startswith("streamalloc"):
