@@ -148,8 +148,8 @@ class OnceIdle(Deferred):
         """
         if not self._done and self not in self.running and time.monotonic() >= self._not_before:
             self._not_before = time.monotonic() + _IDLE_PAUSE
-            self.running.add(self)
             with undoing(lambda: self.running.discard(self)):
+                self.running.add(self)
                 _thread.start_new_thread(self._run, ())
         return self._done
 

@@ -1,12 +1,17 @@
 """Allocators without a pool: plain memory, whose end waits, and memory of functions."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
+from streamalloc.core.session import session_of
+from streamalloc.pool.internal import OnceIdle
 from streamalloc.testing import Faults, Gate, settle
+from tests.interrupting import Interrupt, Interrupted
 from tests.processes import eventually
 from tests.support import MiB, each_raises, holds
 
@@ -153,3 +158,17 @@ class TestCallbacks:
             sa.CallbackAllocator(refuse, wrong, where=device)
         with pytest.raises(TypeError, match="the function's result"):
             sa.CallbackAllocator(lambda nbytes, stream: "text", where=device).allocate(1, stream)  # type: ignore
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+def test_a_call_for_idle_devices_is_made_after_an_interrupted_attempt(device: sa.Device) -> None:
+    for nth in itertools.count(1):
+        made: list[int] = []
+        item = OnceIdle(session_of(device), lambda made=made: made.append(1))  # type: ignore[misc]
+        block = Interrupt(nth)
+        with contextlib.suppress(Interrupted), block:
+            item.attempt()
+        assert eventually(item.attempt) and made, block.came
+        if not block.came:
+            break
+    assert nth > 4 and eventually(lambda: item not in OnceIdle.running)
