@@ -1,8 +1,10 @@
 """A cache of virtual memory: how much it reserves, where memory moves, whose it is, and what comes back."""
 
+import contextlib
 import functools
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -549,3 +551,53 @@ class TestLocks:
             assert sum(stop - start for start, stop in parts) == state.segment.reserved
             world.cache.close()
             world.one.close()
+
+    def test_two_threads_that_need_memory_get_it_from_the_cache(
+        self, device: sa.Device, pool: sa.MemoryPool, other: sa.Stream
+    ) -> None:
+        found: list[sa.Buffer] = []
+
+        def allocate(cache: vmm.ExpandableCache) -> None:
+            found.append(cache.allocate(2 * MiB, other))
+
+        for cache in interleaved(_State._found, lambda: vmm.ExpandableCache(pool), allocate, allocate, at="line"):
+            assert {one.address for one in found} <= {*cache._state.blocks} and len(found) == 2
+            while found:
+                found.pop().free()
+            cache.close()
+
+    @pytest.mark.parametrize("limit", [0, 96 * MiB])
+    def test_free_ranges_of_a_stream_are_used_under_the_lock(
+        self, device: sa.Device, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch, limit: int
+    ) -> None:
+        cache = vmm.ExpandableCache(pool, limit=limit)
+        state: Any = cache._state
+        unlocked: set[str] = set()
+
+        def beside(function: Any) -> Any:
+            def checked(ranges: FreeRanges, *args: Any) -> Any:
+                if any(ranges in (one.ranges, one.small) for one in state.live()) and not state.lock._is_owned():
+                    unlocked.add(f"{sys._getframe(1).f_code.co_name} calls {function.__name__}")
+                return function(ranges, *args)
+
+            return checked
+
+        for name in ("add", "cut", "remove", "without", "__iter__"):
+            monkeypatch.setattr(FreeRanges, name, beside(getattr(FreeRanges, name)))
+        choose, streams, buffers = random.Random(1), [device.create_stream() for _ in range(3)], list[sa.Buffer]()
+        for _ in range(300):
+            act, which = choose.random(), choose.randrange(3)
+            if act < 0.5:
+                size = choose.choice([1 << 10, 100 << 10, MiB, 3 * MiB, 20 * MiB])
+                with contextlib.suppress(sa.OutOfMemoryError):
+                    buffers.append(cache.allocate(choose.randint(1, 2) * size, streams[which]))
+            elif act < 0.9 and buffers:
+                buffers.pop(choose.randrange(len(buffers))).free(streams[which])
+            elif act < 0.93:
+                cache.trim()
+            elif act > 0.97:
+                streams[which].close()
+                streams[which] = device.create_stream()
+        assert not unlocked
+        for one in (*buffers, cache, *streams):
+            one.close()
