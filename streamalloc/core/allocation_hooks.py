@@ -154,7 +154,8 @@ def tap_of(function: Any) -> Tap | None:
 
 
 def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
-    """Return an allocator's bound function in a form that does not notify ``watchers``.
+    """Return an allocator's bound function in a form that does not notify ``watchers``; the function itself if it
+    notifies none of them.
 
     A cache notifies its watchers itself. If the pool below the cache notified them, too, they would record the same
     memory twice.

@@ -183,7 +183,7 @@ class Allocator(Unique, BufferSource):
         TypeError, ValueError
             ``data`` is not of these types.
         OutOfMemoryError
-            There is no memory.
+            There is no memory. Other errors are those of :meth:`allocate`.
         """
         side = CopySide.of(data, self._session)
         buffer = self.allocate(side.nbytes, stream)

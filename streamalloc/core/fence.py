@@ -399,9 +399,9 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
 
 def in_order_of(stream: Stream, act: Callable[[Stream], T]) -> T:
-    """Call ``act``, which ends a use of memory, with the stream that used it. Instead of the per-thread default stream
-    of another thread it gets the legacy stream (:func:`ordered_after`): here that stream's handle names another one,
-    whose work does not come after the use.
+    """Call ``act``, which ends a use of memory, with ``stream``, which has used the memory, and return the result of
+    ``act``. If ``stream`` is the per-thread default stream of another thread, ``act`` gets the legacy stream instead
+    (:func:`ordered_after`): on this thread, the handle names another stream, whose work does not come after the use.
     """
     return act(stream) if stream is stream.of_this_thread() else ordered_after(stream, act)
 
@@ -417,15 +417,15 @@ def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool
 
 
 def await_closed(stream: Stream) -> None:
-    """Block the host until the work of a stream is done that its library has closed (:func:`await_device`). For other
-    streams, return at once. Raises CudaError.
+    """If the library of ``stream`` has closed it, block the host until its work is done (:func:`await_device`). For
+    other streams, return at once. Raises CudaError.
     """
     if _may_work(stream):
         await_device(stream._session, stream.device.ordinal)
 
 
 def await_closed_streams(session: Session) -> None:
-    """Block the host until the work of all streams that their libraries have closed is done (:func:`await_closed`)."""
+    """Call :func:`await_closed` for each known stream: block the host for those that their libraries have closed."""
     for stream in members(known_streams(session)):
         await_closed(stream)
 

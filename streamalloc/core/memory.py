@@ -93,6 +93,8 @@ class Memory(Copyable, Migrating):
         ------
         TypeError, ValueError
             The elements hold Python objects, do not fill the memory exactly, or would not be aligned.
+        ClosedError
+            The memory was freed.
         """
         kind, sizes = array_form(self, self._at, self.nbytes, dtype, shape)
         return TypedView(self, kind, sizes)

@@ -177,7 +177,9 @@ class Stream(Closes, Shown):
     unlent: Any
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
-    """Whether nothing forbids now to make direct calls, and to use memory again in the order of the stream."""
+    """False while something forbids direct calls, and the reuse of memory in the order of the stream: a close, a
+    capture, or an item to attempt before more work.
+    """
     thread: int | None
     """Identifier (``get_ident``) of the one thread whose work a per-thread default stream orders; 0 after its end,
     because a new thread may get the identifier of an ended one. None for other streams: every thread may use them.
@@ -331,8 +333,8 @@ class Stream(Closes, Shown):
     # -- work --------------------------------------------------------------------------------------------------
 
     def of_this_thread(self) -> Stream:
-        """Return the stream that this object's handle names on the calling thread: another one than on the thread of a
-        per-thread default stream, otherwise this one.
+        """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
+        is the calling thread's own; for all other streams it is this object.
         """
         return self
 

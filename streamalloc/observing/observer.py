@@ -338,8 +338,7 @@ class Account:
             if self._entering is None:
                 self._entering = threading.get_ident()
                 try:
-                    # The loop is not inside "try": on Python 3.12 and newer, a signal handler that raises at the end of
-                    # a loop's round skips "finally".
+                    # The loop is in a function of its own: see `streamalloc.driver.locks`.
                     self._enter_some(len(self._notes))
                 finally:
                     self._entering = None

@@ -85,7 +85,9 @@ class PoolAttributes:
     """The attributes of one pool (``cuMemPoolGetAttribute``, ``cuMemPoolSetAttribute``).
 
     If the installed bindings or the driver do not have an attribute, a read raises :class:`NotSupportedError`, which
-    says what is needed. Iteration yields the name and value of every attribute that can be read.
+    says what is needed. The three ``reuse_`` attributes and :attr:`release_threshold` can be assigned; an assignment to
+    another attribute raises ``AttributeError``. A closed pool raises :class:`ClosedError`. Iteration yields the name
+    and value of every attribute that can be read.
     """
 
     __slots__ = ("_pool",)

@@ -358,7 +358,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     @property
     def owned(self) -> bool:
-        """Whether closing this object destroys the pool. False for pools of the driver and of other code."""
+        """Whether closing this object destroys the pool. False for pools of the driver, and for pools of other code
+        unless :meth:`from_handle` got ``owner="this"``.
+        """
         return self._end is not None
 
     @property

@@ -434,7 +434,7 @@ class RangeView(Memory):
     @property
     def location(self) -> MemLocation:
         """Location of the memory; if there are several mappings, the location of the first. If there is none, which
-        needs ``holes=True``, the device of :attr:`stream`.
+        needs ``holes=True``, the location of the stream's device.
         """
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
@@ -553,6 +553,8 @@ class Mapping(RangeView, Closes):
         ------
         ClosedError
             The memory was unmapped.
+        TypeError, ValueError
+            ``who`` is no location of the driver.
         """
         location = known_location(self._session, "who", who)
         if location.type is MemLocationType.HOST:

@@ -159,7 +159,7 @@ class FreeRanges:
 
     def without(self, part: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
         """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns start and end of the part
-        before these bytes.
+        before these bytes. If ``part`` is not free any more, nothing is removed.
         """
         if self.remove(*part):
             if part[0] < start:

@@ -209,8 +209,8 @@ class PageArena(Closes):
 
 
 class PageTable(Closes):
-    """A page table in memory of the device's current pool. It has the number of the physical page of each page of a
-    space, or -1 for a page that is not committed.
+    """A page table in memory of the device's current pool. Its entry for a page of a space is the number of the
+    physical page, or -1 if the page is not committed.
 
     :meth:`update` changes the table in stream order: earlier kernels read the old entries, later kernels the new. ::
 

@@ -121,8 +121,8 @@ class SpaceMemory(OwnsRange):
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
-        """Return an array of bool, for each of ``pages`` whether another page shares its memory. Raises TypeError,
-        ValueError, ClosedError.
+        """Return an array of bool with one element for each of ``pages``: whether another page shares its memory. A
+        page without memory has False. Raises TypeError, ValueError, ClosedError.
         """
         self._check_open()
         chosen = self._chosen(pages)

@@ -548,7 +548,8 @@ class BlockTier(Tier, Closes):
             move(Copies(range(at, end), places, None, kernels))
 
     def reserve(self, count: int, nbytes: int | str) -> None:
-        """Reserve host memory (``cuMemHostAlloc``) or disk space for later contents, because this takes long.
+        """Reserve pinned host memory (``cuMemHostRegister``) or disk space (``posix_fallocate``) for later contents,
+        because this takes long.
 
         Parameters
         ----------
@@ -626,8 +627,8 @@ class BlockTier(Tier, Closes):
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release chunks (memory or files) without contents, after the copies that use them
-        (``cuMemHostUnregister``).
+        """Release chunks (memory or files) without contents, after the copies that use them (``cuMemHostUnregister``).
+        If the driver refuses, the deferred queue tries again later.
         """
         queue = deferred_queue(session_of(self.device))
         queue.work()  # First returns the room of dropped buffers.
