@@ -1,4 +1,4 @@
-"""Entry point of ``python -m streamalloc tour | info | bench | replay | profile | serve | store | run``."""
+"""Entry point of ``python -m streamalloc``, whose commands are the modules of :mod:`streamalloc.cli`."""
 
 import sys
 

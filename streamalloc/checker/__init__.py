@@ -4,10 +4,11 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. Its ``_call`` forwards the call to the wrapped
    driver between ``Recorder.begin_call`` and ``Recorder.end_call``.
-2. Both take the lock by ``_alone`` and look up the rule of the call in ``rules.table.RULES``. A rule is a generator
-   that yields where the driver makes the call (``Rule.around``): ``begin_call`` runs its first half (``_before``,
-   ``_apply``, ``uses.run_before``), ``end_call`` sends the driver's answer to its second half (``_after``). Or it is
-   a function that ``_after`` calls after a success (``Rule.after``).
+2. Both take the lock by ``_alone`` and look up the rule of the call in ``rules.table.RULES``. A rule is a generator or
+   a function. A generator (``Rule.around``) yields where the driver makes the call. ``begin_call`` runs its first half,
+   the code before the ``yield`` (``_before``, ``_apply``, ``uses.run_before``). ``end_call`` sends the driver's answer
+   to the ``yield``, which runs the second half (``_after``). A function (``Rule.after``) is called by ``_after`` if the
+   driver call has succeeded.
 3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
    ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
    the call, unless the stream waits for something.

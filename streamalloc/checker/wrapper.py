@@ -163,8 +163,8 @@ class Recorder:
             try:
                 self._record_postponed()
                 result = step(*args)
-                # Not in a loop here: on Python 3.12 and newer, an exception of a signal handler in a loop can skip the
-                # finally clause.
+                # This block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can skip
+                # the finally clause.
                 self._record_postponed()
                 return result
             finally:

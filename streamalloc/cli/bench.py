@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Measure the rows that ``--rows`` chooses, and print each row when it is done. Returns the exit code 0. Raises
-    :class:`UsageError` if no row fits.
+    :class:`UsageError` if no row fits, or if the file of ``--json`` cannot be written.
     """
     words = [word.lower() for word in options.rows or [""]]
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]
@@ -71,7 +71,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
-    """Print the table of a row, and its targets. ``names``: least width of the column of names, in characters."""
+    """Print the table of a row, and its targets; for a row that was not measured, the reason.
+
+    ``report``: result of :func:`measured`. ``names``: least width of the column of names, in characters.
+    """
     terminal.heading(report["title"])
     if "unavailable" in report:
         terminal.paragraph(f"not measured: {report['unavailable']}")
@@ -97,7 +100,9 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
 
 
 def target_text(target: Mapping[str, Any], unit: str) -> str:
-    """Return a target and the figure that was found as text. ``unit``: unit of the row's times."""
+    """Return a target and the figure that was found as text. ``target``: a measured target of a report. ``unit``: unit
+    of the row's times, a key of :data:`UNITS`.
+    """
     figure = _FIGURES.get(target["figure"], "")
     unit = "" if figure else f" {unit}"
     if target["to"]:

@@ -36,7 +36,7 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 
 def pair(bench: Bench, *, kind: str, drop: bool = False) -> Call:
     """Return a call that allocates 4 KiB and frees the memory. With ``drop``, the call only allocates, and the caller
-    drops the result.
+    drops the result; this is not for the raw calls.
 
     ``kind``: name of the variant: raw calls, the pool, or a cache. The raw calls are functions of the bindings that get
     handles as objects; their results are not checked.

@@ -36,8 +36,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program, and check its GPU work. Returns the exit code: 1 if something other than a leak was found, else
     0.
 
-    Exceptions and exit codes of the program are those of the command. With ``--raise`` a hazard raises
-    ``DriverMisuseError``.
+    Exceptions and exit codes of the program are those of the command; but if something other than a leak was found, a
+    ``SystemExit`` of the program becomes the exit code 1. With ``--raise`` a hazard raises ``DriverMisuseError``.
+    Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist.
     """
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Print the report as tables, as JSON, or both. Returns the exit code 0."""
+    """Print the report as tables, or as JSON with ``--json``. Returns the exit code 0. With ``--json FILE`` it prints
+    the tables, and writes JSON to the file.
+    """
     found = report(chosen)
     _show(terminal, found, chosen)
     terminal.write_json(found)

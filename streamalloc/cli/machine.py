@@ -81,14 +81,16 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     driver
         A text in the format of STREAMALLOC_DRIVER.
     devices
-        Number of devices of the simulated machine.
+        Number of devices of the simulated machine. It replaces a number that the text has. Default: that of the text,
+        or else 1; but 2 if no driver was asked for, and there is none.
 
     Raises
     ------
     DriverNotFoundError
         The machine's own driver was asked for, and there is none.
     ValueError
-        The text is invalid, or ``devices`` was given for the machine's own driver.
+        The text is invalid; or ``devices`` was given, and the driver is the machine's own, or that of a
+        ``with use(...)`` block.
     """
     asked = driver or (os.environ.get("STREAMALLOC_DRIVER") if devices is not None else None)
     if asked:
@@ -106,7 +108,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
 
 
 def cuda_version(driver: Driver) -> str:
-    """Return the newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
+    """Return the newest CUDA version that a driver supports, as text such as ``"13.0"`` (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -138,7 +140,9 @@ def need_gates(device: sa.Device) -> None:
 
 
 def need_shared_pools(device: sa.Device) -> None:
-    """Raise :class:`Unavailable` if the device has no pools that another process on this machine can open."""
+    """Raise :class:`Unavailable` if the device has no pools that another process on this machine can open, or if its
+    streams cannot be held back (:func:`need_gates`).
+    """
     need_gates(device)
     kinds = device.supports.pool_handle_types or sa.MemHandleType.NONE
     need(POSIX in kinds, "this device's pools cannot be shared with other processes")
@@ -159,7 +163,7 @@ def need_host_pool(device: sa.Device) -> sa.MemLocation:
 def need_peers(driver: Driver) -> list[sa.Device]:
     """Return two GPUs or more that have access to each other's memory, GPU 0 first.
 
-    Raises :class:`Unavailable` if there are no two such GPUs.
+    Raises :class:`Unavailable` if no other GPU has such access together with GPU 0.
     """
     devices = sa.Device.all(driver)
     need(len(devices) > 1, "this machine has one GPU")

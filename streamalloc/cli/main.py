@@ -114,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted.
     * 141: the reader of a pipe has closed it.
+
+    The commands ``run``, ``check``, ``memory`` and ``record`` run a program: its exceptions and its ``SystemExit``
+    leave this function. Arguments that the parser refuses, ``--help`` and ``--version`` raise ``SystemExit``, too.
     """
     # The name of a device may have characters that the terminal's encoding lacks. Such characters are printed as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -160,7 +160,9 @@ class Bench:
         return self.resources.enter_context(self.device.create_stream())
 
     def library(self, kind: Callable[[Bench], Any]) -> Any:
-        """Return the objects of another library. The first call makes them, for all rows. ``kind``: their class."""
+        """Return the objects of another library. The first call makes them, for all rows. ``kind``: their class. Raises
+        ``ImportError`` if the library is not installed.
+        """
         if kind not in self.libraries:
             self.libraries[kind] = kind(self)
         return self.libraries[kind]
@@ -218,8 +220,8 @@ class CuPy:
 
 
 class PyTorch:
-    """PyTorch and a stream of it, which is current until the end of the benchmark. Raises ``ImportError`` without
-    CUDA.
+    """PyTorch and a stream of it, which is current until the end of the benchmark. Raises ``ImportError`` if PyTorch
+    is not installed, or cannot use CUDA.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -238,8 +240,8 @@ class PyTorch:
 
 
 def value_of(answer: Any) -> Any:
-    """Return the value in the answer of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the call
-    failed.
+    """Return the first value in the answer of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the
+    call failed.
     """
     error, *values = answer
     if error:

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program, account for its device memory, and print the report. Returns the exit code 0.
 
-    Exceptions and exit codes of the program are those of the command.
+    Exceptions and exit codes of the program are those of the command. After an exception of the program, the report
+    comes first. Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, or if a report
+    cannot be written.
     """
     running.check_files(options)
     if chosen.is_simulated:
@@ -218,7 +220,7 @@ def page(program: str, moments: list[Moment]) -> str:
 def picture(path: str, moment: Moment) -> None:
     """Write the flame graph of a moment to the file ``path``, with matplotlib.
 
-    Raises :class:`UsageError` if the file cannot be written.
+    Raises :class:`UsageError` if the file cannot be written, and ``ModuleNotFoundError`` without matplotlib.
     """
     from streamalloc import plots
 

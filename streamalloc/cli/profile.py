@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Write the profile to the file of ``--output``, or print it. Returns the exit code 0.
 
-    Raises :class:`UsageError` if there is no CUDA driver and none was chosen.
+    Raises :class:`UsageError` if there is no CUDA driver and none was chosen, if the devices differ
+    (:func:`read_profile`), or if the file cannot be written.
     """
     if chosen.not_found:
         raise UsageError(f"{chosen.not_found} --driver=simulated reads a simulated machine.")
@@ -53,6 +54,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
     """Return the profile of a driver's machine as plain data. ``streamalloc.simulator.profiles`` describes the fields.
+    A field that the driver refuses to tell is left out.
 
     This function makes the primary context of each device, one pool and two allocations. Memory that other processes
     use on device 0 meanwhile counts as overhead of the context.

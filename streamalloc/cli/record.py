@@ -27,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program and write the trace of its allocations. Returns the exit code 0.
 
-    Exceptions and exit codes of the program are those of the command. Raises :class:`UsageError` if the file cannot be
-    written.
+    Exceptions and exit codes of the program are those of the command. After an exception of the program, the
+    trace is written first. Raises :class:`UsageError` if the trace cannot be written, or if the program or a file of
+    ``--kernels`` does not exist.
     """
     running.check_files(options)
     recording = internal.Recording()

@@ -1,4 +1,6 @@
-"""Run a Python program: its calls of ``cuda.bindings`` reach the simulated driver."""
+"""Run a Python program: its calls of ``cuda.bindings`` reach the simulated driver, or the machine's own driver, if that
+is chosen.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the program on the simulated driver, or, with ``--driver=cuda``, on the real driver. Returns the exit code 0.
+    """Run the program on the chosen driver: a simulated one, or the machine's own. Returns the exit code 0.
 
-    Exceptions and exit codes of the program are those of the command.
+    Exceptions and exit codes of the program are those of the command. Raises :class:`UsageError` if the program or a
+    file of ``--kernels`` does not exist.
     """
     check_files(options)
     if chosen.not_found:
@@ -57,7 +60,7 @@ def check_files(options: argparse.Namespace) -> None:
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Run the program with a simulated machine in place of ``cuda.bindings``. Returns the global variables of the
-    program.
+    program. The machine stays in place of ``cuda.bindings`` until this process ends.
     """
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
@@ -87,7 +90,8 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
     """Run the program in this process, as ``python`` would. Returns the global variables of the program.
 
-    Raises :class:`UsageError` for a module that does not exist.
+    ``sys.argv`` and ``sys.path`` are set for the program, and stay so. Raises :class:`UsageError` for a module that
+    does not exist.
     """
     sys.argv = [options.program, *options.arguments]
     if options.module:

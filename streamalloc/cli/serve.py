@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Serve a store until SIGTERM or SIGINT. Returns the exit code 0.
 
-    Raises :class:`UsageError` if another server has the name, or if the arguments are wrong.
+    Raises :class:`UsageError` if another server has the name, if the arguments are wrong, or if ``--devices`` is given
+    and there is no driver.
     """
     try:
         # Only the option --devices needs a driver, for UUIDs. Without this option no driver is loaded.

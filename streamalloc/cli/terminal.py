@@ -59,7 +59,8 @@ class Terminal:
     Parameters
     ----------
     json
-        Value of the option ``--json``. ``"-"``: JSON replaces all lines.
+        Value of the option ``--json``: the file to which :meth:`write_json` writes. ``"-"``: JSON replaces all lines.
+        None: no JSON is written.
     """
 
     def __init__(self, json: str | None = None) -> None:
@@ -93,7 +94,7 @@ class Terminal:
 
     def write_json(self, report: dict[str, Any]) -> None:
         """Write ``report`` as JSON to the file of ``--json``. For ``"-"`` it is printed; without the option nothing is
-        written.
+        written. Raises :class:`UsageError` if the file cannot be written.
         """
         text = json.dumps(report, indent=2)
         if self._json == "-":
@@ -160,9 +161,10 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
-        """Show the progress of a ``with`` block on stderr, if that is a terminal. The block gets a function. It calls
-        the function with the name of the next step, and with the part of ``total`` that is done. The line then also
-        shows an estimate of the remaining time.
+        """Show the progress of a ``with`` block on stderr, if that is a terminal. The block gets a function. The
+        block calls this function with the name of the next step, and with the part of ``total`` that is done. Once that
+        part is more than 0, the line also shows an estimate of the remaining time. At the end of the block the line is
+        erased.
         """
         began = time.monotonic()
 

@@ -41,7 +41,7 @@ heading.
 
 def contents(memory: Any, stream: sa.Stream) -> list[int]:
     """Copy memory to the host in the order of ``stream``, and wait for the copy. Returns the different values of its
-    bytes.
+    bytes, in ascending order.
     """
     found: list[int] = np.unique(np.frombuffer(memory.tobytes(stream), np.uint8)).tolist()
     return found
@@ -73,12 +73,12 @@ class Tour(contextlib.ExitStack):
 
     @property
     def stream(self) -> sa.Stream:
-        """A new stream for the part."""
+        """A stream, which is closed at the end of the part. Each access makes a new one."""
         return self._part.enter_context(self.device.create_stream())
 
     @property
     def pool(self) -> sa.MemoryPool:
-        """A new pool of the device for the part."""
+        """A pool of the device, which is closed at the end of the part. Each access makes a new one."""
         return self._part.enter_context(sa.MemoryPool(self.device))
 
     @property
@@ -91,8 +91,8 @@ class Tour(contextlib.ExitStack):
 
     @property
     def peers(self) -> list[sa.Device]:
-        """Devices that have access to each other's memory. Raises :class:`Unavailable` if there are no two such
-        devices.
+        """Devices that have access to each other's memory, GPU 0 first. Raises :class:`Unavailable` if no other device
+        has such access together with GPU 0.
         """
         return machine.need_peers(self.device.driver)
 
@@ -104,17 +104,23 @@ class Tour(contextlib.ExitStack):
 
     @functools.cached_property
     def worker(self) -> Worker:
-        """The other process, which all parts share. Raises :class:`Unavailable` if pools cannot be shared."""
+        """The other process. The first access starts it, and all parts share it. Raises :class:`Unavailable` if pools
+        cannot be shared.
+        """
         machine.need_shared_pools(self.device)
         return self.enter_context(Worker(self.device.driver))
 
     @property
     def multicast(self) -> Literal["auto", False]:
-        """``"auto"`` if multicast objects may be made: on real GPUs only if the environment permits it."""
+        """``"auto"`` if multicast objects may be made, else False. On real GPUs they may be made only if the
+        environment variable STREAMALLOC_TEST_MULTICAST is ``1``.
+        """
         return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
-        """Run a part. An error in the part counts as a failed check, and does not end the tour."""
+        """Run a part, and print its steps. A part that cannot run on this machine (:class:`Unavailable`) counts as
+        skipped. Any other error in the part counts as a failed check, and does not end the tour.
+        """
         self.terminal.heading(part.__doc__ or "")
         try:
             with contextlib.ExitStack() as self._part:

@@ -64,7 +64,8 @@ class Worker(Closes):
         WorkerError
             The function has raised an error, or the process has ended.
         TimeoutError
-            The process has not answered for 60 s.
+            The process has not answered for 60 s. The next call would take the late answer as its own, so the worker
+            has to be closed.
         """
         try:
             self._connection.send((function, arguments))

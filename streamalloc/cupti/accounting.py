@@ -110,7 +110,10 @@ class Row(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Device memory of the process at one time. :meth:`Memory.moments` returns these objects."""
+    """Device memory of the process at one time. :meth:`Memory.moments` returns these objects.
+
+    ``name`` is ``"now"``, ``"peak"``, or the text of an allocation that the driver refused.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -159,7 +162,7 @@ class Sums:
         self._since.clear()
 
     def marked(self) -> Counter[Line]:
-        """Return the bytes of each line at the mark."""
+        """Return the bytes of each line at the mark; 0 for each line before the first mark."""
         found = self.now.copy()
         found.subtract(self._since)
         return found
@@ -352,8 +355,8 @@ class Memory:
                 self._blocks[event.address] = line, event.nbytes
                 self._block_sums.add(line, event.nbytes)
                 if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
-                    # The driver's memory is still at its peak, and the bytes in blocks are the most so far during this
-                    # peak.
+                    # The bytes that driver calls have allocated are still at their peak, and the bytes in blocks are
+                    # the most so far during this peak.
                     self._mark()
             elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
                 self._block_sums.add(block[0], -block[1])
@@ -366,7 +369,7 @@ class Memory:
 
         The peak is that of the bytes that driver calls have allocated. If the peak lasted for a while, the blocks
         listed are those of the moment at which they had most bytes. The reserve of a pool at the peak counts as the
-        largest so far.
+        largest so far. Finalisers must not call this method, because it makes driver calls.
         """
         torch = Torch(self.libraries.snapshot())
         self._catch_up()
@@ -395,7 +398,7 @@ class Memory:
     def taken(self) -> tuple[int, int, dict[str, int]]:
         """Return the bytes that driver calls have allocated: now, at the peak, and now by name of the library.
 
-        This method makes no driver call.
+        The blocks inside segments are not counted apart. This method makes no driver call.
         """
         self._catch_up()
         with self._lock:
@@ -409,7 +412,9 @@ class Memory:
             self._subscription.catch_up()
 
     def now(self) -> Moment:
-        """Return the memory now. Finalisers must not call this method, because it makes driver calls."""
+        """Return the memory now: the first item of :meth:`moments`. Finalisers must not call this method, because it
+        makes driver calls.
+        """
         return self.moments()[0]
 
     def _now(self, torch: Torch, ask: _Asked, of_process: dict[str, int]) -> Moment:

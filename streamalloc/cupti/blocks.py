@@ -211,7 +211,8 @@ class Blocks:
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
         """Judge the logged uses and the allocators' ``events`` up to the time ``upto`` (ns), in the order of time.
 
-        While only one stream has work (``is_alone``), nothing is judged. Of many uses the older half is then dropped.
+        While only one stream has work (``is_alone``), nothing is judged. If the log then has more than 20,000 uses, the
+        older half is dropped.
         """
         for one in events:
             self._events.append(one)

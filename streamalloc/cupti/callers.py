@@ -71,7 +71,7 @@ def caller(frame: FrameType | None) -> str:
     ``frame``: the innermost Python frame.
 
     The library is that of the first frame of the C stack outside of the driver and the bindings. If this frame is
-    Python's own, it is the first installed package on Python's stack, or the program.
+    Python's own, or there is none, the library is the first installed package on Python's stack, or the program.
     """
     count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
@@ -117,7 +117,9 @@ class Gpu(NamedTuple):
 
     free: int
     processes: dict[int, int]
-    """Bytes of each process, by process number. In a container these are process numbers of the host."""
+    """Bytes of each process, by process number. In a container these are process numbers of the host. A process whose
+    bytes NVML does not know is left out.
+    """
 
 
 _MOST_PROCESSES = 256
@@ -126,7 +128,7 @@ _UNKNOWN = (1 << 64) - 1
 
 
 def gpus() -> dict[str, Gpu]:
-    """Return the GPUs by UUID; empty if NVML is missing or fails.
+    """Return the GPUs by UUID; empty if NVML is missing or fails. A GPU that NVML cannot read is left out.
 
     Driver calls are no substitute for NVML: they would initialise CUDA, and the program could no longer use CUDA in a
     child that it forks.

@@ -130,7 +130,7 @@ class _Raising(threading.Thread):
 
 
 class Check:
-    """Check of the driver calls of all code in this process. :func:`check` returns a context manager that gives it."""
+    """Check of the driver calls of all code in this process; the value of the ``with`` block of :func:`check`."""
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
@@ -236,7 +236,7 @@ class Check:
     def in_children(self, folder: Path) -> Iterator[None]:
         """Also check the Python processes that the program starts within the ``with`` block.
 
-        Each of these processes writes its hazards to a JSON file in ``folder``.
+        Each of these processes writes its hazards to a JSON file in ``folder`` when it ends, if there are any.
         """
         ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
         before = {name: os.environ.get(name) for name in ours}

@@ -199,8 +199,8 @@ class Gate:
             # The count of ended callbacks is read before the count of begun ones. In the other order, a callback that
             # begins and ends between the two reads would hide another callback that still runs.
             while (ended := own + self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
-                # A signal handler has raised in the callback before the callback counted its end, so the wait would
-                # never end.
+                # After so long, a signal handler must have raised in a callback before the callback counted its end.
+                # Without a limit the wait would never end.
                 if monotonic() > end:
                     self.left += entered - ended
                 sleep(1e-4)

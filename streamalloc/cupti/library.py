@@ -55,7 +55,7 @@ class Library:
         Raises
         ------
         CuptiError
-         Another tool has subscribed (a profiler, a debugger), or this process has subscribed already.
+            Another tool has subscribed (a profiler, a debugger), or this process has subscribed already.
         """
         to = ctypes.c_void_p(callback), ctypes.c_void_p(user)
         result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), *to)
@@ -68,7 +68,9 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the subscription. Callbacks on other threads may still run after this method has returned."""
+        """End the subscription; nothing happens if there is none. Callbacks on other threads may still run after this
+        method has returned.
+        """
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()

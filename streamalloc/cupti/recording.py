@@ -66,7 +66,9 @@ class Recording:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record within the ``with`` block. Raises :class:`CuptiError` if CUPTI cannot be used."""
+        """Record within the ``with`` block. Raises :class:`CuptiError` if CUPTI cannot be used. The end of the block
+        sets :attr:`failure`.
+        """
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate
         with self.libraries.followed():

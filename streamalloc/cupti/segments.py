@@ -31,7 +31,9 @@ class Split(NamedTuple):
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
-    """Split ``segments`` (bytes by address) by the live ``blocks`` that they contain."""
+    """Split ``segments`` (bytes by address) by the live ``blocks`` that they contain. Blocks outside of all segments do
+    not count.
+    """
     bases = sorted(segments)
     inside: Counter[int] = Counter()
     live: Counter[Any] = Counter()

@@ -118,7 +118,9 @@ class Subscription:
         """Frames of the main thread while a C++ thread works for it; None otherwise."""
 
     def open(self) -> None:
-        """Begin to listen (``cuptiSubscribe``). Raises :class:`CuptiError` if another tool has subscribed."""
+        """Begin to listen (``cuptiSubscribe``). Raises :class:`CuptiError` if another tool, or this process, has
+        subscribed already.
+        """
         with contextlib.ExitStack() as undo:
             undo.callback(self.kernels.close)
             self.kernels.open()
@@ -259,7 +261,7 @@ def _is_of_native_thread(frame: FrameType | None) -> bool:
 
 def frames_of(frame: FrameType | None, depth: int) -> Stack:
     """Return the innermost ``depth`` frames that belong to the program, from ``frame`` outwards, without frames of
-    libraries.
+    libraries. Returns an empty tuple if ``frame`` is None.
     """
     found = []
     while frame is not None:
@@ -294,7 +296,8 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
     listener
         Function that takes a :class:`DriverCall`.
     functions
-        Names of the driver functions to report, as in ``cuda.bindings.driver``. Each reported call costs some 5 us.
+        Names of the driver functions to report, as in ``cuda.bindings.driver``. Names that CUPTI or the bindings lack
+        are ignored. Each reported call costs some 5 us.
 
     Raises
     ------

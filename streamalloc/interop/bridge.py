@@ -393,7 +393,7 @@ class FreeAfterAll(Deferred):
         Returns whether the buffers are freed; if not, this item stays in the queue.
         """
         self.sealed = True
-        # This line calls no function, so Python does not switch threads within it. So only one thread takes the
+        # This line calls no function, so Python does not switch threads within it, and only one thread takes the
         # buffers.
         buffers, self.buffers = self.buffers, []
         try:

@@ -88,8 +88,8 @@ class SymmetricBuffer(BufferView):
             raise ClosedError(f"{self._symmetric!r} was closed")
 
     def _resident_on(self) -> int | None:
-        # None: a copy needs only the address, and the device of another process's rank may have no context in this
-        # process.
+        # The result is None, because a copy needs only the address, and the device of another process's rank may have
+        # no context in this process.
         return None
 
     def __repr__(self) -> str:

@@ -338,8 +338,8 @@ class GraphCapture:
 
     def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
         assert pool.device is not None
-        # As in NVIDIA's guide, the node would get the access that devices have to the pool now. No observation confirms
-        # this.
+        # NVIDIA's guide says that the node gets the access that devices have to the pool now. No observation confirms
+        # this, so such access is not modelled.
         peers = [device for device, flags in pool.access.items() if flags and device != pool.device]
         not_modelled(bool(peers), "an allocation in a capture from a pool that further devices have access to")
         stream.scheduler.rank(stream)

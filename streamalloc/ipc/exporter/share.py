@@ -512,8 +512,8 @@ def _share_view(view: BufferView, options: _Options, exports: Exports) -> _Thing
 
 
 def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> _Thing:
-    # The dtype of a structure is written in full, because ``dtype.str`` gives only its size. ``check_array`` refuses
-    # structures.
+    # ``check_array`` refuses structures. Its error shows the dtype of a structure in full, because ``dtype.str`` gives
+    # only the size.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     check_array(dtype, view.shape)
     thing = _share_view(view, options, exports)
