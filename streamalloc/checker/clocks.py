@@ -121,11 +121,13 @@ class TrackedStream(Actor):
     """Time of the legacy stream up to which its work was merged into this stream's clock."""
     peers: dict[TrackedStream, int] | None = None
     """For a legacy stream: its blocking streams, each with the time up to which its work was merged into the legacy
-    stream's clock.
+    stream's clock. None for other streams, and for a legacy stream without blocking streams.
     """
     obstacle: Obstacle | None = None
     queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
-    """Operations queued behind the obstacle, as tuples of the host clock at the call and the action."""
+    """Operations queued behind the obstacle, as tuples of the host clock at the call and the action. The clock is None
+    for a further wait, and for the end of another obstacle.
+    """
     waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
     """The latest waits of the stream for events, see :class:`streamalloc.checker.judge.Wait`."""
     is_host: ClassVar[bool] = False
@@ -184,7 +186,8 @@ class Timeline:
     def stream(
         self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
     ) -> TrackedStream:
-        """Add a stream, and return it. ``legacy``: the legacy stream of its context, if the two streams synchronise."""
+        """Add a stream, and return it. ``legacy``: the legacy stream of its context, if the two streams synchronise.
+        ``context``, ``handle``: handles of its context and of itself, as far as they are known."""
         made = TrackedStream(self._number(), name, context, handle, legacy)
         self._streams[made] = None
         if legacy is not None:

@@ -382,7 +382,9 @@ class AddressMap(RangeMap[Range]):
         return found
 
     def pieces(self, start: int, size: int) -> list[Piece]:
-        """Return the parts of ranges at ``size`` addresses from ``start`` on."""
+        """Return the parts of ranges at ``size`` addresses from ``start`` on, in the order of addresses. Addresses that
+        are in no range are left out.
+        """
         if not size:
             return []
         found = self.at.get(start)

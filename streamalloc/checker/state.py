@@ -113,7 +113,7 @@ class State:
     """Handle of the current pool by device ordinal, as far as it is known."""
     on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
     """Function that is called with each use of a range that an allocator may divide into blocks, when the stream runs
-    the use.
+    the use. None: such uses are not passed on.
     """
     now: int = 0
     """Time of the current call, in a unit of the code that reports the calls; 0 if that code gives no time."""

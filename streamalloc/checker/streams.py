@@ -392,7 +392,8 @@ class Streams:
         return self._legacy[context]
 
     def add(self, handle: int, blocking: bool, context: int | None = None, at: Stack | None = None) -> TrackedStream:
-        """Add a stream, and return it. ``context``: handle of its context; None for the current context.
+        """Add a stream, and return it. ``context``: handle of its context; None for the current context. ``blocking``:
+        whether it synchronises with the legacy default stream.
 
         ``at``: place in the program where it was created; None for a stream that another library made.
         """

@@ -173,7 +173,7 @@ def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]]
 
 def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
     """Return the name of a launch in reports: the name of the kernel if the driver gives one, otherwise the name of the
-    call.
+    call. ``function``: handle of the kernel; 0 if it is not known.
     """
     if not number_of(function):
         return call
@@ -308,7 +308,11 @@ def prepare(state: State, pieces: Pieces) -> None:
 
 
 def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
-    """Queue a use by a kernel, which the program has reported (:meth:`.wrapper.Recorder.used`)."""
+    """Queue a use by a kernel. The program has reported the use (:meth:`.wrapper.Recorder.used`).
+
+    ``write``: whether the kernel writes the memory. ``atomic``: whether it does so by atomic operations only, so that
+    it does not race other such kernels.
+    """
     stack, touched = state.place(), [(address, nbytes, write)]
     _note_unknown(state, touched)
     queue_use(state, stream, TrackedNode("use", KERNEL, stack, all_pieces(state, touched), kernel=True, atomic=atomic))

@@ -100,7 +100,7 @@ _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 
 def takes(name: str, module: Any = cuda) -> list[str]:
     """Return a list of the parameters of a function, in the form of its docstring, such as ``attr: cudaDeviceAttr``;
-    an empty list for an unknown function.
+    an empty list for an unknown function. ``module``: the module of the bindings that has the function.
 
     A C type is written before the name, and a default after it: ``size_t numNodes=0``.
     """
@@ -111,7 +111,7 @@ def takes(name: str, module: Any = cuda) -> list[str]:
 
 def returns(name: str, module: Any = cuda) -> list[str]:
     """Return a list of the values that a function returns after the result code, in the form of its docstring, such as
-    ``pool : CUmemoryPool``.
+    ``pool : CUmemoryPool``; an empty list for an unknown function.
     """
     documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]

@@ -150,7 +150,8 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped. Raises
-    ModuleNotFoundError, ValueError for memory of a simulated driver, ClosedError.
+    ModuleNotFoundError if cuda.core is not installed, ValueError for memory of a simulated driver, and ClosedError for
+    freed memory.
     """
     core = library("cuda.core", session_of(memory))
     lent = Lent(memory.view_as("u1"), stream)

@@ -54,7 +54,8 @@ class Signals:
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Queue a barrier of ``channel`` on ``streams``, which has one stream for each rank of this process, by rank.
-        Raises TypeError, ValueError, CaptureError, CudaError.
+        Raises TypeError, ValueError for a wrong ``channel``, CaptureError if a stream is being captured, and CudaError
+        if the driver refuses.
 
         Each stream increments its rank's counter in the memory of all other ranks (``cuStreamWriteValue32``), then
         waits for the increments of the other ranks (``cuStreamWaitValue32``).

@@ -293,12 +293,15 @@ class Functions:
         """
 
     def call(self, name: str, *args: Any) -> Any:
-        """Make a driver call. Returns its first value; None if it has none. Raises :class:`Failed`."""
+        """Make a driver call. Returns its first value; None if it has none. Raises :class:`Failed` if the call
+        fails.
+        """
         values = self.values(name, *args)
         return values[0] if values else None
 
     def values(self, name: str, *args: Any) -> Any:
-        """Make a driver call. Returns a list of its values, without the result code. Raises :class:`Failed`."""
+        """Make a driver call. Returns a list of its values, without the result code. Raises :class:`Failed` if the call
+        fails, with its subclass :class:`Forgotten` for CUDA_ERROR_NOT_READY."""
         code, *values = getattr(self._driver, name)(*args)
         if code:
             raise (Forgotten if int(code) == _NOT_READY else Failed)(int(code))

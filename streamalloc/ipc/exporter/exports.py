@@ -518,7 +518,8 @@ class Exports:
 
     def lease(self, buffer: Buffer) -> Lease:
         """Return the lease of a buffer. From now on the lease frees the buffer. The first call exports the allocation
-        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, CudaError.
+        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, and CudaError if the
+        driver refuses.
         """
         buffer = buffer.past_caches()
         with self.lock:
@@ -558,7 +559,8 @@ class Exports:
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
-        Raises ValueError if the pool was not made for sharing (the message says how to make one), CudaError.
+        Raises ValueError if the pool was not made for sharing (the message says how to make one), and CudaError if the
+        driver refuses.
         """
         with self.lock:
             found = self._pools.get(pool)
@@ -581,8 +583,9 @@ class Exports:
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:
         """Return the part of a descriptor that describes ``memory``, and the exported file descriptor, or None for a
-        fabric handle. The first call exports the memory (``cuMemExportToShareableHandle``). Raises ValueError,
-        CudaError.
+        fabric handle. The first call exports the memory (``cuMemExportToShareableHandle``). Raises ValueError if
+        the memory was not made with this handle type, ClosedError if it was closed, and CudaError if the driver
+        refuses.
         """
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:

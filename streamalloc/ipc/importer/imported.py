@@ -70,8 +70,8 @@ class Announcement(NamedTuple):
 
     def precede(self, stream: Stream) -> None:
         """Make later work of ``stream`` wait for the announcement, unless the value is written already
-        (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError,
-        CudaError.
+        (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError if the
+        stream is being captured, and CudaError if the driver refuses.
         """
         if self.written:
             return
@@ -82,7 +82,7 @@ class Announcement(NamedTuple):
 
     def wait(self, stream: Stream | None) -> None:
         """Make ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
-        Raises ValueError, CudaError.
+        Raises ValueError if the exporter has announced no such value, and CudaError if the driver refuses.
         """
         if stream is not None:
             with contextlib.suppress(CaptureError):
@@ -101,7 +101,7 @@ class Announcement(NamedTuple):
 
     def await_on(self, memory: Memory, stream: Stream | None) -> None:
         """Make ``stream`` wait for the contents of ``memory``; if None, the host waits. A checker of the driver is
-        notified. Raises ValueError, CudaError.
+        notified. Raises the errors of :meth:`wait`.
         """
         if stream is None:
             self.wait(None)

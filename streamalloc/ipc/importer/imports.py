@@ -90,7 +90,7 @@ class ReceivedHandles:
     def take(self, name: bytes) -> Fd:
         """Return the handle with the id ``name`` (16 bytes); the caller closes it. A handle that did not come with the
         message is fetched from the exporter's process. Raises ValueError if the exporter does not serve it,
-        ConnectionError, TimeoutError.
+        and the errors of :func:`fetch`.
         """
         fd = self._by_id.pop(name, None)
         if fd is not None:
@@ -528,7 +528,8 @@ class Imports:
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
         """Return the exporter's control block, which is mapped at the first call. None if the descriptor names no
-        block, or if the block is on another machine. Raises ValueError, ConnectionError.
+        block, or if the block is on another machine. Raises ValueError if the file is no such block, and the errors of
+        :meth:`ReceivedHandles.take`.
         """
         name = described.control_block
         if name == NOWHERE:
@@ -561,7 +562,8 @@ class Imports:
 
     def pool(self, described: Descriptor, handles: ReceivedHandles) -> PoolHandle:
         """Return the pool that a descriptor names; the first call imports it. The pool stays in :attr:`pools`, because
-        later descriptors may come without its handle. Raises ValueError, ConnectionError, CudaError.
+        later descriptors may come without its handle. Raises the errors of :meth:`ReceivedHandles.take` and
+        :meth:`import_pool`.
         """
         pool = self.pools.get(described.origin)
         if pool is None:
@@ -575,7 +577,8 @@ class Imports:
     def import_pool(self, fd: int) -> PoolHandle:
         """Import the pool of the file descriptor ``fd`` (``cuMemPoolImportFromShareableHandle``). ``fd`` stays open.
         The caller holds :attr:`lock`: without it, another thread's destruction of the same pool could make the driver's
-        handle invalid. Raises ValueError, CudaError.
+        handle invalid. Raises ValueError if ``fd`` is certainly no handle of a driver, and CudaError if the driver
+        refuses.
         """
         new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
         new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
@@ -607,8 +610,9 @@ class Imports:
 
     def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
         """Import a chunk of physical memory (``cuMemImportFromShareableHandle``). Each call returns another driver
-        handle, which the caller owns. A missing file descriptor is fetched from the exporter. Raises ValueError,
-        ConnectionError, CudaError.
+        handle, which the caller owns. A missing file descriptor is fetched from the exporter. Raises the
+        errors of :meth:`ReceivedHandles.take`, ValueError for a handle of something else, and CudaError if the driver
+        refuses.
         """
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)

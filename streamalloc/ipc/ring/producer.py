@@ -67,7 +67,7 @@ class Slot:
     value: int = 0
     """Value that the words ``closed`` and ``closing`` in :attr:`theirs` reach when the consumer releases the slot."""
     holder: weakref.ref[RingSlot] | None = None
-    """Weak reference to the last :class:`RingSlot` made for this slot."""
+    """Weak reference to the last :class:`RingSlot` made for this slot; None before the first."""
 
 
 class RingSlot(SlotMemory):
@@ -211,7 +211,8 @@ class Deliveries(RingEnding):
 
     def take(self) -> RingSlot | None:
         """Take the next free slot for the stream to fill. The stream waits for the slot's last consumer
-        (``cuStreamWaitValue32``). Returns None if no slot is free. Raises ClosedError, PeerGoneError, CaptureError.
+        (``cuStreamWaitValue32``). Returns None if no slot is free. Raises the errors of :meth:`refuse` if the
+        ring was closed or has no consumer, and CaptureError if the stream would have to wait and is being captured.
         """
         if not self.free and not self.settle():
             return None
@@ -242,7 +243,7 @@ class Deliveries(RingEnding):
 
     def drop_gone(self) -> None:
         """Remove consumers that are gone, and send the items that they have not opened to other consumers. Raises
-        TimeoutError, PeerGoneError.
+        the errors of :meth:`deliver_unsent`.
         """
         for consumer in _gone(self.consumers):
             self._drop(consumer)
@@ -271,7 +272,9 @@ class Deliveries(RingEnding):
                     del consumer.in_flight[slot]
 
     def deliver_unsent(self) -> None:
-        """Send the items in :attr:`unsent` to the consumers. Raises TimeoutError, PeerGoneError."""
+        """Send the items in :attr:`unsent` to the consumers; nothing is sent if there is no consumer. Raises
+        PeerGoneError if the last consumer goes meanwhile. The items that were not sent stay in :attr:`unsent`.
+        """
         while self.unsent and self.consumers:
             self._deliver(next(iter(self.unsent)))
             self.redelivered += 1

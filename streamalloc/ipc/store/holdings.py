@@ -118,8 +118,8 @@ class HeldEntry:
     """Number of the last commit."""
     current: Epoch | None = None
     before: Epoch | None = None
-    """The previous commit, kept until the contents of :attr:`current` are complete. If the writer dies before that,
-    this commit becomes the current one again.
+    """The previous commit, kept until the contents of :attr:`current` are complete; otherwise None. If the writer dies
+    before that, this commit becomes the current one again.
     """
     older: list[Epoch] = field(default_factory=list)
     """Replaced or removed epochs that still have readers, oldest first."""
@@ -129,7 +129,9 @@ class HeldEntry:
     expected, and :attr:`spare` is kept for them.
     """
     spare: Epoch | None = None
-    """A replaced epoch that no process uses. The next epoch with the layout of the current one gets its memory."""
+    """A replaced epoch that no process uses; None if there is none. The next epoch with the layout of the current one
+    gets its memory.
+    """
 
     @property
     def epochs(self) -> list[Epoch]:

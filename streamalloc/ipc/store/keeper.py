@@ -230,7 +230,7 @@ class Systemd:
                     yield name, Fd(3 + number)
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError."""
+        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError if the socket fails."""
         self._socket.sendmsg([state.encode()], rights_of(handles))
 
     def wait(self) -> None:
@@ -286,18 +286,22 @@ class KeeperProcess:
 
     def passed(self) -> Iterator[tuple[str, Fd]]:
         """Yield tuples of name and descriptor for all kept descriptors. The descriptors are duplicates. Raises
-        OSError.
+        the errors of :meth:`Channel.send` and :meth:`Channel.receive`: the process must answer within 30 s.
         """
         self.send("PASS=1")
         while (message := self._channel.receive(timeout=_SECONDS)).handles:
             yield message.data.decode(), message.handles[0]
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError, ClosedError."""
+        """Send a message with the fields ``state``, and at most one descriptor. Raises the errors of
+        :meth:`Channel.send`.
+        """
         self._channel.send(state.encode(), handles, timeout=_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the process has processed all messages. Raises OSError."""
+        """Wait until the process has processed all messages. Raises TimeoutError after 30 s, and PeerGoneError if the
+        process has ended.
+        """
         self.send("BARRIER=1")
         self._channel.receive(timeout=_SECONDS)
 

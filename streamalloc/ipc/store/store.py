@@ -111,9 +111,11 @@ class Store(Closes):
     Raises
     ------
     StoreGoneError
-        No server runs for a store of this name.
+        No server runs for a store of this name. The methods raise it if the server has ended.
     PermissionError
         The server belongs to another user.
+    ValueError
+        The name is not allowed: see :class:`StoreServer`.
     """
 
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
@@ -135,8 +137,8 @@ class Store(Closes):
         keep: bool = False,
         driver: Driver | None = None,
     ) -> StoreServer:
-        """Serve a store on a thread of this process until :meth:`StoreServer.close`. Parameters as for
-        :class:`StoreServer`. Returns the server. Raises ValueError, StoreBusyError, OSError.
+        """Serve a store on a thread of this process until :meth:`StoreServer.close`. Parameters and errors are
+        those of :class:`StoreServer`. Returns the server.
         """
         return StoreServer(name, devices, limit, evict=evict, keep=keep, driver=driver).start()
 
@@ -191,6 +193,8 @@ class Store(Closes):
             The key exists, and ``replace`` is False; or ``like`` is given, and the key does not exist.
         StoreBusyError
             Another process is writing the key.
+        StoreGoneError
+            The server has ended.
         StoreError
             The store takes no memory of this device.
         TypeError, ValueError
@@ -239,6 +243,8 @@ class Store(Closes):
             The addresses that ``at`` demands are taken.
         LayoutChangedError
             The layout differs from the expected one; the message lists the changes.
+        StoreGoneError
+            The server has ended.
         TypeError, ValueError
             An argument has a wrong type or value.
         """
@@ -276,6 +282,8 @@ class Store(Closes):
         ------
         ValueError
             No file was given, a file is no ``safetensors`` file, or a name is in two files.
+        OSError
+            A file cannot be read.
         StoreKeyError, StoreBusyError, StoreError, StoreFullError
             As for :meth:`write` and :meth:`WeightsWriter.allocate`. Nothing was committed.
         """
@@ -320,6 +328,8 @@ class Store(Closes):
         ------
         StoreKeyError
             The store neither holds this key nor has lost it.
+        StoreGoneError
+            The server has ended.
         """
         self._ask("remove", key=checked_key(key))
 
@@ -333,8 +343,8 @@ class Store(Closes):
         return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
-        """Return the server's process id and limits, and the number and bytes of keys, readers and writers. Raises
-        StoreGoneError if the server has ended.
+        """Return the server's process id and limits, the bytes that the store holds, and the numbers of keys, readers
+        and writers. Raises StoreGoneError if the server has ended.
         """
         answer = self._ask("status")
         devices = answer.pop("devices")

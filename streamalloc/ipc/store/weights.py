@@ -142,8 +142,9 @@ class OpenEpoch:
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
         """Open the last commit of ``key``, and import its memory. The returned object owns ``connection``.
 
-        ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError,
-        LayoutChangedError, StoreError if this process does not see the device, CudaError.
+        ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError if
+        the key does not exist, LayoutChangedError if the layout differs, StoreError if this process does not see the
+        device, and CudaError if the driver refuses.
         """
         with undoing(connection.close):
             answer, received = connection.ask("open", key=key)

@@ -278,7 +278,7 @@ class ControlBlock:
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
         """Make a control block whose exporter is this process (``memfd_create``, ``cuMemHostRegister``). Raises
-        CudaError, OSError.
+        OSError if no file can be made, and CudaError if the driver refuses to register its memory.
         """
         name = secrets.token_bytes(16)
         fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -382,7 +382,8 @@ class ControlBlock:
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
         """Write ``value`` to ``word`` after the queued work of ``stream`` (``cuStreamWriteValue32``), or by the host if
-        the stream is idle (:meth:`write_by`). Raises CaptureError, ClosedError, CudaError.
+        the stream is idle (:meth:`write_by`). Raises CaptureError if the stream is being captured, ClosedError if it
+        was closed, and CudaError if the driver refuses.
         """
         handle = stream.unlent
         if handle is not None:
@@ -413,8 +414,8 @@ class ControlBlock:
             raise error_from(result, "cuStreamWriteValue32")
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
-        """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises CaptureError,
-        ClosedError, CudaError.
+        """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises the
+        errors of :meth:`write`.
         """
         handle = stream.unlent
         if handle is None:
@@ -427,7 +428,7 @@ class ControlBlock:
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
         """Make ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
-        (``cuStreamWaitValue32``). Raises CaptureError, ClosedError, CudaError.
+        (``cuStreamWaitValue32``). Raises the errors of :meth:`write`.
         """
         # A hostile importer may write any value. At its death, a thread raises its words to ``awaited``, so that the
         # stream does not wait for ever.

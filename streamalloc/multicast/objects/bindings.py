@@ -93,7 +93,9 @@ class BindSource(NamedTuple):
         return cls(memory, chunk, begin - at, size, address, state_of(chunk))
 
     def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
-        """Check the driver's rules, and return the ordinal of the device to bind for. Raises TypeError, ValueError.
+        """Check the driver's rules, and return the ordinal of the device to bind for. Raises ValueError if the
+        memory is not aligned, cannot be shared, or is on another device or in other host memory than allowed, and the
+        errors of :func:`check_device`.
 
         ``granularity`` is that of the multicast object in bytes. ``device`` is the argument of
         :meth:`MulticastObject.bind`. ``shareable``: whether the multicast object can be shared; the memory must then be

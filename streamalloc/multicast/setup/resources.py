@@ -83,7 +83,7 @@ class RankResources(Deferred):
 
     def import_handles(self, rank: int, received: Sequence[Sequence[Handle]], multicast: bool) -> None:
         """Import the memory of the other ranks for ``rank`` (``cuMemImportFromShareableHandle``), then close the file
-        descriptors. Raises ValueError if a rank sent a wrong number of handles, CudaError.
+        descriptors. Raises ValueError if a rank sent a wrong number of handles, and CudaError if the driver refuses.
 
         ``received`` has the handles that each rank sent, by rank: the handle of its memory and, with ``multicast``,
         from rank 0 also the handle of the multicast object.
@@ -114,7 +114,8 @@ class RankResources(Deferred):
 
     def reserve(self) -> None:
         """Reserve an address range for the memory of all ranks, and another for the multicast object if there is one
-        (``cuMemAddressReserve``). Raises AddressSpaceError, CudaError.
+        (``cuMemAddressReserve``). Raises AddressSpaceError if the process has no such free range, and CudaError for any
+        other refusal.
         """
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))

@@ -190,7 +190,7 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
 
 def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> tuple[int, ...]:
     """Run all steps of ``plan`` after the agreement, and store the created objects in ``resources``. Returns the
-    address of each rank's memory in this process, by rank. Raises SymmetricMemoryError, NotSupportedError.
+    address of each rank's memory in this process, by rank. Raises the errors of :meth:`.rank_group.RankGroup.step`.
     """
     _create(group, resources, plan, deadline)
     if group.communicator is not None:
